@@ -1,0 +1,39 @@
+"""policygrad: the policy-gradient family for language models, as one equation with interchangeable parts."""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "policygrad.algorithms": "ALGORITHMS CISPO DAPO DR_GRPO GRPO GSPO REINFORCE RLOO SAPO algorithm",
+    "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut RunningMean",
+    "policygrad.core.aggregates": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
+    "policygrad.core.algorithm": "Algorithm Reference",
+    "policygrad.core.filters": "DropNoSpread MaskTruncated",
+    "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
+    "policygrad.core.objective": "objective surrogate",
+    "policygrad.core.ratios": "Sequence SequenceProduct Token",
+    "policygrad.core.shaping": "KLInReward SoftOverlong",
+    "policygrad.core.steps": "FirstOrder",
+    "policygrad.core.terms": "Entropy KLToReference",
+    "policygrad.core.types": "Batch Forward",
+    "policygrad.rewards": "reward",
+    "policygrad.train": "Run train",
+}
+_WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    """Lazy exports (PEP 562): `import policygrad` costs nothing, and a reward worker never imports torch."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'policygrad' has no attribute {name!r}")
+    value = getattr(import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

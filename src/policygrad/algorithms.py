@@ -1,0 +1,129 @@
+"""THE MATRIX: every named algorithm as a composition of parts. An algorithm is data; this is all of it."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+
+from policygrad.core.advantages import GroupMean, GroupStd, LeaveOneOut, RunningMean
+from policygrad.core.aggregates import FixedLength, SequenceMean, SequenceSum, TokenMean
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.filters import DropNoSpread, MaskTruncated
+from policygrad.core.gates import Clip, OnPolicy, SoftGate, WeightCap
+from policygrad.core.ratios import Sequence, Token
+from policygrad.core.shaping import KLInReward, SoftOverlong
+from policygrad.core.terms import KLToReference
+
+REINFORCE = Algorithm("reinforce", psi=(RunningMean(),), gate=OnPolicy(), aggregate=SequenceSum())
+RLOO = replace(REINFORCE, name="rloo", psi=(LeaveOneOut(),), shaping=(KLInReward(0.05),), samples_per_prompt=4)
+GRPO = Algorithm(
+    "grpo",
+    psi=(GroupMean(), GroupStd()),
+    ratio=Token(),
+    gate=Clip(0.2, 0.2),
+    aggregate=SequenceMean(),
+    terms=(KLToReference(0.04, "k3"),),
+)
+DR_GRPO = replace(GRPO, name="dr_grpo", psi=(GroupMean(),), aggregate=FixedLength(), terms=())
+DAPO = replace(
+    GRPO,
+    name="dapo",
+    gate=Clip(0.2, 0.28),
+    aggregate=TokenMean(),
+    terms=(),
+    shaping=(SoftOverlong(),),
+    filters=(DropNoSpread(), MaskTruncated()),
+)
+GSPO = replace(GRPO, name="gspo", ratio=Sequence(), gate=Clip(3e-4, 4e-4), terms=())
+CISPO = replace(
+    GRPO, name="cispo", gate=WeightCap(0.0, 5.0), aggregate=TokenMean(), terms=(), filters=(DropNoSpread(),)
+)
+SAPO = replace(GRPO, name="sapo", gate=SoftGate(1.0, 1.05), terms=())
+
+ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, RLOO, GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO)}
+
+
+@dataclass(frozen=True)
+class About:
+    """What a reader wants to know before choosing: where it comes from, what it mends, how it fails."""
+
+    title: str
+    source: str
+    parent: str | None
+    fixes: str
+    fails: str
+
+
+ABOUT: dict[str, About] = {
+    "reinforce": About(
+        "REINFORCE with a running-mean baseline",
+        "Williams 1992, Machine Learning 8",
+        None,
+        "The score-function gradient itself: unbiased, no critic, one sample per prompt is enough.",
+        "High variance: one baseline for easy and hard prompts alike, so a prompt's difficulty looks like an action's merit.",
+    ),
+    "rloo": About(
+        "REINFORCE leave-one-out",
+        "Ahmadian et al. 2024, arXiv:2402.14740, eq. 7",
+        "reinforce",
+        "A baseline per prompt from the other samples: still unbiased, far less variance, no critic.",
+        "Needs several samples per prompt; a prompt that is always solved or never solved teaches nothing.",
+    ),
+    "grpo": About(
+        "Group relative policy optimisation",
+        "Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, eq. 3 and 4",
+        "rloo",
+        "No critic in memory; clipped ratio allows several updates per rollout; KL to the reference in the loss.",
+        "The std over-weights very easy and very hard prompts; the sequence mean favours short right and long wrong answers.",
+    ),
+    "dr_grpo": About(
+        "GRPO done right",
+        "Liu et al. 2025, arXiv:2503.20783, sec. 3.2",
+        "grpo",
+        "Removes both of GRPO's biases: no std, no length in the denominator; no KL, so no reference model.",
+        "Step size now follows the reward's scale and the token budget L; unequal prompt difficulty is not evened out.",
+    ),
+    "dapo": About(
+        "Decoupled clip and dynamic sampling policy optimisation",
+        "Yu et al. 2025, arXiv:2503.14476, eq. 8 to 13; AIME 2024 avg@32: GRPO 30, + overlong mask 36, + clip-higher 38, "
+        "+ soft penalty 41, + token mean 42, + dynamic sampling 50",
+        "grpo",
+        "Entropy collapse (clip-higher), dead groups (dynamic sampling), length bias (token mean), noisy cut-offs (overlong).",
+        "Sampling cost grows as prompts are solved; long completions dominate the token mean.",
+    ),
+    "gspo": About(
+        "Group sequence policy optimisation",
+        "Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7",
+        "grpo",
+        "One ratio per completion, as there is one reward: far less ratio noise, stable with mixture-of-experts routing.",
+        "The clip range is of another order (3e-4): clips whole completions, and long drifts cancel in the mean.",
+    ),
+    "cispo": About(
+        "Clipped importance-sampling-weight policy optimisation",
+        "MiniMax-M1 2025, arXiv:2506.13585, eq. 4 and 5",
+        "grpo",
+        "Rare, decisive tokens keep their gradient: the weight is capped, never the token dropped.",
+        "No trust region: nothing stops the ratio from drifting when a rollout feeds many updates.",
+    ),
+    "sapo": About(
+        "Soft adaptive policy optimisation",
+        "Gao et al. 2025, arXiv:2511.20347, eq. 5 to 8",
+        "grpo",
+        "A smooth gate for the clip's cliff: far tokens fade, near ones keep their gradient; negative tokens fade faster.",
+        "Two temperatures to choose; a far token never quite loses its weight.",
+    ),
+}
+
+
+def algorithm(name: str) -> Algorithm:
+    """The named algorithm.
+
+    Raises:
+        ValueError: an unknown name, with the nearest known one.
+    """
+    key = name.strip().lower().replace("-", "_")
+    if key not in ALGORITHMS:
+        near = difflib.get_close_matches(key, ALGORITHMS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown algorithm {name!r}: {hint}known: {', '.join(ALGORITHMS)}")
+    return ALGORITHMS[key]

@@ -1,0 +1,157 @@
+"""LEVER 1: what multiplies ∇log π. A chain of links `(psi [B, T], batch) -> psi [B, T]`; it starts from the reward to go.
+
+The reward to go at token t is `G_t = reward + Σ_{t' ≥ t} token_reward_t'`; without token rewards it is the
+completion's reward R at every token. A completion's total is `R_i = G_{i,first}`. Group statistics run over the
+completions that count (`Batch.counted`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from policygrad.core import ragged
+from policygrad.core.ragged import Groups
+from policygrad.core.types import Batch
+
+
+def reward_to_go(batch: Batch) -> Tensor:
+    """`G_t` [B, T]: where every chain starts. Zero at unsampled positions and for completions without a reward."""
+    psi = batch.reward[:, None].expand(batch.mask.shape)
+    if batch.token_reward is not None:
+        psi = psi + ragged.to_go(ragged.masked(batch.token_reward, batch.mask))
+    return ragged.masked(psi, batch.mask)
+
+
+def totals(batch: Batch) -> Tensor:
+    """`R_i` [B]: reward plus the sum of token rewards; 0 for completions that do not count."""
+    total = batch.reward
+    if batch.token_reward is not None:
+        total = total + ragged.masked(batch.token_reward, batch.mask).sum(1)
+    return ragged.masked(total, batch.counted)
+
+
+def no_spread(batch: Batch) -> Tensor:
+    """[B] bool; completions of a group whose totals are all equal (max R = min R), or that has one member: Ψ = 0."""
+    return Groups(batch.group, batch.counted).no_spread(totals(batch))
+
+
+def _subtract(psi: Tensor, baseline: Tensor, batch: Batch) -> Tensor:
+    """Ψ − b, with b = R_i exactly in a group without spread, so that Ψ is 0 there to the last bit."""
+    exact = torch.where(no_spread(batch), totals(batch), baseline)
+    return ragged.masked(psi - exact[:, None], batch.mask)
+
+
+@dataclass(frozen=True)
+class RunningMean:
+    """Ψ = R_i − b, b an exponential mean of past batches' rewards, so independent of this batch's actions: unbiased.
+
+    `mean` and `count` are its state: `observe` returns the part for the next step, and a checkpoint keeps it.
+    Source: Williams 1992, REINFORCE with a reinforcement baseline.
+    """
+
+    decay: float = 0.9
+    mean: float = 0.0
+    count: int = 0
+    group_statistic: ClassVar[bool] = False
+
+    @property
+    def formula(self) -> str:
+        return "R − b,  b = running mean of past rewards"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        return ragged.masked(psi - self.mean, batch.mask)
+
+    def observe(self, batch: Batch) -> RunningMean:
+        """b ← b + (mean R − b)·(1 − decay)/(1 − decay^n): the exponential mean without its start-up bias."""
+        if not bool(batch.counted.any()):
+            return self
+        new = float(ragged.mean(totals(batch), batch.counted))
+        rate = (1 - self.decay) / (1 - self.decay ** (self.count + 1))
+        return replace(self, mean=self.mean + rate * (new - self.mean), count=self.count + 1)
+
+
+@dataclass(frozen=True)
+class BatchMean:
+    """Ψ = R_i − mean over the batch; it includes R_i, so it scales the gradient by (n − 1)/n."""
+
+    group_statistic: ClassVar[bool] = False
+
+    @property
+    def formula(self) -> str:
+        return "R − mean_batch"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        return ragged.masked(psi - ragged.mean(totals(batch), batch.counted), batch.mask)
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """Ψ = R_i − 1/(G−1) Σ_{j≠i} R_j: unbiased, since the baseline does not see R_i. Source: Ahmadian et al. 2024, eq. 7."""
+
+    group_statistic: ClassVar[bool] = True
+
+    @property
+    def formula(self) -> str:
+        return "R_i − mean_{j≠i} R_j"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        groups, total = Groups(batch.group, batch.counted), totals(batch)
+        # A completion that is masked from the gradient but counts in the statistics is among its siblings' others.
+        others = (groups.size - batch.counted.long()).clamp(min=1)
+        return _subtract(psi, (groups.sum(total) - total) / others, batch)
+
+
+@dataclass(frozen=True)
+class GroupMean:
+    """Ψ = R_i − mean_g = (G−1)/G of leave-one-out. Source: Liu et al. 2025 (Dr. GRPO), eq. 3."""
+
+    group_statistic: ClassVar[bool] = True
+
+    @property
+    def formula(self) -> str:
+        return "R_i − mean_g"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        return _subtract(psi, Groups(batch.group, batch.counted).mean(totals(batch)), batch)
+
+
+@dataclass(frozen=True)
+class GroupStd:
+    """Ψ ← Ψ/(std_g + eps), std over the group's totals. After `GroupMean`: the z-score of Shao et al. 2024 (GRPO), sec. 4.1.2.
+
+    The worked example R = [0, 0, 1, 0] gives [−.5, −.5, 1.5, −.5] up to eps: ddof 1.
+    """
+
+    eps: float = 1e-4
+    ddof: int = 1
+    group_statistic: ClassVar[bool] = True
+
+    @property
+    def formula(self) -> str:
+        return f"/(std_g + {self.eps:g})"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        scale = Groups(batch.group, batch.counted).std(totals(batch), self.ddof) + self.eps
+        scale = torch.where(no_spread(batch), torch.ones_like(scale), scale)  # rounding is not spread
+        return ragged.masked(psi / scale[:, None], batch.mask)
+
+
+@dataclass(frozen=True)
+class BatchStd:
+    """Ψ ← Ψ/(std_batch + eps), std of the completions' *centred* advantages over the batch. Source: Magistral 2025, sec. 2."""
+
+    eps: float = 1e-4
+    ddof: int = 1
+    group_statistic: ClassVar[bool] = False
+
+    @property
+    def formula(self) -> str:
+        return f"/(std_batch + {self.eps:g})"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        scale = ragged.std(ragged.first(psi, batch.mask), batch.mask.any(1), self.ddof) + self.eps
+        return ragged.masked(psi / scale, batch.mask)

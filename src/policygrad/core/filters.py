@@ -1,0 +1,83 @@
+"""Filters look at the task's score, before length or KL shaping, and decide which completions take part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from policygrad.core.advantages import no_spread
+from policygrad.core.types import Batch
+
+
+@dataclass(frozen=True)
+class DropNoSpread:
+    """Dynamic sampling: drop groups whose rewards are all equal (all right, all wrong). Source: Yu et al. 2025 (DAPO), eq. 11.
+
+    mode 'refill': keep sampling until the step is full, at most `max_rounds` rounds of the step's size; then reweight and report.
+    mode 'reweight': keep the coefficients of the unfiltered step and multiply them by 1/(1 − f), f the fraction dropped.
+    """
+
+    mode: Literal["refill", "reweight"] = "refill"
+    max_rounds: int = 4
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("refill", "reweight"):
+            raise ValueError(f"DropNoSpread.mode must be 'refill' or 'reweight', not {self.mode!r}")
+        if self.max_rounds < 1:
+            raise ValueError(f"DropNoSpread.max_rounds must be at least 1, not {self.max_rounds}")
+
+    @property
+    def formula(self) -> str:
+        how = f"≤ {self.max_rounds} rounds of refill" if self.mode == "refill" else "the rest × 1/(1 − f)"
+        return f"groups with max R = min R are dropped, {how}"
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds of sampling a step may take."""
+        return self.max_rounds if self.mode == "refill" else 1
+
+    def dropped(self, batch: Batch) -> Tensor:
+        """[B] bool."""
+        return no_spread(batch)
+
+    def __call__(self, batch: Batch) -> Batch:
+        dropped = self.dropped(batch)
+        if self.mode == "reweight":
+            return reweight(batch, dropped)
+        return replace(batch, mask=batch.mask & ~dropped[:, None])
+
+
+def reweight(batch: Batch, dropped: Tensor) -> Batch:
+    """Weight 0 for the dropped [B], 1/(1 − f) for the rest; the denominators stay those of the unfiltered step."""
+    counted = batch.counted
+    f = (dropped & counted).sum() / counted.sum().clamp(min=1)
+    weight = torch.where(dropped, 0.0, 1 / (1 - f).clamp(min=1e-12))[:, None].to(batch.reward.dtype)
+    weight = weight.expand(batch.mask.shape)
+    return replace(batch, weight=weight if batch.weight is None else batch.weight * weight)
+
+
+@dataclass(frozen=True)
+class MaskTruncated:
+    """Completions cut off by the token budget do not move the policy (overlong filtering). Source: Yu et al. 2025 (DAPO), sec. 3.4.
+
+    keep_in_statistics: their rewards still count in the group's baseline.
+    """
+
+    keep_in_statistics: bool = False
+
+    @property
+    def formula(self) -> str:
+        return "truncated completions are masked" + (", their rewards count" if self.keep_in_statistics else "")
+
+    def __call__(self, batch: Batch) -> Batch:
+        if batch.truncated is None:
+            return batch
+        counted = batch.counted
+        return replace(
+            batch,
+            mask=batch.mask & ~batch.truncated[:, None],
+            in_statistics=counted if self.keep_in_statistics else counted & ~batch.truncated,
+        )

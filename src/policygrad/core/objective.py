@@ -1,0 +1,140 @@
+"""THE EQUATION.
+
+    ∇J = Σ_{i,t} ( c_{i,t} · w_{i,t} · Ψ_{i,t} + Σ_m c^m_{i,t} · k^m_{i,t} ) · ∇log π_θ(o_{i,t})
+
+c: how tokens are averaged (aggregates); w: what the ratio lets through (ratios, gates); Ψ: the advantage; k^m: score
+terms (KL, entropy). All of them under stop-gradient, so one loss −Σ sg[…] log π_θ serves every algorithm, and
+micro-batches and data-parallel shards are plain sums.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from policygrad.core import ragged
+from policygrad.core.metrics import Max, Metrics, Sum, mean_of
+from policygrad.core.ratios import bounded_exp
+from policygrad.core.terms import log_ratio
+from policygrad.core.types import Batch, Forward, LossTerm
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
+
+Coefficients = tuple[Tensor, ...]
+
+
+def gate_weight(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """(w, r), each [B, T], without graph; r is 1 where the algorithm has no ratio."""
+    change = log_ratio(out.logp, batch.logp_old, batch.mask)
+    ratio = torch.ones_like(change) if algorithm.ratio is None else algorithm.ratio(change, batch.mask)
+    return algorithm.gate.weight(ratio, psi), ratio
+
+
+def _step_coefficients(batch: Batch, algorithm: Algorithm, coef: Tensor | Coefficients | None) -> Coefficients:
+    """One tensor for the policy and one per term; a lone tensor serves the terms that have no aggregation of their own."""
+    if coef is None:
+        return algorithm.all_coefficients(batch)
+    if isinstance(coef, tuple):
+        return coef
+    own = [type(term).__name__ for term in algorithm.terms if term.aggregate is not None]
+    if own:
+        raise ValueError(
+            f"{', '.join(own)} aggregates otherwise than the policy term: pass this share's part of "
+            "`algorithm.all_coefficients(step)`, a tuple, as `coef`"
+        )
+    return (coef,) * (1 + len(algorithm.terms))
+
+
+def surrogate(
+    out: Forward | Tensor,
+    batch: Batch,
+    psi: Tensor,
+    algorithm: Algorithm,
+    coef: Tensor | Coefficients | None = None,
+) -> Tensor:
+    """Scalar loss with gradient −Σ (c w Ψ + Σ c^m k^m) ∇log π_θ. Its value means nothing; `objective` is the metric.
+
+    Args:
+        out: the forward pass, or its log π_θ [B, T] alone, with graph.
+        psi: [B, T], from `algorithm.advantages` of the whole rollout.
+        coef: this share's part of `algorithm.coefficients(step)` [B, T] (or of `all_coefficients`, a tuple, when a term
+            has an aggregation of its own); None = `batch` is the whole optimiser step.
+    """
+    out = out if isinstance(out, Forward) else Forward(out)
+    policy, *per_term = _step_coefficients(batch, algorithm, coef)
+    psi = ragged.masked(psi, batch.mask)
+    with torch.no_grad():
+        weight, _ = gate_weight(out, batch, psi, algorithm)
+        score = policy * weight * psi
+        for term, c in zip(algorithm.terms, per_term, strict=True):
+            if not isinstance(term, LossTerm):
+                score = score + c * term.score(out, batch)
+        score = ragged.masked(score, batch.mask)
+    loss = -(score * ragged.masked(out.logp, batch.mask)).sum()
+    for term, c in zip(algorithm.terms, per_term, strict=True):
+        if isinstance(term, LossTerm):
+            loss = loss - (c * ragged.masked(term.objective(out, batch), batch.mask)).sum()
+    return loss
+
+
+@torch.no_grad()
+def objective(
+    out: Forward | Tensor,
+    batch: Batch,
+    psi: Tensor,
+    algorithm: Algorithm,
+    coef: Tensor | Coefficients | None = None,
+) -> Tensor:
+    """The paper's objective [], a metric: Σ c·gate.value(r, Ψ) + Σ c^m·term.value. A share's values add up to the step's."""
+    out = out if isinstance(out, Forward) else Forward(out)
+    policy, *per_term = _step_coefficients(batch, algorithm, coef)
+    psi = ragged.masked(psi, batch.mask)
+    _, ratio = gate_weight(out, batch, psi, algorithm)
+    total = ragged.masked(policy * algorithm.gate.value(ratio, psi), batch.mask).sum()
+    for term, c in zip(algorithm.terms, per_term, strict=True):
+        value = term.objective(out, batch) if isinstance(term, LossTerm) else term.value(out, batch)
+        total = total + ragged.masked(c * value, batch.mask).sum()
+    return total
+
+
+@torch.no_grad()
+def measure(
+    out: Forward,
+    batch: Batch,
+    psi: Tensor,
+    algorithm: Algorithm,
+    coef: Coefficients,
+    count: Tensor | None = None,
+) -> Metrics:
+    """What one forward pass tells: objective, clip_ratio/low and /high, kl (nats a token, k3), ratio/max, mismatch/logp_max.
+
+    count [B]: how many completions a row stands for (merged duplicates).
+    """
+    mask, psi = batch.mask, ragged.masked(psi, batch.mask)
+    _, ratio = gate_weight(out, batch, psi, algorithm)
+    logp = ragged.masked(out.logp.detach(), mask)
+    metrics: Metrics = {
+        "objective": Sum(objective(out, batch, psi, algorithm, coef).double()),
+        "ratio/max": Max(ragged.masked(ratio, mask).max() if mask.any() else 1.0),
+    }
+    clipped = getattr(algorithm.gate, "clipped", None)
+    if clipped is not None:
+        for name, where in zip(("low", "high"), clipped(ratio, psi), strict=True):
+            metrics[f"clip_ratio/{name}"] = mean_of(where.double(), mask, count)
+    if batch.logp_ref is not None:
+        u = logp - ragged.masked(batch.logp_ref, mask)
+        metrics["kl"] = mean_of(bounded_exp(-u) + u - 1, mask, count)
+    if batch.logp_old is not None:
+        change = logp - ragged.masked(batch.logp_old, mask)
+        metrics["kl_old"] = mean_of(change.exp() - 1 - change, mask, count)
+    if batch.logp_sampler is not None:
+        old = logp if batch.logp_old is None else ragged.masked(batch.logp_old, mask)
+        gap = (old - ragged.masked(batch.logp_sampler, mask)).abs()
+        metrics["mismatch/logp_max"] = Max(gap.max() if gap.numel() else 0.0)
+    return metrics
+
+
+__all__ = ["gate_weight", "measure", "objective", "surrogate"]

@@ -1,0 +1,73 @@
+"""Every masked and per-group reduction, once. Padded positions may hold anything, NaN included: they are never read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` where the mask is True, 0 elsewhere; unlike `x * mask` it drops NaN and inf."""
+    return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def to_go(x: Tensor) -> Tensor:
+    """[B, T] -> [B, T]: the sum over this position and all later ones."""
+    return x.flip(1).cumsum(1).flip(1)
+
+
+def first(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> [B]: the value at the first True position of a row, 0 in a row without one."""
+    if x.shape[1] == 0:
+        return x.new_zeros(x.shape[0])
+    index = mask.int().argmax(1, keepdim=True)
+    return masked(x.gather(1, index).squeeze(1), mask.any(1))
+
+
+def mean(x: Tensor, keep: Tensor) -> Tensor:
+    """Mean over the True positions; 0 when there are none."""
+    return masked(x, keep).sum() / keep.sum().clamp(min=1)
+
+
+def std(x: Tensor, keep: Tensor, ddof: int) -> Tensor:
+    """Standard deviation over the True positions; 0 when there are not more than `ddof`."""
+    squares = masked((x - mean(x, keep)) ** 2, keep).sum()
+    return (squares / (keep.sum() - ddof).clamp(min=1)).sqrt()
+
+
+class Groups:
+    """Reductions over the completions of one prompt, among those that `keep` [B] names; results are per completion [B]."""
+
+    def __init__(self, group: Tensor, keep: Tensor) -> None:
+        ids, self.index = torch.unique(group, return_inverse=True)
+        self.n, self.keep = len(ids), keep
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Σ over the group; integers and bools are counted in int64."""
+        x = x if x.is_floating_point() else x.long()
+        total = x.new_zeros(self.n).index_add_(0, self.index, masked(x, self.keep))
+        return total[self.index]
+
+    @property
+    def size(self) -> Tensor:
+        """[B] int64; counted completions of the group."""
+        return self.sum(self.keep)
+
+    @property
+    def number(self) -> int:
+        """Groups with at least one counted completion."""
+        return int(self.index[self.keep].unique().numel())
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean over the group; 0 for a group without counted completions."""
+        return self.sum(x) / self.size.clamp(min=1)
+
+    def std(self, x: Tensor, ddof: int) -> Tensor:
+        """Standard deviation over the group; 0 when it has not more than `ddof` members."""
+        return (self.sum((masked(x, self.keep) - self.mean(x)) ** 2) / (self.size - ddof).clamp(min=1)).sqrt()
+
+    def no_spread(self, x: Tensor) -> Tensor:
+        """[B] bool; max = min over the group's counted completions: never a test on the standard deviation."""
+        low = x.new_full((self.n,), torch.inf).scatter_reduce_(0, self.index[self.keep], x[self.keep], "amin")
+        high = x.new_full((self.n,), -torch.inf).scatter_reduce_(0, self.index[self.keep], x[self.keep], "amax")
+        return (low >= high)[self.index]

@@ -1,0 +1,37 @@
+"""How the parameters move, once the gradient is known. A step is handed a `Problem` and never sees a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from policygrad.core.metrics import Metrics, merge
+from policygrad.core.types import Problem
+
+
+@dataclass(frozen=True)
+class FirstOrder:
+    """K = epochs × minibatches gradient steps per rollout; a minibatch is a share of whole groups."""
+
+    epochs: int = 1
+    minibatches: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "minibatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"FirstOrder.{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def updates(self) -> int:
+        """K, optimiser steps per rollout."""
+        return self.epochs * self.minibatches
+
+    @property
+    def formula(self) -> str:
+        return "one gradient step" if self.updates == 1 else f"{self.epochs} epochs × {self.minibatches} minibatches"
+
+    def __call__(self, problem: Problem) -> Metrics:
+        measured: Metrics = {}
+        for epoch in range(self.epochs):
+            for minibatch in problem.split(epoch, self.minibatches):
+                measured = merge(measured, minibatch.accumulate(), minibatch.descend())
+        return measured

@@ -1,0 +1,201 @@
+"""What flows through the equation: a batch of completions, one forward pass over it, and the parts' protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from policygrad.core.metrics import Metrics
+
+PER_TOKEN = ("mask", "tokens", "logp_old", "logp_ref", "logp_sampler", "values", "token_reward", "step_end", "weight")
+PER_COMPLETION = ("group", "reward", "bootstrap", "truncated", "in_statistics")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Completions of a rollout, or one optimiser step's share of them; right-padded.
+
+    Shapes: B completions, T token positions. A position counts when `mask` is True; what stands elsewhere, NaN
+    included, is never read. A completion whose mask is all False (it failed, or was masked as overlong) leaves the
+    group statistics and every denominator.
+
+    Raises:
+        ValueError: a field whose shape or dtype does not fit, named.
+    """
+
+    mask: Tensor
+    """[B, T] bool; True = sampled by the policy (tool output and padding are False)."""
+    group: Tensor
+    """[B] int64; which prompt a completion answers (an index into `prompts`)."""
+    reward: Tensor
+    """[B] floating; the completion's terminal reward (float64 stays float64)."""
+    tokens: Tensor | None = None
+    """[B, T] int64; the completion's token ids."""
+    prompts: tuple[Tensor, ...] | None = None
+    """One row of token ids per group; with `tokens` it is what a learner needs."""
+    logp_old: Tensor | None = None
+    """[B, T] nats, log π_old; None = the policy itself, so that every ratio is 1."""
+    logp_ref: Tensor | None = None
+    """[B, T] nats, log π_ref."""
+    logp_sampler: Tensor | None = None
+    """[B, T] nats, log μ: what the engine that sampled says."""
+    values: Tensor | None = None
+    """[B, T] critic's value before each token is taken."""
+    bootstrap: Tensor | None = None
+    """[B] value after the last token of an episode that was cut off."""
+    token_reward: Tensor | None = None
+    """[B, T] rewards at tokens; a completion's total is `reward` plus their sum."""
+    step_end: Tensor | None = None
+    """[B, T] bool; where process rewards sit."""
+    weight: Tensor | None = None
+    """[B, T] multiplies the aggregation coefficients: γ^t, reweighting, merged duplicates."""
+    truncated: Tensor | None = None
+    """[B] bool; stopped by the token budget, not by the policy."""
+    in_statistics: Tensor | None = None
+    """[B] bool; counts in group statistics. None = the completions whose mask has a True."""
+
+    def __post_init__(self) -> None:
+        if self.mask.ndim != 2 or self.mask.dtype != torch.bool:
+            raise ValueError(
+                f"Batch.mask must be a bool tensor [B, T], not {self.mask.dtype} {list(self.mask.shape)}: "
+                "True where the policy sampled the token (mask.bool() converts 0/1)"
+            )
+        for names, shape, letters in (
+            (PER_TOKEN, self.mask.shape, "[B, T]"),
+            (PER_COMPLETION, self.mask.shape[:1], "[B]"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and value.shape != shape:
+                    raise ValueError(
+                        f"Batch.{name} has shape {list(value.shape)}, expected {letters} = {list(shape)} as in Batch.mask"
+                    )
+        if not self.reward.is_floating_point():
+            raise ValueError(f"Batch.reward must be floating, not {self.reward.dtype}: reward.float() converts it")
+        if self.group.is_floating_point() or self.group.dtype == torch.bool:
+            raise ValueError(f"Batch.group must hold integers (which prompt), not {self.group.dtype}")
+
+    @property
+    def counted(self) -> Tensor:
+        """[B] bool; completions that count in group statistics."""
+        return self.mask.any(1) if self.in_statistics is None else self.in_statistics
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64; sampled tokens per completion."""
+        return self.mask.sum(1)
+
+    def select(self, rows: Tensor) -> Batch:
+        """The completions at `rows` (indices or a bool mask [B]); `prompts` stays whole, since `group` points into it."""
+        return self._map(lambda value: value[rows])
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        moved = self._map(lambda value: value.to(device))
+        return moved if self.prompts is None else replace(moved, prompts=tuple(row.to(device) for row in self.prompts))
+
+    def _map(self, f: Callable[[Tensor], Tensor]) -> Batch:
+        current = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: f(value) for name, value in current.items() if isinstance(value, Tensor)}
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """What one forward pass yields for the objective; a bare `logp` tensor is accepted in its place."""
+
+    logp: Tensor
+    """[B, T] nats, log π_θ of the tokens taken, with its graph."""
+    entropy: Tensor | None = None
+    """[B, T] nats, exact over the vocabulary; only when a term needs it."""
+    values: Tensor | None = None
+    """[B, T] the critic's values, with their graph."""
+    kl_old: Tensor | None = None
+    """[B, T] nats, exact KL(π_old‖π_θ) over the vocabulary."""
+
+
+class Advantage(Protocol):
+    """One link of the chain that makes Ψ; the first link receives the reward to go."""
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        """[B, T] -> [B, T]."""
+        ...
+
+
+class Ratio(Protocol):
+    """How per-token log-ratios become the importance ratio r."""
+
+    def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """log(π_θ/π_old) [B, T] -> r [B, T]."""
+        ...
+
+
+class Gate(Protocol):
+    """Lever 2: how much of a token's gradient the ratio lets through."""
+
+    def weight(self, ratio: Tensor, psi: Tensor) -> Tensor:
+        """[B, T]; w, the derivative of `value` in log π_θ divided by Ψ."""
+        ...
+
+    def value(self, ratio: Tensor, psi: Tensor) -> Tensor:
+        """[B, T]; the paper's objective per token."""
+        ...
+
+
+class Aggregation(Protocol):
+    """How tokens are averaged over the whole optimiser step."""
+
+    def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
+        """c [B, T], before `Batch.weight`; zero where the mask is False."""
+        ...
+
+
+class Term(Protocol):
+    """An additive score term k (under stop-gradient) with its own coefficients, or those of the policy."""
+
+    @property
+    def aggregate(self) -> Aggregation | None: ...
+
+    def score(self, out: Forward, batch: Batch) -> Tensor:
+        """k [B, T]; what multiplies ∇log π_θ."""
+        ...
+
+    def value(self, out: Forward, batch: Batch) -> Tensor:
+        """[B, T]; the term's share of the paper's objective."""
+        ...
+
+
+@runtime_checkable
+class LossTerm(Protocol):
+    """What is no multiple of ∇log π_θ: an additive term with a graph of its own (exact entropy, value loss)."""
+
+    def objective(self, out: Forward, batch: Batch) -> Tensor:
+        """[B, T] with graph; to be maximised, aggregated like a term."""
+        ...
+
+
+class BatchTransform(Protocol):
+    """Reward shaping, or a filter: a batch in, a batch out."""
+
+    def __call__(self, batch: Batch) -> Batch: ...
+
+
+class Problem(Protocol):
+    """What a first-order step may ask of a learner: one optimiser step's share of a rollout."""
+
+    def split(self, epoch: int, minibatches: int) -> list[Problem]:
+        """The rollout's groups, shuffled for this epoch, as minibatches of whole groups."""
+        ...
+
+    def accumulate(self) -> Metrics:
+        """Adds this problem's gradient of the loss to the learner's; returns what was measured on the way."""
+        ...
+
+    def descend(self) -> Metrics:
+        """Clips the gradient, takes one optimiser step and clears it."""
+        ...
