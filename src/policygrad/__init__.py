@@ -19,7 +19,7 @@ _HOME = {
     "policygrad.core.terms": "Entropy KLToReference",
     "policygrad.core.types": "Batch Forward",
     "policygrad.rewards": "reward",
-    "policygrad.train": "Run train",
+    "policygrad.training": "Run train",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 

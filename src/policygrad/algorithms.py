@@ -64,7 +64,7 @@ ABOUT: dict[str, About] = {
     ),
     "rloo": About(
         "REINFORCE leave-one-out",
-        "Ahmadian et al. 2024, arXiv:2402.14740, eq. 7",
+        "Ahmadian et al. 2024, arXiv:2402.14740",
         "reinforce",
         "A baseline per prompt from the other samples: still unbiased, far less variance, no critic.",
         "Needs several samples per prompt; a prompt that is always solved or never solved teaches nothing.",
@@ -107,7 +107,7 @@ ABOUT: dict[str, About] = {
     ),
     "sapo": About(
         "Soft adaptive policy optimisation",
-        "Gao et al. 2025, arXiv:2511.20347, eq. 5 to 8",
+        "Gao et al. 2025, arXiv:2511.20347, eq. 5 and 6",
         "grpo",
         "A smooth gate for the clip's cliff: far tokens fade, near ones keep their gradient; negative tokens fade faster.",
         "Two temperatures to choose; a far token never quite loses its weight.",

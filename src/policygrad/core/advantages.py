@@ -40,9 +40,13 @@ def no_spread(batch: Batch) -> Tensor:
 
 
 def _subtract(psi: Tensor, baseline: Tensor, batch: Batch) -> Tensor:
-    """Ψ − b, with b = R_i exactly in a group without spread, so that Ψ is 0 there to the last bit."""
-    exact = torch.where(no_spread(batch), totals(batch), baseline)
-    return ragged.masked(psi - exact[:, None], batch.mask)
+    """Ψ − b, with b = R_i exactly in a group without spread, so that Ψ is 0 there to the last bit.
+
+    A completion without a counted sibling gets Ψ = 0 at every token: nothing to compare it with, token rewards or not.
+    """
+    exact = torch.where(no_spread(batch) & batch.counted, totals(batch), baseline)
+    siblings = Groups(batch.group, batch.counted).size - batch.counted.long()
+    return ragged.masked(psi - exact[:, None], batch.mask & (siblings > 0)[:, None])
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,12 @@ class RunningMean:
     mean: float = 0.0
     count: int = 0
     group_statistic: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(
+                f"RunningMean.decay must be in [0, 1), not {self.decay}: at 1 the mean never sees a reward"
+            )
 
     @property
     def formula(self) -> str:
@@ -90,7 +100,7 @@ class BatchMean:
 
 @dataclass(frozen=True)
 class LeaveOneOut:
-    """Ψ = R_i − 1/(G−1) Σ_{j≠i} R_j: unbiased, since the baseline does not see R_i. Source: Ahmadian et al. 2024, eq. 7."""
+    """Ψ = R_i − 1/(G−1) Σ_{j≠i} R_j: unbiased, since the baseline does not see R_i. Source: Ahmadian et al. 2024."""
 
     group_statistic: ClassVar[bool] = True
 
@@ -107,7 +117,7 @@ class LeaveOneOut:
 
 @dataclass(frozen=True)
 class GroupMean:
-    """Ψ = R_i − mean_g = (G−1)/G of leave-one-out. Source: Liu et al. 2025 (Dr. GRPO), eq. 3."""
+    """Ψ = R_i − mean_g = (G−1)/G of leave-one-out. Source: Liu et al. 2025 (Dr. GRPO), sec. 3.2."""
 
     group_statistic: ClassVar[bool] = True
 
@@ -142,7 +152,7 @@ class GroupStd:
 
 @dataclass(frozen=True)
 class BatchStd:
-    """Ψ ← Ψ/(std_batch + eps), std of the completions' *centred* advantages over the batch. Source: Magistral 2025, sec. 2."""
+    """Ψ ← Ψ/(std_batch + eps), std of the completions' *centred* advantages over the batch. Source: Magistral 2025, sec. 2.1."""
 
     eps: float = 1e-4
     ddof: int = 1

@@ -24,7 +24,7 @@ def _completions(mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SequenceSum:
-    """c = 1/B: a completion is one action; the unbiased one. Source: Ahmadian et al. 2024 (RLOO), eq. 6.
+    """c = 1/B: a completion is one action; the unbiased one. Source: Ahmadian et al. 2024 (RLOO).
 
     group_power p divides each group by G^p instead of G: ½ gives every group a weight that grows with √G.
     """
@@ -59,7 +59,7 @@ class SequenceMean:
 class TokenMean:
     """c = 1/Σ_j|o_j| over the step: every token counts alike.
 
-    Source: Schulman et al. 2017; Yu et al. 2025 (DAPO), sec. 3.3.
+    Source: Schulman et al. 2017; Yu et al. 2025 (DAPO), eq. 12.
     """
 
     @property
@@ -89,7 +89,9 @@ class GroupTokenMean:
 
 @dataclass(frozen=True)
 class FixedLength:
-    """c = 1/(B·L) with L the generation budget in tokens: no length in the denominator. Source: Liu et al. 2025 (Dr. GRPO), sec. 3.2.
+    """c = 1/(B·L) with L the generation budget in tokens: no length in the denominator.
+
+    Source: Liu et al. 2025 (Dr. GRPO), sec. 3.2.
 
     length None: the batch's width T; a trainer sets its generation budget (`Algorithm.with_budget`).
     """

@@ -64,6 +64,11 @@ class Algorithm:
                 f"{type(self.gate).__name__} takes one optimiser step per rollout, not {self.step.updates}: from the second "
                 "on, the samples are another policy's. Set step to FirstOrder(1, 1), or a ratio and a gate such as Clip()"
             )
+        if on_policy and self.ratio is not None:
+            raise ValueError(
+                f"{type(self.gate).__name__} ignores the ratio, and ratio is {type(self.ratio).__name__}: set ratio=None, "
+                "or a gate such as Importance() or Clip()"
+            )
         if not on_policy and self.ratio is None:
             raise ValueError(
                 f"{type(self.gate).__name__} gates a ratio, and ratio is None: set ratio=Token() or Sequence()"
@@ -153,9 +158,9 @@ class Algorithm:
         """The same with every open `length` set to the generation budget (fixed length, soft overlong penalty)."""
 
         def fill(part: Any) -> Any:
-            if getattr(part, "length", max_tokens) is not None:
-                return part
-            return replace(part, length=max_tokens)
+            if getattr(part, "aggregate", None) is not None:
+                part = replace(part, aggregate=fill(part.aggregate))
+            return part if getattr(part, "length", max_tokens) is not None else replace(part, length=max_tokens)
 
         return self._map(fill)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from policygrad.core.advantages import no_spread
@@ -22,6 +21,7 @@ class DropNoSpread:
 
     mode: Literal["refill", "reweight"] = "refill"
     max_rounds: int = 4
+    group_statistic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.mode not in ("refill", "reweight"):
@@ -47,15 +47,16 @@ class DropNoSpread:
         dropped = self.dropped(batch)
         if self.mode == "reweight":
             return reweight(batch, dropped)
-        return replace(batch, mask=batch.mask & ~dropped[:, None])
+        counted = batch.counted & ~dropped
+        return replace(batch, mask=batch.mask & ~dropped[:, None], in_statistics=counted)
 
 
 def reweight(batch: Batch, dropped: Tensor) -> Batch:
     """Weight 0 for the dropped [B], 1/(1 − f) for the rest; the denominators stay those of the unfiltered step."""
-    counted = batch.counted
-    f = (dropped & counted).sum() / counted.sum().clamp(min=1)
-    weight = torch.where(dropped, 0.0, 1 / (1 - f).clamp(min=1e-12))[:, None].to(batch.reward.dtype)
-    weight = weight.expand(batch.mask.shape)
+    in_denominators = batch.mask.any(1)
+    kept = in_denominators & ~dropped
+    rest = in_denominators.sum().to(batch.reward.dtype) / kept.sum().clamp(min=1)  # 1/(1 − f)
+    weight = (rest * ~dropped)[:, None].expand(batch.mask.shape)
     return replace(batch, weight=weight if batch.weight is None else batch.weight * weight)
 
 

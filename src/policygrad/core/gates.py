@@ -145,7 +145,7 @@ class WeightCap:
 class SoftGate:
     """w = 4p(1 − p)r with p = σ(τ(r − 1)), τ = tau_pos where Ψ > 0, else tau_neg: the value is σ(τ(r − 1))·4/τ·Ψ.
 
-    Source: Gao et al. 2025 (SAPO), eq. 5 to 8.
+    Source: Gao et al. 2025 (SAPO), eq. 5 and 6.
     """
 
     tau_pos: float = 1.0
@@ -162,7 +162,7 @@ class SoftGate:
         return f"4p(1−p)r, p = σ(τ(r−1)), τ = {self.tau_pos:g} if Ψ>0 else {self.tau_neg:g}"
 
     def _tau(self, psi: Tensor) -> Tensor:
-        return torch.where(psi > 0, self.tau_pos, self.tau_neg).to(psi.dtype)
+        return torch.where(psi > 0, psi.new_tensor(self.tau_pos), psi.new_tensor(self.tau_neg))
 
     def weight(self, ratio: Tensor, psi: Tensor) -> Tensor:
         x = self._tau(psi) * (ratio - 1)

@@ -129,7 +129,7 @@ def measure(
         metrics["kl"] = mean_of(bounded_exp(-u) + u - 1, mask, count)
     if batch.logp_old is not None:
         change = logp - ragged.masked(batch.logp_old, mask)
-        metrics["kl_old"] = mean_of(change.exp() - 1 - change, mask, count)
+        metrics["kl_old"] = mean_of(bounded_exp(change) - 1 - change, mask, count)
     if batch.logp_sampler is not None:
         old = logp if batch.logp_old is None else ragged.masked(batch.logp_old, mask)
         gap = (old - ragged.masked(batch.logp_sampler, mask)).abs()

@@ -70,5 +70,5 @@ class SoftOverlong:
         length = batch.lengths.to(batch.reward.dtype)
         if batch.truncated is not None:  # also where an overlong mask has emptied the completion
             length = torch.where(batch.truncated, budget, length)
-        penalty = ((budget * (1 - self.cache) - length) / (budget * self.cache)).clamp(-1, 0)
+        penalty = ((budget - length) / (budget * self.cache) - 1).clamp(-1, 0)  # exactly −1 at the budget
         return replace(batch, reward=batch.reward + penalty)

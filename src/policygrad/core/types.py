@@ -75,6 +75,10 @@ class Batch:
                     raise ValueError(
                         f"Batch.{name} has shape {list(value.shape)}, expected {letters} = {list(shape)} as in Batch.mask"
                     )
+        for name in ("step_end", "truncated", "in_statistics"):
+            value = getattr(self, name)
+            if value is not None and value.dtype != torch.bool:
+                raise ValueError(f"Batch.{name} must be bool, not {value.dtype}: {name}.bool() converts 0/1")
         if not self.reward.is_floating_point():
             raise ValueError(f"Batch.reward must be floating, not {self.reward.dtype}: reward.float() converts it")
         if self.group.is_floating_point() or self.group.dtype == torch.bool:

@@ -1,0 +1,7 @@
+"""Rewards: verifiers by name or function, and the pool of killable worker processes that runs them."""
+
+from policygrad.rewards.pool import RewardPool
+from policygrad.rewards.resolve import known_rewards, resolve
+from policygrad.rewards.types import Reward, RewardError, RewardFunction, Scores, reward
+
+__all__ = ["Reward", "RewardError", "RewardFunction", "RewardPool", "Scores", "known_rewards", "resolve", "reward"]

@@ -1,0 +1,181 @@
+"""One call of a reward function, made safe: whatever it does, every sample gets a value or a named reason."""
+
+import asyncio
+import inspect
+import math
+import numbers
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_CLIP = 120  # characters of a sample or an exception quoted in a message
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one reward function said of one sample; `reason` is a failure (types.FAILURES), None = `value` counts."""
+
+    value: float | None = None
+    reason: str | None = None
+    message: str = ""
+    kind: str = ""  # the exception's type: failures of one kind are told once
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Which arguments a function takes: a function need not name every column of the task."""
+
+    keywords: bool  # prompts and completions by keyword, else as the first two positional arguments
+    accepted: frozenset[str] | None  # None: any column, it has **kwargs
+    required: frozenset[str]  # columns without a default
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "Signature":
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (ValueError, TypeError):  # a builtin without a signature
+            return cls(False, None, frozenset())
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        names = frozenset(p.name for p in named)
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        keywords = "completions" in names or (open_ended and not positional)
+        rest = names - {"prompts", "completions"} if keywords else names - {p.name for p in positional[:2]}
+        required = frozenset(p.name for p in named if p.name in rest and p.default is p.empty)
+        return cls(keywords, None if open_ended else names, required)
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Any:
+        chosen = {k: v for k, v in columns.items() if self.accepted is None or k in self.accepted}
+        if not self.keywords:
+            return function(prompts, completions, **chosen)
+        if self.accepted is None or "prompts" in self.accepted:
+            chosen["prompts"] = prompts
+        return function(completions=completions, **chosen)
+
+
+class Caller:
+    """Calls one function, sync or async, always from the thread it lives in."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self._function = function
+        self._signature = Signature.of(function)
+        self._runner: asyncio.Runner | None = None
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> list[Outcome]:
+        """One outcome per completion; never raises on the function's account, except KeyboardInterrupt."""
+        try:
+            result = self._signature.call(self._function, prompts, completions, columns)
+            if inspect.isawaitable(result):
+                result = self._wait(result)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            message = self._tell(describe(error), completions)
+            return [Outcome(None, "raised", message, type(error).__name__)] * len(completions)
+        return self._outcomes(result, completions)
+
+    def _wait(self, awaitable: Any) -> Any:
+        """Run an awaitable to its end; one event loop per function, so that its connections stay open."""
+
+        async def wait() -> Any:
+            return await awaitable
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            self._runner = self._runner or asyncio.Runner()
+            return self._runner.run(wait())
+        return _in_thread(lambda: asyncio.run(wait()))  # in-process, below somebody else's loop
+
+    def _outcomes(self, result: Any, completions: Sequence[str]) -> list[Outcome]:
+        if not isinstance(result, (list, tuple)) and hasattr(result, "tolist"):
+            result = result.tolist()
+        if not isinstance(result, (list, tuple)):
+            said = f"returned {quote(result)}, a {type(result).__name__}; return a list, one number per completion"
+            return [Outcome(None, "type", self._tell(said, completions), "container")] * len(completions)
+        if len(result) != len(completions):
+            said = f"returned {len(result)} rewards for {len(completions)} completions; return one per completion"
+            return [Outcome(None, "length", self._tell(said, completions))] * len(completions)
+        outcomes = []
+        for value, completion in zip(result, completions, strict=True):
+            number, reason = to_number(value)
+            said = self._tell(f"returned {quote(value)}", [completion]) if reason else ""
+            outcomes.append(Outcome(number, reason, said))
+        return outcomes
+
+    def _tell(self, said: str, completions: Sequence[str]) -> str:
+        return tell(self.name, said, completions)
+
+
+def tell(name: str, said: str, completions: Sequence[str]) -> str:
+    """The message for a failure: which function, what it did, on which sample."""
+    sample = f"completion {quote(completions[0])}" if len(completions) == 1 else f"{len(completions)} completions"
+    return f"reward {name!r} {said} ({sample})"
+
+
+def to_number(value: Any) -> tuple[float | None, str | None]:
+    """A reward as a float, or the reason why it is none. NumPy scalars and 0-d tensors count as numbers."""
+    if value is None:
+        return None, None
+    try:
+        if not isinstance(value, (numbers.Real, str, bytes)) and hasattr(value, "item"):
+            value = value.item()
+        if not isinstance(value, numbers.Real):
+            return None, "type"
+        number = float(value)
+    except OverflowError:
+        return None, "inf"
+    except Exception:  # an array of several elements, or an object that only looks like a number
+        return None, "type"
+    if math.isnan(number):
+        return None, "nan"
+    return (None, "inf") if math.isinf(number) else (number, None)
+
+
+def describe(error: BaseException) -> str:
+    """Type, text and place of an exception in one line; the place is the innermost line of the traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be shown)"
+    return f"raised {type(error).__name__}: {text[:_CLIP]}{place}"
+
+
+def quote(value: Any) -> str:
+    """A value as a message shows it: cut short, and without trust in its `__repr__`."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _CLIP else f"{text[:_CLIP]}..."
+
+
+def _in_thread(run: Callable[[], Any]) -> Any:
+    box: list[Any] = []
+
+    def target() -> None:
+        try:
+            box.append((run(), None))
+        except BaseException as error:
+            box.append((None, error))
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    value, error = box[0]
+    if error is not None:
+        raise error
+    return value

@@ -1,0 +1,212 @@
+"""The reward pool: scores a rollout in killable worker processes; a bad sample costs itself, never the run."""
+
+import math
+import os
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from policygrad.rewards.calls import Caller, Outcome, Signature, quote, tell
+from policygrad.rewards.dispatch import Dispatcher, Slot, Work
+from policygrad.rewards.resolve import resolve
+from policygrad.rewards.types import Reward, RewardError, RewardFunction, Scores
+from policygrad.rewards.wire import Chunk, Start, by_value
+
+_LARGEST_CHUNK = 64  # samples per message
+_CHUNKS_PER_WORKER = 4  # enough that one slow chunk does not leave the other workers idle
+
+
+class RewardPool:
+    """Persistent workers for a set of reward functions; a context manager.
+
+    Every function is called with one sample at a time, under a time budget in seconds, unless it is `batched`. What
+    raises, overruns, crashes, or returns something that is no finite number has no reward, with the reason counted.
+    A function that cannot be pickled runs in this process, without a budget, with a warning.
+    """
+
+    def __init__(
+        self, rewards: Sequence[Reward | RewardFunction | str], *, workers: int = 2, budget: float = 10.0
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        if not budget > 0:
+            raise ValueError(f"budget must be a positive number of seconds, got {budget}")
+        self.rewards = tuple(resolve(reward) for reward in rewards)
+        _check_names(self.rewards)
+        self._signatures = [Signature.of(reward.function) for reward in self.rewards]
+        self._lock = threading.Lock()
+        self._sent: list[int] = []  # numbers of the rewards that run in workers, in the order the workers know them
+        self._here: dict[int, Caller] = {}  # those that run in this process
+        functions = self._place()
+        self._slots = [Slot() for _ in range(workers if functions else 0)]
+        self._close = weakref.finalize(self, _kill, self._slots)
+        budgets = [self.rewards[number].budget or budget for number in self._sent]
+        self._dispatcher = Dispatcher(self._slots, Start(tuple(functions)), budgets)
+        self._dispatcher.open()
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the workers; again is no error. It also happens at exit and when the pool is garbage."""
+        self._close()
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> Scores:
+        """Score completion i of prompt i, with value i of every column, by every reward.
+
+        Raises ValueError for lists of different lengths, and RewardError when a function needs a column that is not
+        there or no worker can load it; never because of what a function does with a sample.
+        """
+        if not self._close.alive:
+            raise RuntimeError("this RewardPool is closed; score inside its `with` block")
+        self._check(prompts, completions, columns)
+        table: list[list[Outcome]] = [[Outcome()] * len(completions) for _ in self.rewards]
+
+        def report(number: int, places: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+            for place, outcome in zip(places, outcomes, strict=True):
+                if outcome.reason in ("timeout", "crashed"):  # told by the dispatcher, which knows no samples
+                    message = tell(self.rewards[number].name, outcome.message, [completions[i] for i in places])
+                    outcome = replace(outcome, message=message)
+                table[number][place] = outcome
+
+        with self._lock:
+            try:
+                work = self._plan(prompts, completions, columns)
+                self._dispatcher.run(work, lambda f, places, outcomes: report(self._sent[f], places, outcomes))
+            except BaseException:
+                self.close()  # workers may be in the middle of a chunk that nobody waits for any more
+                raise
+            for number, caller in self._here.items():
+                for places in self._groups(self.rewards[number], len(completions)):
+                    report(number, places, caller(*_take(prompts, completions, columns, places)))
+        return _summarise(self.rewards, table, completions)
+
+    def _place(self) -> list[tuple[str, bytes]]:
+        """Decide where each reward runs; returns the pickled functions for the workers."""
+        functions = []
+        for number, reward in enumerate(self.rewards):
+            try:
+                functions.append((reward.name, by_value(reward.function)))
+                self._sent.append(number)
+            except Exception as error:
+                warnings.warn(
+                    f"reward {reward.name!r} cannot be sent to a worker process ({type(error).__name__}: {error}); it runs "
+                    "in this process without a time budget. Create what cannot be pickled inside the function",
+                    stacklevel=3,
+                )
+                prepare = getattr(reward.function, "reward_prepare", None)
+                if prepare is not None:
+                    prepare()
+                self._here[number] = Caller(reward.name, reward.function)
+        return functions
+
+    def _check(self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> None:
+        for name, values in (("prompts", prompts), *columns.items()):
+            if len(values) != len(completions):
+                raise ValueError(
+                    f"{name!r} has {len(values)} values for {len(completions)} completions; give one for each"
+                )
+        for reward, signature in zip(self.rewards, self._signatures, strict=True):
+            if missing := sorted(signature.required - columns.keys()):
+                have = ", ".join(columns) or "none"
+                raise RewardError(
+                    f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {have}; "
+                    "rename or add the column, or choose another reward"
+                )
+
+    def _plan(
+        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> list[Work]:
+        """Chunks for the workers: whole-batch functions first, they are the longest calls."""
+        count = len(completions)
+        batched = [f for f, number in enumerate(self._sent) if self.rewards[number].batched]
+        single = [f for f in range(len(self._sent)) if f not in batched]
+        plan: list[tuple[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]] = []
+        everything = tuple(range(count))
+        if count:
+            plan += [(everything, [(f, everything)]) for f in batched]
+        size = min(math.ceil(count / max(len(self._slots) * _CHUNKS_PER_WORKER, 1)) or 1, _LARGEST_CHUNK)
+        for first in range(0, count if single else 0, size):
+            places = everything[first : first + size]
+            plan.append((places, [(f, (i,)) for i in range(len(places)) for f in single]))
+        return [
+            Work(Chunk(_pack(_take(prompts, completions, columns, places)), tuple(calls)), places)
+            for places, calls in plan
+        ]
+
+    def _groups(self, reward: Reward, count: int) -> list[tuple[int, ...]]:
+        if reward.batched:
+            return [tuple(range(count))] if count else []
+        return [(i,) for i in range(count)]
+
+
+def _take(
+    prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]], places: Sequence[int]
+) -> tuple[list[Any], list[str], dict[str, list[Any]]]:
+    chosen = {name: [values[i] for i in places] for name, values in columns.items()}
+    return [prompts[i] for i in places], [completions[i] for i in places], chosen
+
+
+def _pack(samples: tuple[list[Any], list[str], dict[str, list[Any]]]) -> bytes:
+    try:
+        return by_value(samples)
+    except Exception as error:
+        for name, values in (("prompts", samples[0]), *samples[2].items()):
+            try:
+                by_value(values)
+            except Exception:
+                raise RewardError(
+                    f"column {name!r} cannot be sent to a reward worker: {error}; use plain data"
+                ) from error
+        raise
+
+
+def _summarise(rewards: Sequence[Reward], table: list[list[Outcome]], completions: Sequence[str]) -> Scores:
+    """Weighted sums, counts by reason, and the first message (in the order of samples) of each distinct failure."""
+    failures: Counter[str] = Counter()
+    messages: dict[tuple[int, str, str], str] = {}
+    total: list[float | None] = []
+    for place, completion in enumerate(completions):
+        outcomes = [row[place] for row in table]
+        for number, outcome in enumerate(outcomes):
+            if outcome.reason:
+                failures[outcome.reason] += 1
+                key = (number, outcome.reason, outcome.kind)
+                messages.setdefault(key, outcome.message)
+        values = [r.weight * o.value for r, o in zip(rewards, outcomes, strict=True) if o.value is not None]
+        failed = any(outcome.reason for outcome in outcomes)
+        if rewards and not values and not failed:
+            failures["none"] += 1
+            messages.setdefault(
+                (-1, "none", ""), f"no reward: all functions returned None (completion {quote(completion)})"
+            )
+        total.append(sum(values) if values and not failed else None)
+    parts = {reward.name: [o.value for o in row] for reward, row in zip(rewards, table, strict=True)}
+    return Scores(total, parts, dict(failures), list(messages.values()))
+
+
+def _check_names(rewards: Sequence[Reward]) -> None:
+    if not rewards:
+        raise ValueError(
+            "a RewardPool needs at least one reward; policygrad.rewards.known_rewards() lists the built-in ones"
+        )
+    names = Counter(reward.name for reward in rewards)
+    for name, count in names.items():
+        if count > 1:
+            raise ValueError(
+                f"{count} rewards are called {name!r}; give each its own: Reward('another name', function)"
+            )
+
+
+def _kill(slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        if slot.process is not None and slot.process.owner == os.getpid():  # a forked copy of the pool owns no workers
+            slot.kill()

@@ -1,0 +1,166 @@
+"""From a name to a reward: built-ins, `package.module.function`, `path/to/file.py:function`, or the function itself."""
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from policygrad.rewards import math, reasoning_gym
+from policygrad.rewards.builtin import Format, exact_match
+from policygrad.rewards.types import Reward, RewardFunction
+
+_BUILTIN: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "format": Format(),
+    "math": math.math,
+    "reasoning_gym": reasoning_gym.reasoning_gym,
+    "reasoning_gym_partial": reasoning_gym.reasoning_gym_partial,
+}
+_NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
+_BEFORE = re.compile(rf"\s*({_NUMBER})\s*\*\s*(?=\S)")
+_AFTER = re.compile(rf"\s*\*\s*({_NUMBER})\s*\Z")
+
+
+def known_rewards() -> list[str]:
+    """Names of the built-in rewards, sorted; `format:REGEX` takes a pattern of your own."""
+    return sorted(_BUILTIN)
+
+
+def resolve(name: "str | Reward | RewardFunction") -> Reward:
+    """The reward called `name`, with an optional weight: `math*0.5` or `0.5*math`.
+
+    After `format:` everything is the pattern, so its weight stands in front. Raises ValueError for an unknown name and
+    ImportError for what cannot be imported, each with the way out. A Reward or a function is accepted in a name's place.
+    """
+    if isinstance(name, Reward):
+        return name
+    if callable(name):
+        return _reward(getattr(name, "__name__", type(name).__name__), name, 1.0)
+    if not isinstance(name, str):
+        raise TypeError(f"a reward is a name or a function, got {type(name).__name__}")
+    text, weight = name.strip(), 1.0
+    if found := _BEFORE.match(text):
+        text, weight = text[found.end() :], float(found.group(1))
+    elif not text.startswith("format:") and (found := _AFTER.search(text)):
+        text, weight = text[: found.start()], float(found.group(1))
+    return _reward(text, _function(text), weight)
+
+
+def _reward(name: str, function: RewardFunction, weight: float) -> Reward:
+    return Reward(name, function, weight, **getattr(function, "reward_options", {}))
+
+
+def _function(name: str) -> RewardFunction:
+    if name.startswith("format:"):
+        return Format(name.removeprefix("format:"))
+    if name in _BUILTIN:
+        if name == "math":
+            math.check_installed()
+        return _BUILTIN[name]
+    path, colon, function = name.rpartition(":")
+    if colon and path.endswith(".py"):
+        return FileFunction.load(str(Path(path).resolve()), function)
+    if "." in name and re.fullmatch(r"\w+(\.\w+)+", name):
+        return _import(name)
+    near = difflib.get_close_matches(name, known_rewards(), n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}?" if near else f"the built-in ones are {', '.join(known_rewards())}."
+    raise ValueError(f"unknown reward {name!r}: {hint} Your own is package.module.function or path/to/file.py:function")
+
+
+def _import(dotted: str) -> RewardFunction:
+    """A function by its dotted path; a module in the current folder counts, as it would for a script there."""
+    module_name, _, function = dotted.rpartition(".")
+    top = module_name.partition(".")[0]
+    here = Path.cwd()
+    if (
+        top not in sys.modules
+        and str(here) not in sys.path
+        and ((here / f"{top}.py").exists() or (here / top).is_dir())
+    ):
+        sys.path.append(str(here))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise ImportError(
+                f"reward {dotted!r}: there is no module {error.name!r}; install it, run from the folder that holds it, "
+                "or write path/to/file.py:function"
+            ) from error
+        raise ImportError(f"reward {dotted!r}: {module_name} needs the module {error.name!r}; install it") from error
+    except Exception as error:
+        kind = type(error).__name__
+        raise ImportError(
+            f"reward {dotted!r}: importing {module_name} raised {kind}: {error}; fix that first"
+        ) from error
+    return _member(module, function, module_name)
+
+
+def _member(module: Any, name: str, where: str) -> RewardFunction:
+    function = getattr(module, name, None)
+    if callable(function):
+        return function
+    if function is not None:
+        raise ValueError(f"reward: {name!r} in {where} is {type(function).__name__}, not a function")
+    names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names[:8]) or 'no functions'}"
+    raise ValueError(f"reward: there is no function {name!r} in {where}; {hint}")
+
+
+@dataclass(frozen=True)
+class FileFunction:
+    """A function of a file that no import path leads to. A worker gets path and name, and loads the file itself."""
+
+    path: str
+    name: str
+    function: RewardFunction
+
+    @property
+    def __wrapped__(self) -> RewardFunction:
+        return self.function
+
+    @property
+    def reward_options(self) -> dict[str, Any]:
+        return getattr(self.function, "reward_options", {})
+
+    @property
+    def reward_prepare(self) -> Callable[[], object] | None:
+        return getattr(self.function, "reward_prepare", None)
+
+    def __call__(self, *args: Any, **columns: Any) -> Any:
+        return self.function(*args, **columns)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return FileFunction.load, (self.path, self.name)
+
+    @classmethod
+    def load(cls, path: str, name: str) -> "FileFunction":
+        """Execute the file (once per process) and take the function; the file's folder joins the import path."""
+        return cls(path, name, _member(_load_file(path), name, path))
+
+
+def _load_file(path: str) -> Any:
+    module_name = f"policygrad_reward_{hashlib.sha256(path.encode()).hexdigest()[:12]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise ImportError(f"reward: there is no file {path}; check the path before the colon")
+    folder = str(Path(path).parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        kind = type(error).__name__
+        raise ImportError(f"reward: loading {path} raised {kind}: {error}; fix that first") from error
+    return module

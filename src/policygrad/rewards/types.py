@@ -1,0 +1,70 @@
+"""What a reward is, and what scoring a rollout yields."""
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+RewardFunction = Callable[..., list[float | None] | Awaitable[list[float | None]]]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+FAILURES = ("raised", "timeout", "nan", "inf", "none", "type", "length", "crashed")
+
+
+class RewardError(RuntimeError):
+    """The rewards cannot be computed at all: a function that no worker can load, a column that does not exist."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function with its place in the sum.
+
+    `function(prompts, completions, **columns)` gets lists of length 1, or the whole batch when `batched`, and returns
+    one number (or None: "does not apply") per completion; it may be `async`. `budget` is the time in seconds that one
+    call may take, None = the pool's.
+    """
+
+    name: str
+    function: RewardFunction
+    weight: float = 1.0
+    batched: bool = False
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"reward {self.name!r}: a function is needed, got {type(self.function).__name__}")
+        if not math.isfinite(self.weight):
+            raise ValueError(f"reward {self.name!r}: the weight {self.weight} is not a finite number")
+        if self.budget is not None and not self.budget > 0:
+            raise ValueError(f"reward {self.name!r}: the time budget {self.budget} s must be positive, or None")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of a rollout, in the order of its completions."""
+
+    total: list[float | None]  # weighted sum of the parts that apply; None = no reward for this completion
+    parts: dict[str, list[float | None]]  # by reward name; None = failed or does not apply
+    failures: dict[str, int] = field(
+        default_factory=dict
+    )  # reason (one of FAILURES) -> completions, per reward function
+    messages: list[str] = field(default_factory=list)  # the first of each distinct failure, for the log
+
+
+def reward(
+    *, batch: bool = False, budget: float | None = None, prepare: Callable[[], object] | None = None
+) -> Callable[[Function], Function]:
+    """Decorate a reward function to ask for the whole batch, for another time budget, or for preparation.
+
+    `batch`: one call gets all completions (what calls a server wants this); it then succeeds or fails as a whole.
+    `budget`: seconds that one call may take. `prepare`: called once in every worker before the first sample, outside of
+    any budget, for heavy imports.
+    """
+
+    def mark(function: Function) -> Function:
+        function.reward_options = {"batched": batch, "budget": budget}  # type: ignore[attr-defined]
+        if prepare is not None:
+            function.reward_prepare = prepare  # type: ignore[attr-defined]
+        return function
+
+    return mark

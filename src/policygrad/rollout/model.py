@@ -1,0 +1,134 @@
+"""Loading a causal language model and its tokenizer; the one file that imports transformers for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+EMBEDDED = "tiny"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class ModelError(ValueError):
+    """A model or tokenizer that cannot be used, with the way out."""
+
+
+def resolve(model: str) -> str:
+    """A directory or hub id; `tiny` is the base model inside the package."""
+    return str(Path(__file__).parents[1] / "models" / EMBEDDED) if model == EMBEDDED else model
+
+
+def _errors(model: str, error: Exception) -> ModelError:
+    return ModelError(
+        f"cannot load model {model!r}: {error}\nGive a directory with config.json and safetensors, a hub id this machine can "
+        f"reach, or {EMBEDDED!r}, the model inside the package"
+    )
+
+
+def load_model(model: str, *, dtype: str = "fp32", device: str = "cpu") -> nn.Module:
+    """The model without dropout, in evaluation mode, so that an unchanged policy's ratio is 1.
+
+    Raises:
+        ModelError: no such model.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=_DTYPES[dtype], attn_implementation="sdpa")
+    except (OSError, ValueError, KeyError) as error:
+        raise _errors(model, error) from error
+    for module in loaded.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    for parameter in loaded.parameters():
+        parameter.requires_grad_(True)
+    return loaded.to(device).eval()  # type: ignore[no-any-return]
+
+
+def context_length(model: nn.Module) -> int | None:
+    """Positions the model was made for, in tokens; None when its configuration does not say."""
+    return getattr(model.config, "max_position_embeddings", None)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Text to token ids and back, by the model's own tokenizer."""
+
+    tokenizer: Any
+    end: frozenset[int]
+    """Ids that end a completion."""
+    name: str
+    context: int | None
+    """Tokens a prompt and its completion may take together."""
+
+    def encode(self, prompt: str | Sequence[Mapping[str, str]], max_tokens: int, source: str = "a prompt") -> Tensor:
+        """[P] int64. A string is encoded as it stands; chat messages are rendered by the tokenizer's template.
+
+        Raises:
+            ModelError: no chat template; a prompt without tokens; a prompt that leaves no room for max_tokens.
+        """
+        if isinstance(prompt, str):
+            ids = self.tokenizer(prompt, add_special_tokens=True)["input_ids"]
+            if len(ids) > 1 and ids[-1] in self.end:
+                ids = ids[:-1]  # some tokenizers close every text; a prompt is not closed
+        elif getattr(self.tokenizer, "chat_template", None) is None:
+            raise ModelError(
+                f"{source} is a list of chat messages and the tokenizer of {self.name!r} has no chat template: set "
+                "`chat_template` in its tokenizer_config.json, or give the prompts as strings"
+            )
+        else:
+            text = self.tokenizer.apply_chat_template(
+                [dict(m) for m in prompt], tokenize=False, add_generation_prompt=True
+            )
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise ModelError(f"{source} has no tokens: {prompt!r}. A prompt needs at least one")
+        if self.context is not None and len(ids) + max_tokens > self.context:
+            raise ModelError(
+                f"{source} has {len(ids)} tokens and max_tokens is {max_tokens}: together more than the {self.context} positions "
+                f"of {self.name!r}. Shorten it, or lower --max-tokens. It begins: {str(prompt)[:80]!r}"
+            )
+        return torch.tensor(ids, dtype=torch.int64)
+
+    def decode(self, tokens: Iterable[int] | Tensor) -> str:
+        """The text, without end and padding tokens."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def load_codec(model: str, network: nn.Module) -> Codec:
+    """The tokenizer beside a loaded model.
+
+    Raises:
+        ModelError: no tokenizer, or none of tokenizer and model names an end token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolve(model))
+    except (OSError, ValueError, KeyError) as error:
+        raise _errors(model, error) from error
+    end: set[int] = set()
+    for owner in (tokenizer, network.config, getattr(network, "generation_config", None)):
+        ids = getattr(owner, "eos_token_id", None)
+        end |= set(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+    if not end:
+        raise ModelError(
+            f"neither the tokenizer nor the configuration of {model!r} names an end token, so no completion could ever end: "
+            "set `eos_token` in its tokenizer_config.json"
+        )
+    return Codec(tokenizer, frozenset(end), model, context_length(network))
+
+
+def padding_id(codec: Codec) -> int:
+    """What fills a row: the pad token, or an end token where there is none (padded positions are never read)."""
+    pad = codec.tokenizer.pad_token_id
+    return int(pad) if pad is not None else min(codec.end)

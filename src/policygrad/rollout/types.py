@@ -1,0 +1,90 @@
+"""What a rollout is made of: prompts in, groups of completions out; token ids all the way, never re-tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The distribution completions are drawn from. The policy *is* this distribution: log-probabilities are taken under it."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 = greedy."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens with at least this probability; 1 = all."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 = all."""
+    max_tokens: int = 32
+    """Generation budget, tokens per completion."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"sampling.temperature must be at least 0, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p must be in (0, 1], not {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k must be at least 0 (0 = all tokens), not {self.top_k}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+
+    @property
+    def cuts_off(self) -> bool:
+        """Whether tokens of the policy can never be drawn."""
+        return self.top_p < 1 or self.top_k > 0
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prompt (or a prompt and a prefix of its answer) as token ids, and the key its samples draw their numbers from."""
+
+    tokens: Tensor
+    """[P] int64, at least one."""
+    key: tuple[int, ...]
+    """(seed, stream, step, prompt); sample j draws from key + (j,)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """One sampled answer."""
+
+    tokens: Tensor
+    """[n] int64, the end token included where it was sampled."""
+    logp: Tensor
+    """[n] nats, under the distribution that was really sampled from."""
+    truncated: bool
+    """Stopped by the budget."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The completions of one prompt."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    version: int
+    """Of the weights that sampled it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A policy's parameters by name, and how many updates made them."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
+
+
+class Sampler(Protocol):
+    """Turns prompts into groups of completions."""
+
+    def sample(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
+        """n completions of each prompt, in the order of `prompts`."""
+        ...
+
+    def load(self, weights: Weights) -> None:
+        """Samples from these weights from now on."""
+        ...

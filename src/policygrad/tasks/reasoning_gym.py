@@ -1,0 +1,165 @@
+"""Procedural tasks from reasoning-gym; the one file in tasks that imports it, and only when a task is used."""
+
+import contextlib
+import difflib
+import os
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from hashlib import sha256
+from itertools import count as count_from
+from typing import Any
+
+from policygrad.tasks.embedded import Component, prompt_text
+from policygrad.tasks.split import HELD_OUT_ONE_IN, is_held_out
+from policygrad.tasks.types import Example
+
+PAGE = 2048  # items per dataset object: a few datasets build all their items when they are created
+TRIES = 64  # neighbouring items tried for one training example; all of them are held out with probability 16^-64
+_HELD_OUT_SEED = "held-out"  # instead of the run's seed: every run is measured on the same problems
+_UNSET = ("seed", "size")  # settings of reasoning-gym's own that the task decides
+_HASH_ORDERED = frozenset(
+    ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
+)  # they walk over sets of strings, so their items depend on PYTHONHASHSEED (measured with reasoning-gym 0.1.25)
+
+
+@lru_cache(maxsize=1)
+def dataset_names() -> tuple[str, ...]:
+    """Names of every reasoning-gym dataset, sorted, without `composite` (a mix does that here)."""
+    from reasoning_gym.factory import DATASETS
+
+    return tuple(sorted(set(DATASETS) - {"composite"}))
+
+
+class ReasoningGymTask:
+    """A weighted mix of reasoning-gym datasets, without end.
+
+    Columns: `dataset` (reasoning-gym's name), `entry` (its whole item, what its scorer needs) and `answer` (its
+    reference answer, None where many answers are right).
+    """
+
+    rewards: tuple[str, ...] = ("reasoning_gym",)
+    held_out_is_train = False
+
+    def __init__(self, name: str, components: Sequence[Component], *, seed: int = 0) -> None:
+        self.name = name
+        self.seed = seed
+        self._components = tuple(components)
+        self._items = lru_cache(maxsize=4 * len(self._components))(self._create)
+        for number, component in enumerate(self._components):
+            _check_config(component)
+            self._items(number, 0, 0)  # so that a bad value is an error now, not at step 900
+
+    def train(self, index: int) -> Example:
+        if index < 0:
+            raise IndexError(f"training examples are numbered from 0, got {index}")
+        number = self._choose(f"{self.seed}", index)
+        base = _integer(f"{self.seed}/{number}", 1 << 31)
+        for item in range(index * HELD_OUT_ONE_IN, index * HELD_OUT_ONE_IN + TRIES):
+            entry = self._entry(number, base, item)
+            if not is_held_out(entry["question"]):
+                return self._example(number, entry)
+        raise ValueError(
+            f"task {self._components[number].name!r} has too few different problems: {TRIES} in a row were held-out "
+            "ones; widen its settings (more terms, more digits), or write its problems to a .jsonl file"
+        )
+
+    def held_out(self, count: int) -> list[Example]:
+        """`count` different held-out problems; fewer problems are the first of more. Raises ValueError if too few."""
+        seen: set[str] = set()
+        scans = [self._scan_held_out(number, seen) for number in range(len(self._components))]
+        found: list[Example] = []
+        for draw in range(count):
+            number = self._choose(_HELD_OUT_SEED, draw)
+            entry = next(scans[number], None)
+            if entry is None:
+                raise ValueError(
+                    f"task {self._components[number].name!r} has too few held-out problems: asked for {count}, found "
+                    f"{len(found)} before it ran dry; ask for at most {len(found)}, or widen its settings"
+                )
+            found.append(self._example(number, entry))
+        return found
+
+    def _scan_held_out(self, number: int, seen: set[str]) -> Iterator[dict[str, Any]]:
+        """Held-out items of one component that are not `seen` yet; ends when a long stretch brings nothing new."""
+        base, dry = _integer(f"{_HELD_OUT_SEED}/{self._components[number].name}", 1 << 31), 0
+        for item in count_from():
+            entry = self._entry(number, base, item)
+            if is_held_out(entry["question"]) and entry["question"] not in seen:
+                seen.add(entry["question"])
+                dry = 0
+                yield entry
+            elif (dry := dry + 1) > 128 * HELD_OUT_ONE_IN:
+                return
+
+    def _choose(self, salt: str, index: int) -> int:
+        """Which component, by weight, from a hash: no generator state to save."""
+        point = _integer(f"{salt}:{index}", 1 << 53) / (1 << 53) * sum(c.weight for c in self._components)
+        for number, component in enumerate(self._components):
+            point -= component.weight
+            if point < 0:
+                return number
+        return len(self._components) - 1
+
+    def _example(self, number: int, entry: dict[str, Any]) -> Example:
+        columns = {"dataset": self._components[number].name, "entry": entry, "answer": entry["answer"]}
+        return Example(prompt_text(entry["question"]), columns)
+
+    def _entry(self, number: int, base: int, item: int) -> dict[str, Any]:
+        page, offset = divmod(item, PAGE)
+        dataset = self._items(number, base, page)
+        with _own_randomness(base + item):
+            return dataset[offset]
+
+    def _create(self, number: int, base: int, page: int) -> Any:
+        import reasoning_gym
+
+        component, seed = self._components[number], (base + page * PAGE) % (1 << 31)
+        try:
+            with _own_randomness(seed):
+                return reasoning_gym.create_dataset(component.name, seed=seed, size=PAGE, **component.config)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ValueError(f"task {component.name!r}: bad settings {component.config}: {error}") from error
+
+
+def _check_config(component: Component) -> None:
+    """Refuse settings that the dataset does not have, and say when its problems cannot be repeated."""
+    from reasoning_gym.factory import DATASETS
+
+    keys = [f.name for f in fields(DATASETS[component.name][1]) if f.name not in _UNSET]
+    for key in component.config:
+        if key in _UNSET:
+            raise ValueError(f"task {component.name!r}: {key!r} is not a setting of the task; the run's seed decides")
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"task {component.name!r} has no setting {key!r}; {hint}It has {', '.join(keys) or 'none'}"
+            )
+    if component.name in _HASH_ORDERED and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
+        warnings.warn(
+            f"task {component.name!r}: reasoning-gym builds its problems in the order of Python's string hashes, so a "
+            "resumed run and another run's evaluation see other problems; set PYTHONHASHSEED=0 to repeat them",
+            stacklevel=4,
+        )
+
+
+@contextlib.contextmanager
+def _own_randomness(seed: int) -> Iterator[None]:
+    """Some datasets draw from, or seed, the global generators: give them their own and put the caller's back."""
+    import numpy
+
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed % (1 << 32))
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+def _integer(text: str, bound: int) -> int:
+    return int.from_bytes(sha256(text.encode()).digest()[:16], "big") % bound

@@ -1,0 +1,66 @@
+"""The spelling of a mix: `gcd+2*chain_sum:min_terms=2,max_digits=1`."""
+
+import ast
+import math
+import re
+from typing import Any
+
+from policygrad.tasks.embedded import Component
+
+_OPEN, _CLOSE, _QUOTES = "([{", ")]}", "'\""
+_WEIGHT = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*\*")
+_LITERALS = {"true": True, "false": False, "none": None}
+
+
+def parse_mix(text: str) -> tuple[Component, ...]:
+    """Read datasets joined by `+`, each `[weight*]name[:key=value,...]`. Raises ValueError that quotes the bad part."""
+    return tuple(_parse_component(part, text) for part in _split(text, "+"))
+
+
+def _parse_component(part: str, whole: str) -> Component:
+    weight = 1.0
+    if found := _WEIGHT.match(part):
+        weight, part = float(found.group(1)), part[found.end() :]
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"task {whole!r}: the weight {found.group(1)} must be positive; drop the dataset instead")
+    name, colon, settings = part.partition(":")
+    name = name.strip()
+    if not name:
+        raise ValueError(f"task {whole!r}: a dataset's name is missing; write name[:key=value,...] joined by '+'")
+    config: dict[str, Any] = {}
+    for setting in _split(settings, ",") if colon else []:
+        key, equals, value = setting.partition("=")
+        if not (equals and key.strip() and value.strip()):
+            raise ValueError(
+                f"task {whole!r}: {setting.strip()!r} is not key=value (as in chain_sum:max_digits=1,allow_negation=true)"
+            )
+        config[key.strip()] = _value(value.strip())
+    return Component(name, weight, config)
+
+
+def _value(text: str) -> Any:
+    """A Python literal (number, list, quoted text), true / false / none, or else the text itself."""
+    if text.lower() in _LITERALS:
+        return _LITERALS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split outside of brackets and quotes, so that a value may be a list. `1e+3` is one number, not a mix."""
+    parts, depth, quote, start = [], 0, "", 0
+    for i, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in _QUOTES:
+            quote = char
+        elif char in _OPEN:
+            depth += 1
+        elif char in _CLOSE:
+            depth -= 1
+        elif char == separator and depth == 0 and not re.search(r"[\d.][eE]$", text[:i]):
+            parts.append(text[start:i])
+            start = i + 1
+    return [*parts, text[start:]]

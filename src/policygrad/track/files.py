@@ -1,0 +1,141 @@
+"""A run's JSON lines: `metrics.jsonl`, one object per step, and `completions.jsonl`, one object per completion.
+
+Each step is flushed to the operating system, so a killed process loses at most the line it was writing; `sync` waits for
+the disk. Call it before a checkpoint is saved, so that after a power cut the files hold every step the checkpoint has.
+Non-finite numbers are written as null: JSON has none, and a strict reader would refuse the whole line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
+
+
+class RunFiles:
+    """Appends to the two files of one run's folder; one process at a time. A torn last line is repaired on opening."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._files = {name: _open(self.folder / name) for name in (METRICS, COMPLETIONS)}
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append `{"step": step, "reward": ...}`. Raises TypeError for what JSON lacks, OSError when it cannot write."""
+        self._append(METRICS, [_line(step, values, METRICS)])
+
+    def completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append one object per completion: prompt, completion, reward, parts, advantage, truncated and so on."""
+        self._append(COMPLETIONS, [_line(step, row, COMPLETIONS) for row in rows])
+
+    def truncate_after(self, step: int) -> int:
+        """Drop the lines of later steps, and unreadable ones, so that a resumed run's files equal an unbroken run's.
+
+        Each file is replaced at once or not at all. Returns how many lines went. Raises OSError.
+        """
+        return sum(self._rewrite(name, step) for name in self._files)
+
+    def history(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of one metric so far, without the steps that lack it; a display draws its curve from this."""
+        rows = (row for _, row in _rows(self.folder / METRICS) if row is not None)
+        return [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), int | float)]
+
+    def sync(self) -> None:
+        """Wait until everything written is on the disk."""
+        for file in self._files.values():
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _append(self, name: str, lines: list[bytes]) -> None:
+        file = self._files[name]
+        try:
+            file.write(b"".join(lines))
+            file.flush()
+        except OSError as error:
+            reason = f"{error.strerror}; see to it and start the run again with the same folder to go on"
+            raise OSError(error.errno, reason, str(self.folder / name)) from error
+
+    def _rewrite(self, name: str, step: int) -> int:
+        path, temporary = self.folder / name, self.folder / f".{name}.tmp"
+        dropped = sum(1 for _, row in _rows(path) if row is None or row["step"] > step)
+        if not dropped:
+            return 0
+        with temporary.open("wb") as file:
+            file.writelines(line for line, row in _rows(path) if row is not None and row["step"] <= step)
+            file.flush()
+            os.fsync(file.fileno())
+        self._files[name].close()
+        os.replace(temporary, path)
+        self._files[name] = path.open("ab")
+        return dropped
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open to append, after a torn last line is cut off, or ended when only its newline is missing."""
+    with path.open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        start, tail = end, b""
+        while start > 0 and b"\n" not in tail:  # from the end, for the file may be large
+            start = max(0, start - 65536)
+            file.seek(start)
+            tail = file.read(end - start)
+        last = tail[tail.rfind(b"\n") + 1 :]
+        if last and _parse(last) is None:
+            file.truncate(end - len(last))
+        elif last:
+            file.write(b"\n")
+    return path.open("ab")
+
+
+def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Each line and its object; None for a line that is not an object with a step."""
+    with path.open("rb") as file:
+        for line in file:
+            yield line, _parse(line)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _line(step: int, values: Mapping[str, Any], name: str) -> bytes:
+    row = {"step": step} | {str(key): _plain(value, f"{name}: {key!r}") for key, value in values.items()}
+    try:
+        return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    except UnicodeEncodeError:  # a lone surrogate, which UTF-8 has no bytes for
+        return (json.dumps(row, allow_nan=False) + "\n").encode()
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where) for item in value]
+    if getattr(value, "ndim", None) == 0:  # a number of torch's or numpy's
+        return _plain(value.item(), where)
+    raise TypeError(
+        f"{where} is a {type(value).__name__}, which a JSON line cannot hold: pass plain numbers or strings"
+    )

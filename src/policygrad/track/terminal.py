@@ -1,0 +1,107 @@
+"""The live display: progress, the metrics of the last step, the reward so far, and a completion as the model writes now."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from policygrad.track.display import Pace, Sample, Silent
+from policygrad.track.picture import ACCENT, GOOD, REMARK, View, draw, pairs
+from policygrad.track.words import clean, duration, shown
+
+HOLD = 3.0  # seconds for which a sample stays, so that it can be read
+
+
+class RichDisplay(Silent):
+    """Redraws in place, four times a second. Whatever is printed meanwhile appears above."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._pace = Pace(clock)
+        self._view = View()
+        self._rewards: list[tuple[int, float]] = []
+        self._started, self._sampled = clock(), -math.inf
+        self._live: Live | None = None
+
+    @classmethod
+    def on(cls, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> Self:
+        return cls(Console(file=stream, force_terminal=True, highlight=False), clock)
+
+    def start(
+        self,
+        title: str,
+        facts: Mapping[str, str],
+        total_steps: int,
+        first_step: int = 1,
+        history: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        self.close()
+        self._console.print(Text.assemble("\n ", (clean(title), f"bold {ACCENT}")))
+        if facts:
+            self._console.print(pairs(facts, ""))
+        self._rewards = [(step, value) for step, value in history if math.isfinite(value)]
+        self._sampled = -math.inf
+        self._view = View(total=total_steps, step=first_step - 1)
+        self._started = self._clock()
+        self._pace.begin()
+        self._live = Live(
+            self,
+            console=self._console,
+            refresh_per_second=4,
+            redirect_stdout=sys.stdout.isatty(),  # a redirected stream is the user's, not the terminal's
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._live.start()
+
+    def phase(self, text: str) -> None:
+        self._pace.begin()
+        self._view = replace(self._view, phase=clean(text), phase_done=0, phase_total=0)
+
+    def phase_progress(self, done: int, total: int) -> None:
+        self._view = replace(self._view, phase_done=done, phase_total=total)
+        if done >= total:
+            self.phase("")
+
+    def step(self, step: int, metrics: Mapping[str, float], sample: Sample | None = None) -> None:
+        self._pace.end()
+        reward = metrics.get("reward")
+        if reward is not None and math.isfinite(reward):
+            self._rewards.append((step, max(-1e30, min(1e30, float(reward)))))
+        left = self._pace.left(self._view.total - step)
+        self._view = replace(self._view, step=step, metrics=shown(metrics), left=left, phase="")
+        if sample is not None and (self._clock() - self._sampled >= HOLD or step == self._view.total):
+            self._sampled = self._clock()
+            self._view = replace(self._view, sample=sample, sample_step=step)
+
+    def note(self, text: str) -> None:
+        self._console.print(pairs({"!": text}, REMARK, REMARK))
+
+    def finish(self, summary: Mapping[str, str]) -> None:
+        self.close()
+        done = f"{self._view.step} steps in {duration(self._clock() - self._started)}"
+        self._console.print(Text.assemble("\n ", ("done", f"bold {GOOD}"), ("  " + done, "dim")))
+        if summary:
+            self._console.print(pairs(summary, "bold"))
+        self._console.print()
+
+    def close(self) -> None:
+        """Stop redrawing and give the terminal back; the last picture stays."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        view = replace(self._view, elapsed=self._clock() - self._started, rewards=tuple(self._rewards))
+        yield from draw(view, console, options.max_width, console.height)

@@ -1,0 +1,134 @@
+"""A run's configuration: frozen dataclasses, defaults < TOML file < flags. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from policygrad.algorithms import GRPO
+from policygrad.core.algorithm import Algorithm
+from policygrad.rollout.types import Sampling
+from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a run is measured, on held-out problems at the sampling temperature."""
+
+    problems: int = 256
+    """Held-out problems; 0 = no evaluation."""
+    samples: int = 8
+    """Completions per problem."""
+    every: int = 0
+    """Also evaluate every so many steps; 0 = before and after only."""
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """When a run can be taken up again."""
+
+    every: int = 25
+    """Steps between checkpoints; one is always written at the end and at --stop-after."""
+    keep: int = 2
+    """How many checkpoints stay on disk."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.keep < 1:
+            raise ValueError(
+                f"checkpoint.every and checkpoint.keep must be at least 1, not {self.every} and {self.keep}"
+            )
+
+
+@dataclass(frozen=True)
+class Rewarding:
+    """How reward functions run: in worker processes that can be killed."""
+
+    workers: int = 2
+    """Worker processes."""
+    budget: float = 10.0
+    """Seconds per sample before its worker is killed and the sample fails."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or not self.budget > 0:
+            raise ValueError(
+                f"rewards.workers must be at least 1 and rewards.budget above 0, not {self.workers}, {self.budget}"
+            )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; `run.toml` in its folder holds it whole.
+
+    Raises:
+        ValueError: options that contradict each other, with the reason and the way out.
+    """
+
+    algorithm: Algorithm = GRPO
+    """The method: one equation's parts. Every part's fields are options, e.g. --algorithm.gate.high 0.28."""
+    model: str = "tiny"
+    """Directory or hub id of a causal language model; tiny = the base model inside the package."""
+    task: str = "embedded"
+    """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file."""
+    reward: tuple[str, ...] = ()
+    """Reward functions by name or dotted path, each with an optional weight (format*0.5); none = the task's own."""
+    held_out: str | None = None
+    """A .jsonl file of held-out problems; none = a sixteenth of the task, chosen by a hash of the prompt."""
+    steps: int = 150
+    """Rollouts, each followed by the algorithm's optimiser steps."""
+    prompts_per_step: int = 64
+    """Prompts per rollout."""
+    samples_per_prompt: int | None = None
+    """G, completions per prompt; none = the algorithm's own."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    seed: int = 0
+    """Of everything drawn at random."""
+    output: str | None = None
+    """The run's folder; none = the next free runs/ALGORITHM-N."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """The policy as it is sampled."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW, schedule, clipping."""
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    """Precision, device, memory."""
+    rewards: Rewarding = field(default_factory=Rewarding)
+    """The reward workers."""
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    """Held-out accuracy."""
+    checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    """Checkpoints."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "prompts_per_step"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.lr >= 0:
+            raise ValueError(f"lr must be at least 0, not {self.lr}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, not {self.seed}")
+        self.algorithm.check_sampling(self.group_size, self.sampling.temperature)
+        if self.group_size < 1:
+            raise ValueError(f"samples_per_prompt must be at least 1, not {self.group_size}")
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "temperature 0 leaves nothing to learn from, all samples are equal: set --temperature above 0"
+            )
+        if self.sampling.cuts_off:
+            raise ValueError(
+                "training with top_p < 1 or top_k > 0 would sample from another distribution than the one that learns: the "
+                "ratio of an unchanged policy would not be 1. Leave top_p = 1 and top_k = 0 (eval takes both)"
+            )
+        if self.algorithm.step.minibatches > self.prompts_per_step:
+            raise ValueError(
+                f"{self.algorithm.step.minibatches} minibatches of whole groups need as many prompts per step, "
+                f"not {self.prompts_per_step}"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """G."""
+        return self.algorithm.samples_per_prompt if self.samples_per_prompt is None else self.samples_per_prompt
+
+    def resolved(self) -> Run:
+        """With every open choice filled in: group size, and the generation budget in the parts that ask for it."""
+        algorithm = replace(self.algorithm.with_budget(self.sampling.max_tokens), samples_per_prompt=self.group_size)
+        return replace(self, algorithm=algorithm, samples_per_prompt=self.group_size)

@@ -1,0 +1,163 @@
+"""The learner: owns the weights. An in-process implementation for any `AutoModelForCausalLM`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
+from policygrad.core.objective import measure, surrogate
+from policygrad.core.types import Batch, Forward
+from policygrad.rollout.types import Weights
+from policygrad.training.forward import Scorer, probe
+from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
+from policygrad.training.optimizer import Optimizer
+from policygrad.training.packing import active, merge_equal, pack
+
+
+class Learner(Protocol):
+    """Owns the weights; `loop.py` is given one and never asks which."""
+
+    def score(self, batch: Batch, needs: frozenset[str]) -> Batch:
+        """Fills only the Batch fields that `needs` names."""
+        ...
+
+    def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
+        """Hands `algorithm.step` a Problem: one rollout's worth of optimiser steps."""
+        ...
+
+    def publish(self) -> Weights:
+        """The weights a sampler should use next."""
+        ...
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, JSON values): all that a resumed run needs."""
+        ...
+
+    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """The state of a checkpoint."""
+        ...
+
+
+class LocalLearner:
+    """AdamW on a model in this process, packed micro-batches, a reference model only when an algorithm needs one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: Algorithm,
+        *,
+        lr: float,
+        steps: int,
+        temperature: float = 1.0,
+        config: LearnerConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> None:
+        """`steps`: rollouts of the run, for the schedule; `temperature`: the one completions are sampled at."""
+        config = config or LearnerConfig()
+        self.model, self.config, self.version = model, config, 0
+        self.device = next(model.parameters()).device
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()  # transformers recompute only in training mode; dropout is 0 (see load_model)
+        self.scorer = probe(model, temperature, model.config.vocab_size)
+        self.optimizer = Optimizer(model, optimizer or OptimizerConfig(), lr, steps * algorithm.step.updates)
+        self.reference: Scorer | None = None
+        if "logp_ref" in algorithm.needs:
+            frozen = copy.deepcopy(model).eval().requires_grad_(False)
+            self.reference = replace(self.scorer, model=frozen)
+
+    @torch.no_grad()
+    def score(self, batch: Batch, needs: frozenset[str]) -> Batch:
+        """logp_old from the policy, logp_ref from the reference; equal completions are computed once."""
+        scorers = {"logp_old": self.scorer, "logp_ref": self.reference}
+        wanted = {name: scorer for name, scorer in scorers.items() if name in needs and scorer is not None}
+        if not wanted:
+            return batch
+        rows = batch.mask.any(1).nonzero().squeeze(1)
+        bare = replace(batch, logp_sampler=None, logp_old=None, logp_ref=None, weight=None)
+        unique, index = merge_equal(bare, torch.zeros(batch.mask.shape), rows)
+        filled: dict[str, Any] = {}
+        for name, scorer in wanted.items():
+            out = torch.zeros(batch.mask.shape)
+            for part in pack(batch, unique, self.config.micro_tokens, share=scorer.share_prompts):
+                out[part.rows] = scorer(part.to(self.device)).cpu()
+            out[rows] = out[unique[index]]
+            filled[name] = out
+        return replace(batch, **filled)
+
+    def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
+        """One rollout's optimiser steps, as `algorithm.step` takes them."""
+        return algorithm.step(LocalProblem(self, batch, psi, algorithm, seed=self.version))
+
+    def publish(self) -> Weights:
+        """The model's own tensors: a sampler that decodes with the same model copies nothing."""
+        return Weights(self.version, dict(self.model.named_parameters()))
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, values = self.optimizer.state()
+        return tensors, {"version": self.version, "optimizer": values}
+
+    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        self.optimizer.restore(tensors, values["optimizer"])
+        self.version = values["version"]
+
+
+@dataclass(frozen=True, eq=False)
+class LocalProblem:
+    """A rollout's share of completions for one optimiser step, on a LocalLearner."""
+
+    learner: LocalLearner
+    batch: Batch
+    psi: Tensor
+    algorithm: Algorithm
+    seed: int
+
+    def split(self, epoch: int, minibatches: int) -> list[LocalProblem]:
+        """Minibatches of whole groups, shuffled by (weights' version, epoch)."""
+        if minibatches == 1:
+            return [self]
+        groups = self.batch.group.unique()
+        order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed * 1009 + epoch))
+        shares = [groups[chunk] for chunk in order.tensor_split(minibatches) if len(chunk)]
+        rows = [torch.isin(self.batch.group, share).nonzero().squeeze(1) for share in shares]
+        return [replace(self, batch=self.batch.select(r), psi=self.psi[r]) for r in rows]
+
+    def accumulate(self) -> Metrics:
+        """Forward and backward over the completions that can move the weights; gradients add up in the learner."""
+        learner, batch = self.learner, self.batch
+        coefficients = self.algorithm.all_coefficients(batch)
+        rows = active(batch, self.psi, coefficients).nonzero().squeeze(1)
+        unique, index = merge_equal(batch, self.psi, rows)
+        summed = tuple(c.new_zeros(len(unique), c.shape[1]).index_add_(0, index, c[rows]) for c in coefficients)
+        count = torch.zeros(len(unique)).index_add_(0, index, torch.ones(len(rows)))
+        place = torch.zeros(len(batch.mask), dtype=torch.int64)
+        place[unique] = torch.arange(len(unique))
+        metrics: Metrics = {
+            "completions/computed": Sum(float(len(unique))),
+            "completions/offered": Sum(float(batch.mask.any(1).sum())),
+        }
+        bare = replace(batch, prompts=None, tokens=None)  # the equation does not read them
+        for part in pack(batch, unique, learner.config.micro_tokens, share=learner.scorer.share_prompts):
+            at = place[part.rows]
+            share = bare.select(part.rows).to(learner.device)
+            psi, coef = self.psi[part.rows].to(learner.device), tuple(c[at].to(learner.device) for c in summed)
+            out = Forward(learner.scorer(part.to(learner.device)))
+            surrogate(out, share, psi, self.algorithm, coef).backward()
+            learner.optimizer.collect()
+            metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef, count[at].to(learner.device)))
+        return metrics
+
+    def descend(self) -> Metrics:
+        """One AdamW step; without any gradient (no completion could move the weights) none is taken, and that is counted."""
+        norm, lr = self.learner.optimizer.step()
+        self.learner.version += 1
+        if norm is None:
+            return {"updates/skipped": Sum(1.0)}
+        return {"grad_norm": Max(norm), "lr": Mean(lr), "updates/taken": Sum(1.0)}

@@ -1,0 +1,63 @@
+"""How a local learner computes and steps: data only, so that the command line can show it without loading a model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How a gradient becomes a step."""
+
+    betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW's decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 = no clipping."""
+    warmup: int = 0
+    """Optimiser steps of linear warm-up."""
+    schedule: str = "constant"
+    """constant, linear or cosine, down to 0 at the run's last optimiser step."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"optimizer.schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}")
+        for name in ("eps", "weight_decay", "clip", "warmup"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"optimizer.{name} must be at least 0, not {getattr(self, name)}")
+
+    def rate(self, step: int, total: int) -> float:
+        """Factor on the learning rate at optimiser step `step` of `total`, from 0: a pure function, so a checkpoint needs
+        only the count."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return 1.0
+        done = min(1.0, (step - self.warmup) / max(1, total - self.warmup))
+        return 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """How the local learner computes."""
+
+    dtype: str = "fp32"
+    """fp32, or bf16 with fp32 master weights."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto = cuda where there is one."""
+    micro_tokens: int = 8192
+    """Tokens per forward and backward pass, padding included."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("fp32", "bf16"):
+            raise ValueError(f"learner.dtype must be fp32 or bf16, not {self.dtype!r}")
+        if self.micro_tokens < 1:
+            raise ValueError(f"learner.micro_tokens must be at least 1, not {self.micro_tokens}")

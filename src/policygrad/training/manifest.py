@@ -1,0 +1,84 @@
+"""A folder of files sealed by a manifest: what it lists is complete, on the disk, and as it was written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message names the file, the reason and the way out."""
+
+
+def dump(value: Any) -> bytes:
+    """Strict JSON in its one canonical form, so that any changed byte shows."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk. Raises OSError."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot open a directory; NTFS journals its names itself
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def seal(folder: Path, names: Iterable[str]) -> None:
+    """Sync the named files, then write and sync the manifest: format, size in bytes and sha256 of each. Raises OSError."""
+    files = {name: _digest(folder / name) for name in names}
+    for name in files:
+        sync(folder / name)
+    (folder / MANIFEST).write_bytes(dump({"files": files, "format": FORMAT}))
+    sync(folder / MANIFEST)
+    sync(folder)
+
+
+def check(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
+    """The named files' entries after the quick checks: known format, canonical bytes, sizes. Raises CheckpointError."""
+    path = folder / MANIFEST
+    try:
+        raw = path.read_bytes()
+        manifest = json.loads(raw)
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {manifest['format']!r} and this version reads {FORMAT}: upgrade")
+        files: dict[str, dict[str, int | str]] = manifest["files"]
+        if dump(manifest) != raw or set(files) != set(names):
+            raise CheckpointError(f"{path} is damaged: it is not as it was written")
+        for name, entry in files.items():
+            size = (folder / name).stat().st_size
+            if size != entry["bytes"]:
+                raise CheckpointError(f"{folder / name} is damaged: {size} bytes instead of {entry['bytes']}")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename} is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    return files
+
+
+def verify(folder: Path, names: Iterable[str]) -> None:
+    """`check`, and read every byte against its sha256. Raises CheckpointError that names the damaged file."""
+    for name, entry in check(folder, names).items():
+        try:
+            intact = _digest(folder / name) == entry
+        except OSError as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
+        if not intact:
+            raise CheckpointError(f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST}")
+
+
+def _digest(path: Path) -> dict[str, int | str]:
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": sha256}

@@ -1,0 +1,101 @@
+"""AdamW with warm-up, a schedule, gradient clipping and, for bf16 models, fp32 master weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from policygrad.training.learner_config import OptimizerConfig
+
+
+class Optimizer:
+    """Steps on `masters`: the model's own parameters in fp32, or fp32 copies of bf16 ones.
+
+    A bf16 weight moves in steps of 1/256 of itself, far more than a policy-gradient step; the masters keep what is below.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, lr: float, total: int) -> None:
+        self.config, self.lr, self.total, self.taken = config, lr, total, 0
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("the model has no parameter that requires a gradient")
+        self.masters = {n: p if p.dtype == torch.float32 else p.detach().float() for n, p in self.parameters.items()}
+        self.adam = torch.optim.AdamW(
+            list(self.masters.values()),
+            lr=lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+
+    def collect(self) -> None:
+        """Moves a micro-batch's bf16 gradients onto the fp32 masters, so that their sum is taken in fp32."""
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            if master is not parameter and parameter.grad is not None:
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                parameter.grad = None
+
+    def step(self) -> tuple[float | None, float]:
+        """(gradient norm before clipping, learning rate); norm None and no step when there is no gradient at all.
+
+        Raises:
+            FloatingPointError: a gradient that is not finite; the weights are as they were.
+        """
+        rate = self.lr * self.config.rate(self.taken, self.total)
+        self.taken += 1
+        masters = [m for m in self.masters.values() if m.grad is not None]
+        if not masters:
+            return None, rate
+        limit = self.config.clip or math.inf
+        norm = float(nn.utils.clip_grad_norm_(masters, limit))
+        if not math.isfinite(norm):
+            self.adam.zero_grad(set_to_none=True)
+            raise FloatingPointError(
+                f"the gradient's norm is {norm} at optimiser step {self.taken}: the weights were left as they were. "
+                "Lower --lr or optimizer.clip, or use learner.dtype fp32"
+            )
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self.adam.step()
+        self.adam.zero_grad(set_to_none=True)
+        self._show()
+        return norm, rate
+
+    @torch.no_grad()
+    def _show(self) -> None:
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Master weights, AdamW's moments and the step count."""
+        tensors = {f"weights/{name}": master.detach() for name, master in self.masters.items()}
+        for name, master in self.masters.items():
+            for key, value in self.adam.state.get(master, {}).items():
+                tensors[f"adam/{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return tensors, {"taken": self.taken}
+
+    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """The state of a checkpoint, bit for bit.
+
+        Raises:
+            KeyError: a checkpoint of another model.
+        """
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(tensors[f"weights/{name}"])
+        self._show()
+        self.adam.state.clear()
+        for key, tensor in tensors.items():
+            if key.startswith("adam/"):
+                name, moment = key.removeprefix("adam/").rsplit("/", 1)
+                master = self.masters[name]
+                on_host = moment == "step"  # AdamW keeps its counter on the CPU
+                self.adam.state[master][moment] = tensor.clone() if on_host else tensor.to(master.device, copy=True)
+        self.taken = values["taken"]
