@@ -1,6 +1,6 @@
 """LEVER 2, first half: the importance ratio r from per-token log-ratios log(π_θ/π_old) [B, T], under stop-gradient.
 
-Exponents are bounded to half the range of the dtype (±44 nats in float32), so that a weight and its product with
+Exponents are bounded to a little under half the range of the dtype (±43 nats in float32), so that a weight and its product with
 another stay finite; no ratio a run can survive comes near.
 """
 
@@ -16,8 +16,8 @@ from policygrad.core import ragged
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """exp(x) with x clipped to half the dtype's exponent range: finite, and so is the product of two of them."""
-    bound = 0.5 * math.log(torch.finfo(x.dtype).max)
+    """exp(x) with x clipped to under half the dtype's exponent range: finite, and so is the product of two of them."""
+    bound = 0.49 * math.log(torch.finfo(x.dtype).max)
     return x.clamp(-bound, bound).exp()
 
 

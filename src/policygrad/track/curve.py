@@ -59,14 +59,24 @@ def limits(values: Sequence[float]) -> tuple[float, float]:
     """The value axis: from the least to the greatest, outward to a round number; one unit long when they are the same."""
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(1.0, abs(high)):
-        return (low, low + 1) if low <= 0 else (low - 1, low)
+        unit = max(1.0, 1e-3 * abs(high))
+        return (low, low + unit) if low <= 0 else (high - unit, high)
     unit = 10.0 ** math.floor(math.log10((high - low) / 2))
     return math.floor(low / unit + 1e-9) * unit, math.ceil(high / unit - 1e-9) * unit
 
 
-def plot(points: Sequence[tuple[int, float]], end: int, columns: int, rows: int) -> tuple[Plot, float, float]:
-    """Points over steps 1 to `end`, and their smoothed line; with the least and greatest value of the axis."""
+def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return sum(step for step, _ in points) / len(points), sum(value for _, value in points) / len(points)
+
+
+def plot(points: Sequence[tuple[float, float]], end: int, columns: int, rows: int) -> tuple[Plot, float, float]:
+    """Points over steps 1 to `end`, and their smoothed line; with the least and greatest value of the axis.
+
+    Of a long run each point is the mean of neighbouring steps, so that drawing takes no longer than for a short one.
+    """
     canvas = Plot(columns, rows)
+    if (share := len(points) // 500 + 1) > 1:
+        points = [_mean(points[i : i + share]) for i in range(0, len(points), share)]
     width, height = 2 * columns - 1, 4 * rows - 1
     values = [value for _, value in points]
     low, high = limits(values)
@@ -74,7 +84,7 @@ def plot(points: Sequence[tuple[int, float]], end: int, columns: int, rows: int)
     def at(step: float, value: float) -> tuple[int, int]:
         return round((step - 1) / (end - 1) * width), round((value - low) / (high - low) * height)
 
-    for step, value in points[:: max(1, len(points) // 2000)]:
+    for step, value in points:
         canvas.dot(*at(step, value), line=False)
     columns_seen: dict[int, list[int]] = {}
     for (step, _), value in zip(points, smooth(values, max(1.0, len(points) / 16)), strict=True):

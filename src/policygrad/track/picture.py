@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rich.box import ROUNDED
 from rich.console import Console, RenderableType
@@ -45,7 +46,7 @@ def draw(view: View, console: Console, width: int, height: int) -> list[Renderab
     parts: list[RenderableType] = [Text(), _progress(view, width), _phase(view, width)]
     room = height - 1 - len(parts)
     if view.metrics:
-        grid, lines = _metrics(view.metrics, width)
+        grid, lines = _metrics(view.metrics, width, max(1, (room - 1) // 2))
         parts += [grid, Text()]
         room -= lines + 1
     curve = len(view.rewards) > 0 and width >= 30 and room >= CURVE_ROWS + 2
@@ -53,6 +54,7 @@ def draw(view: View, console: Console, width: int, height: int) -> list[Renderab
     if curve and sample and width >= SIDE_BY_SIDE:
         half, block = width // 2, min(room, 12)
         beside = Table.grid(padding=0)
+        beside.add_column(width=half)
         beside.add_row(_curve(view, half, block - 2), _sample(view, console, width - half, block))
         return [*parts, beside]
     if curve:
@@ -68,6 +70,8 @@ def _progress(view: View, width: int) -> RenderableType:
     times = [duration(view.elapsed)]
     if view.left is not None and view.step < view.total:
         times.append(f"{duration(view.left)} left")
+    if width < 40:
+        times = []
     words = Text.assemble("step ", (f"{view.step}/{view.total}", "bold"), *((f"  {part}", "dim") for part in times))
     return _bar(Text(), view.step, view.total, words, width, ACCENT)
 
@@ -92,10 +96,10 @@ def _bar(before: Text, done: int, total: int, after: Text, width: int, style: st
     return grid
 
 
-def _metrics(cells: Sequence[tuple[str, str]], width: int) -> tuple[Text, int]:
-    """Labels over values, and how many lines that takes: one row where six fit, else rows of as many as fit."""
+def _metrics(cells: Sequence[tuple[str, str]], width: int, most: int) -> tuple[Text, int]:
+    """Labels over values, and how many lines that takes: one row where six fit, else at most `most` narrower rows."""
     fit = max(1, (width - 1) // CELL)
-    cells = cells[: max(fit, 6)]
+    cells = cells[: max(fit, min(6, fit * most))]
     rows = [cells[i : i + fit] for i in range(0, len(cells), fit)]
     text = Text(no_wrap=True)
     for row in rows:
@@ -130,16 +134,15 @@ def _sample(view: View, console: Console, width: int, height: int) -> Renderable
     inner, lines = width - 4, height - 2
     prompt = _wrap(view.sample.prompt, console, inner, "dim")
     completion = _wrap(view.sample.completion, console, inner, "")
-    space = max(1, lines - min(len(prompt), 2))
+    space = lines - min(len(prompt), 2 if lines >= 5 else 1)  # at least 2
     if len(completion) > space:
-        head = space // 2
-        completion = [*completion[:head], Text("…", "dim"), *completion[len(completion) - (space - head - 1) :]]
+        head = (space - 1) // 2
+        completion = (*completion[:head], Text("…", "dim"), *completion[head + 1 - space :])
     prompt = prompt[max(0, len(prompt) + len(completion) - lines) :]
     gap = [Text()] if len(prompt) + len(completion) < lines else []
     reward = view.sample.reward
-    mark = (
-        Text("") if reward is None else Text(f"reward {number(reward)}", f"not dim bold {GOOD if reward > 0 else BAD}")
-    )
+    colour = GOOD if reward is not None and reward > 0 else BAD
+    mark = Text("" if reward is None else f"reward {number(reward)}", f"not dim bold {colour}")
     return Panel(
         Text("\n").join([*prompt, *gap, *completion]),
         box=ROUNDED,
@@ -153,12 +156,13 @@ def _sample(view: View, console: Console, width: int, height: int) -> Renderable
     )
 
 
-def _wrap(text: str, console: Console, width: int, style: str) -> list[Text]:
+@lru_cache(maxsize=4)  # a sample is drawn many times
+def _wrap(text: str, console: Console, width: int, style: str) -> tuple[Text, ...]:
     """Lines of at most `width` columns; blank ones dropped, and the middle of a very long text."""
     if len(text) > 8000:
         text = text[:4000] + "\n" + text[-4000:]
     lines = [line.rstrip() for line in clean(text).split("\n") if line.strip()]
-    return [part for line in lines for part in Text(line, style).wrap(console, width)]
+    return tuple(part for line in lines for part in Text(line, style).wrap(console, width))
 
 
 def pairs(values: Mapping[str, str], style: str, names: str = "dim") -> RenderableType:

@@ -48,7 +48,9 @@ class RichDisplay(Silent):
         self._console.print(Text.assemble("\n ", (clean(title), f"bold {ACCENT}")))
         if facts:
             self._console.print(pairs(facts, ""))
-        self._rewards = [(step, value) for step, value in history if math.isfinite(value)]
+        self._rewards = []
+        for step, value in history:
+            self._reward(step, value)
         self._sampled = -math.inf
         self._view = View(total=total_steps, step=first_step - 1)
         self._started = self._clock()
@@ -64,7 +66,7 @@ class RichDisplay(Silent):
 
     def phase(self, text: str) -> None:
         self._pace.begin()
-        self._view = replace(self._view, phase=clean(text), phase_done=0, phase_total=0)
+        self._view = replace(self._view, phase=" ".join(clean(text).split()), phase_done=0, phase_total=0)
 
     def phase_progress(self, done: int, total: int) -> None:
         self._view = replace(self._view, phase_done=done, phase_total=total)
@@ -73,9 +75,7 @@ class RichDisplay(Silent):
 
     def step(self, step: int, metrics: Mapping[str, float], sample: Sample | None = None) -> None:
         self._pace.end()
-        reward = metrics.get("reward")
-        if reward is not None and math.isfinite(reward):
-            self._rewards.append((step, max(-1e30, min(1e30, float(reward)))))
+        self._reward(step, metrics.get("reward"))
         left = self._pace.left(self._view.total - step)
         self._view = replace(self._view, step=step, metrics=shown(metrics), left=left, phase="")
         if sample is not None and (self._clock() - self._sampled >= HOLD or step == self._view.total):
@@ -92,6 +92,10 @@ class RichDisplay(Silent):
         if summary:
             self._console.print(pairs(summary, "bold"))
         self._console.print()
+
+    def _reward(self, step: int, value: float | None) -> None:
+        if value is not None and math.isfinite(value):
+            self._rewards.append((step, max(-1e30, min(1e30, float(value)))))  # the axis' length stays finite
 
     def close(self) -> None:
         """Stop redrawing and give the terminal back; the last picture stays."""

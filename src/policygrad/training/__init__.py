@@ -3,7 +3,11 @@
 from importlib import import_module
 from typing import Any
 
-_HOME = {"Run": "policygrad.training.config", "train": "policygrad.training.session", "evaluate": "policygrad.training.evaluate"}
+_HOME = {
+    "Run": "policygrad.training.config",
+    "train": "policygrad.training.session",
+    "evaluate": "policygrad.training.evaluate",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import tyro
 
 from policygrad.algorithms import GRPO
 from policygrad.core.algorithm import Algorithm
@@ -55,15 +58,9 @@ class Rewarding:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training run; `run.toml` in its folder holds it whole.
+class Options:
+    """All that a run needs to know besides its algorithm."""
 
-    Raises:
-        ValueError: options that contradict each other, with the reason and the way out.
-    """
-
-    algorithm: Algorithm = GRPO
-    """The method: one equation's parts. Every part's fields are options, e.g. --algorithm.gate.high 0.28."""
     model: str = "tiny"
     """Directory or hub id of a causal language model; tiny = the base model inside the package."""
     task: str = "embedded"
@@ -84,7 +81,7 @@ class Run:
     """Of everything drawn at random."""
     output: str | None = None
     """The run's folder; none = the next free runs/ALGORITHM-N."""
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     """The policy as it is sampled."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW, schedule, clipping."""
@@ -96,6 +93,18 @@ class Run:
     """Held-out accuracy."""
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     """Checkpoints."""
+
+
+@dataclass(frozen=True)
+class Run(Options):
+    """One training run; `run.toml` in its folder holds it whole.
+
+    Raises:
+        ValueError: options that contradict each other, with the reason and the way out.
+    """
+
+    algorithm: Algorithm = GRPO
+    """The method: one equation's parts."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "prompts_per_step"):

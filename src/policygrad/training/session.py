@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,8 @@ import torch
 from policygrad.rewards import RewardPool
 from policygrad.rollout.collect import Source
 from policygrad.rollout.local import LocalSampler
-from policygrad.rollout.model import ModelError, load_codec, load_model, padding_id
+from policygrad.rollout.model import load_codec, load_model, padding_id
+from policygrad.rollout.types import Sampling
 from policygrad.tasks import load_task
 from policygrad.tasks.types import Task
 from policygrad.track import Display, RunFiles, Sample, Silent, change
@@ -114,6 +115,34 @@ def reward_names(task: Task, chosen: tuple[str, ...]) -> tuple[str, ...]:
             f"task {task.name!r} has no reward of its own: choose one, e.g. --reward exact_match or --reward math"
         )
     return tuple(names)
+
+
+def measure_model(
+    model: str,
+    task: str = "embedded",
+    *,
+    reward: tuple[str, ...] = (),
+    held_out: str | None = None,
+    problems: int = 256,
+    samples: int = 8,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "fp32",
+    budget: float = 10.0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
+    """Scores of a model on a task's held-out problems. A run's folder stands for the model it trained."""
+    if (Path(model) / "model" / "config.json").is_file():
+        model = str(Path(model) / "model")
+    questions = load_task(task, seed=seed, held_out=held_out)
+    names = reward_names(questions, reward)
+    network = load_model(model, dtype=dtype, device=pick_device(device))
+    codec = load_codec(model, network)
+    sampler = LocalSampler(network, codec.end, padding_id(codec))
+    with RewardPool(names, budget=budget) as pool:
+        source = Source(questions.train, codec, pool.score, seed)
+        return evaluate(source, sampler, questions.held_out(problems), samples, sampling or Sampling(), progress)
 
 
 class Session:
@@ -335,6 +364,3 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-__all__ = ["ModelError", "Result", "RunError", "Session", "train"]

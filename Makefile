@@ -1,0 +1,42 @@
+# Everything from a fresh clone: `make train` trains, `make test` tests. Nothing else by hand.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: train test lint format fast base-model constraints clean help
+help:
+	@echo "make train | test | fast (tests without the slow ones) | lint | format | base-model | clean"
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/policygrad train $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+fast: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+base-model: $(STAMP)
+	$(BIN)/python scripts/make_base_model.py
+
+constraints: $(STAMP)
+	@(head -2 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable) > .constraints.new && mv .constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

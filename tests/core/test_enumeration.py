@@ -1,0 +1,188 @@
+"""Expectations without sampling: every completion of a tabular model, every group of completions, in float64.
+
+Vocabulary {EOS, a, b}, at most three tokens: 15 completions. A group of G is one of 15^G tuples; each tuple is one group of
+a single batch, weighted by its probability, so one call of the library gives the exact expectation of its gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from random_batches import Random, close, gradients
+from torch import Tensor
+
+import policygrad as pg
+
+EOS, VOCABULARY, LONGEST = 0, 3, 3
+COMPLETIONS = [
+    tokens
+    for n in range(1, LONGEST + 1)
+    for tokens in itertools.product(range(VOCABULARY), repeat=n)
+    if EOS not in tokens[:-1] and (tokens[-1] == EOS or n == LONGEST)
+]
+TOKENS = torch.tensor([list(o) + [EOS] * (LONGEST - len(o)) for o in COMPLETIONS])
+MASK = torch.tensor([[t < len(o) for t in range(LONGEST)] for o in COMPLETIONS])
+PREVIOUS = torch.cat([torch.zeros(len(TOKENS), 1, dtype=torch.int64), TOKENS[:, :-1]], 1)
+RANDOM = Random(0)
+REWARD = RANDOM.normal(len(COMPLETIONS))
+THETA, BEHAVIOUR, REFERENCE = (RANDOM.normal(LONGEST, VOCABULARY, VOCABULARY) for _ in range(3))
+
+
+def conditionals(theta: Tensor) -> Tensor:
+    """log π(·|s) [15, T, V] at the states that the completions pass: position and previous token."""
+    return torch.log_softmax(theta, -1)[torch.arange(LONGEST), PREVIOUS]
+
+
+def token_logp(theta: Tensor) -> Tensor:
+    return conditionals(theta).gather(-1, TOKENS[..., None]).squeeze(-1)
+
+
+def logp_of(theta: Tensor) -> Tensor:
+    """log π(o) [15]."""
+    return torch.where(MASK, token_logp(theta), 0).sum(1)
+
+
+def true_gradient(reward: Tensor = REWARD) -> Tensor:
+    """∇ E[R]."""
+    theta = THETA.clone().requires_grad_()
+    return gradients((logp_of(theta).exp() * reward).sum(), theta)[0]
+
+
+def expected_gradient(
+    algorithm: pg.Algorithm, G: int, sampler: Tensor = THETA, psi: Tensor | None = None, off_policy: bool = False
+) -> Tensor:
+    """E over all G-tuples from `sampler` of the library's gradient at θ; `psi` [15, T] replaces the algorithm's Ψ."""
+    tuples = torch.cartesian_prod(*[torch.arange(len(COMPLETIONS))] * G).reshape(-1, G)
+    rows = tuples.flatten()
+    probability = logp_of(sampler)[tuples].sum(1).exp()
+    batch = pg.Batch(
+        mask=MASK[rows],
+        group=torch.arange(len(tuples)).repeat_interleave(G),
+        reward=REWARD[rows],
+        logp_old=token_logp(sampler)[rows],
+        logp_ref=token_logp(REFERENCE)[rows],
+        weight=(probability * len(tuples)).repeat_interleave(G)[:, None].expand(-1, LONGEST),
+    )
+    theta = THETA.clone().requires_grad_()
+    advantages = algorithm.advantages(batch) if psi is None else psi[rows]
+    batch = batch if off_policy else replace(batch, logp_old=None)
+    return gradients(-pg.surrogate(token_logp(theta)[rows], batch, advantages, algorithm), theta)[0]
+
+
+REINFORCE = replace(pg.REINFORCE, shaping=())
+RLOO = replace(pg.RLOO, shaping=())
+
+
+def test_the_enumeration_is_complete() -> None:
+    assert len(COMPLETIONS) == 15
+    assert logp_of(THETA).exp().sum().item() == pytest.approx(1, rel=1e-14)
+    assert true_gradient().abs().max() > 0.01
+
+
+@pytest.mark.parametrize("baseline", [0.0, 0.37, -5.0])
+def test_a_constant_baseline_is_unbiased(baseline: float) -> None:
+    algorithm = replace(REINFORCE, psi=(pg.RunningMean(mean=baseline),))
+    close(expected_gradient(algorithm, 1), true_gradient())
+
+
+def test_a_state_dependent_baseline_is_unbiased() -> None:
+    b = Random(1).normal(LONGEST, VOCABULARY)[torch.arange(LONGEST), PREVIOUS]
+    close(expected_gradient(REINFORCE, 1, psi=REWARD[:, None] - b), true_gradient())
+
+
+@pytest.mark.parametrize("G", [2, 3])
+def test_leave_one_out_is_unbiased(G: int) -> None:
+    close(expected_gradient(RLOO, G), true_gradient())
+
+
+@pytest.mark.parametrize("G", [2, 3])
+def test_the_group_mean_shrinks_the_gradient(G: int) -> None:
+    close(expected_gradient(replace(RLOO, psi=(pg.GroupMean(),)), G), (G - 1) / G * true_gradient())
+
+
+def test_the_z_score_is_biased(record_property: pytest.RecordProperty) -> None:
+    """Not a multiple of the true gradient: the cosine is below 1."""
+    found, truth = expected_gradient(replace(RLOO, psi=(pg.GroupMean(), pg.GroupStd())), 3), true_gradient()
+    cosine = torch.cosine_similarity(found.flatten(), truth.flatten(), dim=0).item()
+    record_property("cosine", cosine)
+    print(f"cosine of the z-score's expected gradient with the true one: {cosine:.4f}")
+    assert 0.5 < cosine < 0.999
+    assert (found - truth).abs().max() > 0.01 * truth.abs().max()
+
+
+def test_the_sequence_mean_is_biased() -> None:
+    """1/|o_i| weighs completions by a thing the policy chose; 1/B does not."""
+    found = expected_gradient(replace(RLOO, aggregate=pg.SequenceMean()), 2)
+    assert torch.cosine_similarity(found.flatten(), true_gradient().flatten(), dim=0) < 0.999
+
+
+@pytest.mark.parametrize("psi", [(), (pg.LeaveOneOut(),)], ids=["reward", "leave-one-out"])
+@pytest.mark.parametrize(
+    ("ratio", "unbiased"), [(pg.SequenceProduct(), True), (pg.Sequence(), False), (pg.Token(), False)], ids=str
+)
+def test_only_the_sequence_product_is_unbiased_off_policy(ratio, unbiased: bool, psi) -> None:
+    algorithm = replace(RLOO, psi=psi, ratio=ratio, gate=pg.Importance())
+    found, truth = expected_gradient(algorithm, 2, sampler=BEHAVIOUR, off_policy=True), true_gradient()
+    if unbiased:
+        close(found, truth)
+    else:
+        assert (found - truth).abs().max() > 0.01 * truth.abs().max()
+
+
+def test_the_kl_in_the_reward_is_the_gradient_of_the_sequence_kl() -> None:
+    """RLOO as it stands: ∇(E[R] − β KL(π‖π_ref)), each token's own and later penalties, leave-one-out and all."""
+    theta = THETA.clone().requires_grad_()
+    logp = logp_of(theta)
+    kl = (logp.exp() * (logp - logp_of(REFERENCE))).sum()
+    truth = gradients((logp.exp() * REWARD).sum() - 0.05 * kl, theta)[0]
+    close(expected_gradient(pg.RLOO, 2), truth)
+    assert (truth - true_gradient()).abs().max() > 0.01
+
+
+def frozen_visits(per_state) -> Tensor:
+    """∇ Σ_s d(s) f(π(·|s)) with the visitation d frozen at θ; f maps (log π(·|s), log π_ref(·|s)) [15, T, V] to [15, T]."""
+    theta = THETA.clone().requires_grad_()
+    visits = torch.where(MASK, logp_of(THETA).exp()[:, None], 0)
+    return gradients((visits * per_state(conditionals(theta), conditionals(REFERENCE))).sum(), theta)[0]
+
+
+def reverse_kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def forward_kl(p: Tensor, q: Tensor) -> Tensor:
+    return (q.exp() * (q - p)).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("form", "direction"), [("k2", reverse_kl), ("k3", forward_kl), ("r*k1", reverse_kl), ("r*k3", reverse_kl)]
+)
+def test_the_kl_terms_directions_on_policy(form, direction) -> None:
+    algorithm = replace(REINFORCE, terms=(pg.KLToReference(1.0, form),))
+    found = expected_gradient(algorithm, 1, psi=torch.zeros(MASK.shape, dtype=torch.float64))
+    close(found, -frozen_visits(direction))
+
+
+@pytest.mark.parametrize(("form", "reverse"), [("k2", False), ("k3", False), ("r*k1", True), ("r*k3", True)])
+def test_only_the_ratio_forms_keep_their_direction_off_policy(form, reverse: bool) -> None:
+    """One token only (the behaviour policy decides which states are visited): the first position's gradient."""
+    algorithm = replace(REINFORCE, terms=(pg.KLToReference(1.0, form),))
+    nothing = torch.zeros(MASK.shape, dtype=torch.float64)
+    found = expected_gradient(algorithm, 1, sampler=BEHAVIOUR, psi=nothing, off_policy=True)[0]
+    truth = -frozen_visits(reverse_kl)[0]
+    if reverse:
+        close(found, truth)
+    else:
+        assert (found - truth).abs().max() > 0.01 * truth.abs().max()
+
+
+def test_the_entropy_bonus_is_the_gradient_of_the_states_entropy() -> None:
+    algorithm = replace(REINFORCE, terms=(pg.Entropy(0.5),))
+    nothing = torch.zeros(MASK.shape, dtype=torch.float64)
+    truth = frozen_visits(lambda p, q: -0.5 * (p.exp() * p).sum(-1))
+    close(expected_gradient(algorithm, 1, psi=nothing), truth)
+    off = expected_gradient(algorithm, 1, sampler=BEHAVIOUR, psi=nothing, off_policy=True)
+    close(off[0], truth[0])

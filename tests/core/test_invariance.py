@@ -1,0 +1,134 @@
+"""The gradient belongs to the optimiser step: micro-batches, ranks, order, padding and merged duplicates change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_batches import Random, Shape, close, gradients, make, policy, shapes
+from torch import Tensor
+
+import policygrad as pg
+
+OWN_AGGREGATION = replace(
+    pg.GRPO,
+    name="own aggregation",
+    terms=(
+        pg.KLToReference(0.3, "k3", aggregate=pg.TokenMean()),
+        pg.Entropy(0.1, aggregate=pg.SequenceSum()),
+        pg.KLToReference(0.2, "k2"),
+    ),
+)
+ALGORITHMS = {**pg.ALGORITHMS, OWN_AGGREGATION.name: OWN_AGGREGATION}
+Coefficients = tuple[Tensor, ...]
+
+
+def rows_of(coef: Coefficients, rows: Tensor, width: int) -> Coefficients:
+    return tuple(c[rows][:, :width] for c in coef)
+
+
+def narrowed(batch: pg.Batch, width: int) -> pg.Batch:
+    """The same completions with less padding."""
+    names = ("mask", "tokens", "logp_old", "logp_ref")
+    return replace(batch, **{name: getattr(batch, name)[:, :width] for name in names})
+
+
+def share(batch: pg.Batch, logits: Tensor, psi: Tensor, algorithm: pg.Algorithm, coef: Coefficients, rows: Tensor):
+    """(∂loss/∂θ, objective) of the completions at `rows`, with their padding trimmed."""
+    part = batch.select(rows)
+    used = part.mask.any(0).nonzero()
+    width = int(used.max()) + 1 if len(used) else 1
+    part, own = narrowed(part, width), rows_of(coef, rows, width)
+    logp = policy(logits, part.tokens, part.mask)
+    loss = pg.surrogate(logp, part, psi[rows][:, :width], algorithm, own)
+    return gradients(loss, logits)[0], pg.objective(logp, part, psi[rows][:, :width], algorithm, own)
+
+
+def whole(name: str, shape: Shape):
+    algorithm = ALGORITHMS[name].with_budget(shape.width)
+    batch, logits = make(shape, off_policy=0.2)
+    batch = algorithm.filtered(batch)
+    psi, coef = algorithm.advantages(batch), algorithm.all_coefficients(batch)
+    logp = policy(logits, batch.tokens, batch.mask)
+    by_token, by_parameter = gradients(pg.surrogate(logp, batch, psi, algorithm), logp, logits)
+    return algorithm, batch, logits, psi, coef, by_token, by_parameter
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(shape=shapes(), parts=st.integers(1, 5))
+def test_any_split_is_a_plain_sum(name: str, shape: Shape, parts: int) -> None:
+    """Micro-batches of any content and any order, on any rank: only whole-step Ψ and coefficients are shared."""
+    algorithm, batch, logits, psi, coef, by_token, expected = whole(name, shape)
+    owner = Random(shape.seed + 1).integers(parts, len(batch.mask))
+    order = torch.argsort(Random(shape.seed + 2).uniform(len(batch.mask)))
+    shares = [share(batch, logits, psi, algorithm, coef, order[owner[order] == rank]) for rank in range(parts)]
+    close(torch.stack([g for g, _ in shares]).sum(0), expected, scale=by_token)
+    value = pg.objective(policy(logits, batch.tokens, batch.mask), batch, psi, algorithm)
+    torch.testing.assert_close(torch.stack([v for _, v in shares]).sum(), value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(shape=shapes())
+def test_order_and_names_of_groups_do_not_matter(name: str, shape: Shape) -> None:
+    """Everything, Ψ and coefficients included, is computed anew from permuted completions and renamed groups."""
+    algorithm, batch, logits, psi, _, by_token, expected = whole(name, shape)
+    order = torch.argsort(Random(shape.seed + 3).uniform(len(batch.mask)))
+    shuffled = batch.select(order)
+    shuffled = replace(shuffled, group=1000 - 7 * shuffled.group)
+    again = algorithm.advantages(shuffled)
+    close(again, psi[order])
+    logp = policy(logits, shuffled.tokens, shuffled.mask)
+    close(gradients(pg.surrogate(logp, shuffled, again, algorithm), logits)[0], expected, scale=by_token)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_merged_duplicates_with_summed_coefficients(name: str) -> None:
+    """Equal completions of one prompt are computed once."""
+    algorithm, batch, logits, *_ = whole(name, Shape((3, 4), 5, seed=5, binary=False))
+    twice = torch.cat([torch.arange(len(batch.mask)), torch.tensor([0, 0, 3])])
+    doubled = algorithm.filtered(replace(batch.select(twice), in_statistics=None))
+    psi, coef = algorithm.advantages(doubled), algorithm.all_coefficients(doubled)
+    logp = policy(logits, doubled.tokens, doubled.mask)
+    by_token, expected = gradients(pg.surrogate(logp, doubled, psi, algorithm, coef), logp, logits)
+    n = len(batch.mask)
+    merged = tuple(c[:n].index_add(0, twice[n:], c[n:]) for c in coef)
+    close(
+        share(doubled.select(torch.arange(n)), logits, psi, algorithm, merged, torch.arange(n))[0], expected, by_token
+    )
+    assert expected.abs().max() > 0
+
+
+def test_coefficients_of_a_micro_batch_are_not_the_steps() -> None:
+    """The test above can fail: per-micro-batch normalisation gives another gradient."""
+    algorithm, batch, logits, psi, _, by_token, expected = whole("grpo", Shape((3, 4), 5, seed=5, binary=False))
+    halves = (torch.arange(2), torch.arange(2, len(batch.mask)))
+    own = [algorithm.all_coefficients(batch.select(rows)) for rows in halves]
+    total = torch.zeros_like(expected)
+    for rows, coef in zip(halves, own, strict=True):
+        part = batch.select(rows)
+        logp = policy(logits, part.tokens, part.mask)
+        total = total + gradients(pg.surrogate(logp, part, psi[rows], algorithm, coef), logits)[0]
+    assert (total - expected).abs().max() > 0.1 * by_token.abs().max()
+
+
+def test_a_lone_coefficient_tensor_serves_every_term_without_an_aggregation_of_its_own() -> None:
+    batch, logits = make(Shape((3, 4), 5, seed=5, binary=False), 0.2)
+    psi, logp = pg.GRPO.advantages(batch), policy(logits, batch.tokens, batch.mask)
+    lone = pg.surrogate(logp, batch, psi, pg.GRPO, pg.GRPO.coefficients(batch))
+    assert torch.equal(lone, pg.surrogate(logp, batch, psi, pg.GRPO))
+
+
+def test_a_batch_selects_and_moves_all_of_its_fields() -> None:
+    batch, _ = make(Shape((3, 4), 5, seed=5, binary=False), 0.2)
+    batch = replace(batch, prompts=(torch.tensor([1, 2]), torch.tensor([3])))
+    rows = torch.tensor([4, 1])
+    chosen = batch.select(rows).to("cpu")
+    assert torch.equal(chosen.group, batch.group[rows])
+    assert torch.equal(chosen.mask, batch.mask[rows])
+    assert torch.equal(chosen.logp_old.nan_to_num(), batch.logp_old[rows].nan_to_num())  # type: ignore[union-attr,index]
+    assert [row.tolist() for row in chosen.prompts or ()] == [[1, 2], [3]]

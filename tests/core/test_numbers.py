@@ -1,0 +1,272 @@
+"""Hand numbers, limits and robustness."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from random_batches import Random, Shape, close, gradients, make, policy
+from torch import Tensor
+
+import policygrad as pg
+
+GATES = (
+    pg.OnPolicy(),
+    pg.Importance(),
+    pg.Clip(0.2, 0.28),
+    pg.DualClip(0.2, 0.28, 3.0),
+    pg.WeightCap(0.5, 2.0),
+    pg.SoftGate(1.0, 1.05),
+    pg.SoftGate(2.0, 5.0),
+)
+RATIOS = (pg.Token(), pg.Sequence(), pg.SequenceProduct())
+BASELINES = {
+    "loo": (pg.LeaveOneOut(),),
+    "group mean": (pg.GroupMean(),),
+    "z-score": (pg.GroupMean(), pg.GroupStd()),
+    "z-score, ddof 0": (pg.GroupMean(), pg.GroupStd(ddof=0)),
+    "batch std": (pg.GroupMean(), pg.BatchStd()),
+}
+
+
+def batch_of(*rewards: float, group: list[int] | None = None, width: int = 2, dtype=torch.float64, **extra) -> pg.Batch:
+    n = len(rewards)
+    mask = torch.ones(n, width, dtype=torch.bool)
+    which = torch.zeros(n, dtype=torch.int64) if group is None else torch.tensor(group)
+    return pg.Batch(**{"mask": mask, "group": which, "reward": torch.tensor(rewards, dtype=dtype)} | extra)
+
+
+def psi_of(batch: pg.Batch, *chain) -> list[float]:
+    """Ψ at each completion's first token."""
+    return pg.Algorithm(psi=chain).advantages(batch)[:, 0].tolist()
+
+
+def test_the_worked_example() -> None:
+    batch = batch_of(0, 0, 1, 0)
+    assert psi_of(batch, pg.GroupMean(), pg.GroupStd(eps=0)) == pytest.approx([-0.5, -0.5, 1.5, -0.5], rel=1e-15)
+    assert psi_of(batch, pg.GroupMean(), pg.GroupStd()) == pytest.approx([-0.49990002] * 2 + [1.49970006, -0.49990002])
+    assert psi_of(batch, pg.LeaveOneOut()) == pytest.approx([-1 / 3, -1 / 3, 1, -1 / 3], rel=1e-15)
+    assert psi_of(batch, pg.GroupMean()) == [-0.25, -0.25, 0.75, -0.25]
+
+
+def test_running_mean_observes() -> None:
+    """decay ½: 4, then (4·½ + 1)/(½ + 1) = 2, then (4·¼ + 1·½ + 9)/(¼ + ½ + 1) = 6; without start-up bias."""
+    algorithm = replace(pg.REINFORCE, psi=(pg.RunningMean(decay=0.5),))
+    means = []
+    for rewards in ((3.0, 5.0), (1.0,), (9.0, 9.0)):
+        algorithm = algorithm.observe(batch_of(*rewards))
+        means.append(algorithm.psi[0].mean)  # type: ignore[attr-defined]
+    assert means == pytest.approx([4, 2, 6], rel=1e-15)
+    assert psi_of(batch_of(7.0), *algorithm.psi) == pytest.approx([1.0])
+    nobody = batch_of(1.0, mask=torch.zeros(1, 2, dtype=torch.bool))
+    assert algorithm.observe(nobody) == algorithm
+
+
+def test_batch_mean_and_batch_std() -> None:
+    batch = batch_of(0, 2, 3, 5, group=[0, 0, 1, 1])
+    assert psi_of(batch, pg.BatchMean()) == [-2.5, -0.5, 0.5, 2.5]
+    assert psi_of(batch, pg.GroupMean(), pg.BatchStd(eps=0, ddof=0)) == pytest.approx([-1, 1, -1, 1], rel=1e-15)
+
+
+def test_token_rewards_count_from_their_token_on() -> None:
+    batch = batch_of(1.0, 0.0, token_reward=torch.tensor([[0.5, 0.25], [0.0, -1.0]], dtype=torch.float64))
+    assert pg.Algorithm().advantages(batch).tolist() == [[1.75, 1.25], [-1.0, -1.0]]
+    assert pg.Algorithm(psi=(pg.LeaveOneOut(),)).advantages(batch).tolist() == [[2.75, 2.25], [-2.75, -2.75]]
+
+
+@pytest.mark.parametrize(
+    ("r", "psi", "value", "weight"),
+    [
+        (0.5, 1.0, 0.5, 0.5),
+        (1.1, 1.0, 1.1, 1.1),
+        (1.5, 1.0, 1.2, 0.0),
+        (0.5, -1.0, -0.8, 0.0),
+        (1.1, -1.0, -1.1, 1.1),
+        (1.5, -1.0, -1.5, 1.5),
+        (0.5, -10.0, -8.0, 0.0),  # min(−5, −8)
+    ],
+)
+def test_the_clip_cases(r: float, psi: float, value: float, weight: float) -> None:
+    """Below, inside and above the range, for an advantage that is positive and one that is negative."""
+    ratio, advantage = torch.tensor([[r]], dtype=torch.float64), torch.tensor([[psi]], dtype=torch.float64)
+    gate = pg.Clip(0.2, 0.2)
+    assert gate.value(ratio, advantage).item() == pytest.approx(value, rel=1e-15)
+    assert gate.weight(ratio, advantage).item() == weight
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token() -> None:
+    ratio, psi = torch.tensor([[2.0, 4.0, 0.5, 4.0]]), torch.tensor([[-1.0, -1.0, -1.0, 1.0]])
+    gate = pg.DualClip(0.25, 0.25, 3.0)
+    assert gate.value(ratio, psi).tolist() == [[-2.0, -3.0, -0.75, 1.25]]
+    assert gate.weight(ratio, psi).tolist() == [[2.0, 0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("gate", GATES, ids=repr)
+def test_every_gate_weighs_one_at_ratio_one(gate) -> None:
+    one, psi = torch.ones(1, 3, dtype=torch.float64), torch.tensor([[-2.0, 0.0, 2.0]], dtype=torch.float64)
+    assert gate.weight(one, psi).tolist() == [[1.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("gate", GATES, ids=repr)
+def test_the_weight_is_the_values_derivative_in_log_r(gate) -> None:
+    random = Random(0)
+    change = (1.5 * random.normal(4, 200)).requires_grad_()
+    psi = random.normal(4, 200)
+    (derivative,) = gradients(gate.value(change.exp(), psi).sum(), change)
+    close(gate.weight(change.exp(), psi).detach() * psi, derivative)
+
+
+def gradient(algorithm: pg.Algorithm, batch: pg.Batch, logits: Tensor) -> Tensor:
+    logp = policy(logits, batch.tokens, batch.mask)
+    return gradients(pg.surrogate(logp, batch, algorithm.advantages(batch), algorithm), logits)[0]
+
+
+GRPO = replace(pg.GRPO, terms=())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (replace(GRPO, gate=pg.Clip(math.inf, math.inf)), replace(GRPO, gate=pg.Importance())),
+        (replace(pg.CISPO, gate=pg.WeightCap(0, math.inf)), replace(pg.CISPO, gate=pg.Importance())),
+        (replace(GRPO, gate=pg.DualClip(0.2, 0.2, math.inf)), GRPO),
+    ],
+    ids=["infinite clip = importance", "infinite cap = off-policy REINFORCE", "infinite dual clip = clip"],
+)
+def test_limits(one: pg.Algorithm, other: pg.Algorithm) -> None:
+    batch, logits = make(Shape((4, 4), 5, seed=1, binary=False), 0.8)
+    assert torch.equal(gradient(one, batch, logits), gradient(other, batch, logits))
+    assert gradient(one, batch, logits).abs().max() > 0
+
+
+def test_grpo_with_token_mean_and_without_kl_is_ppos_clip() -> None:
+    """PPO eq. 7, Ê_t over every token of the batch, with the same Ψ."""
+    batch, logits = make(Shape((4, 4), 5, seed=1, binary=False), 0.8)
+    algorithm = replace(GRPO, aggregate=pg.TokenMean())
+    psi = algorithm.advantages(batch)[batch.mask]
+    logp = policy(logits, batch.tokens, batch.mask)
+    r = (logp[batch.mask] - batch.logp_old[batch.mask]).exp()  # type: ignore[index]
+    ppo = torch.minimum(r * psi, r.clamp(0.8, 1.2) * psi).mean()
+    close(-gradient(algorithm, batch, logits), gradients(ppo, logits)[0])
+
+
+def test_sequence_ratio_gates_whole_completions() -> None:
+    """s = exp(mean log r) = e^0.1 at every token, holes aside; the product is e^0.2."""
+    mask = torch.tensor([[True, False, True]])
+    change = torch.tensor([[0.3, math.nan, -0.1]], dtype=torch.float64)
+    assert pg.Sequence()(change, mask)[0, 0].item() == pytest.approx(math.exp(0.1), rel=1e-15)
+    assert pg.SequenceProduct()(change, mask)[0, 2].item() == pytest.approx(math.exp(0.2), rel=1e-15)
+
+
+@pytest.mark.parametrize("chain", BASELINES.values(), ids=BASELINES.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_eight_equal_rewards_give_exactly_zero(chain, dtype) -> None:
+    assert psi_of(batch_of(*[0.7] * 8, dtype=dtype), *chain) == [0.0] * 8
+
+
+@pytest.mark.parametrize("chain", BASELINES.values(), ids=BASELINES.keys())
+def test_a_group_of_one_gets_zero(chain) -> None:
+    """At every token, with token rewards too; failed siblings (empty masks) are nobody."""
+    mask = torch.tensor([[True, True], [False, False], [True, True], [True, True]])
+    tokens = torch.tensor([[0.5, 0.25], [9.0, 9.0], [0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    batch = batch_of(1.0, math.nan, 2.0, 5.0, group=[0, 0, 1, 1], mask=mask, token_reward=tokens)
+    psi = pg.Algorithm(psi=chain).advantages(batch)
+    assert psi[:2].tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert psi[2:].abs().min() > 0
+
+
+def test_statistics_over_more_completions_than_the_gradient() -> None:
+    """N ≥ G: the third completion only informs the baseline; the fourth is only informed by it."""
+    mask = torch.tensor([[True], [True], [False], [True]])
+    batch = batch_of(1, 1, 4, 6, width=1, mask=mask, in_statistics=torch.tensor([True, True, True, False]))
+    assert psi_of(batch, pg.GroupMean()) == [-1, -1, 0, 4]
+    assert psi_of(batch, pg.LeaveOneOut()) == [-1.5, -1.5, 0, 4]
+    same = replace(batch, reward=torch.tensor([0.7, 0.7, 0.7, 1.7]))
+    assert psi_of(same, pg.GroupMean()) == pytest.approx([0, 0, 0, 1])
+
+
+@pytest.mark.parametrize("change", [95.0, -95.0])
+@pytest.mark.parametrize("gate", GATES, ids=repr)
+@pytest.mark.parametrize("ratio", RATIOS, ids=repr)
+def test_extreme_float32_log_ratios_stay_finite(ratio, gate, change: float) -> None:
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    r = ratio(torch.full((2, 4), change), mask)
+    psi = torch.tensor([[1.0], [-1.0]]).expand(2, 4)
+    assert torch.isfinite(gate.weight(r, psi)).all()
+    assert torch.isfinite(gate.value(r, psi)).all()
+
+
+@pytest.mark.parametrize("form", ["k2", "k3", "r*k1", "r*k3"])
+@pytest.mark.parametrize("change", [95.0, -95.0])
+def test_extreme_float32_kl_terms_and_metrics_stay_finite(form, change: float) -> None:
+    from policygrad.core.objective import measure
+
+    zeros = torch.zeros(2, 3)
+    batch = batch_of(1.0, 0.0, width=3, dtype=torch.float32, logp_ref=zeros + change, logp_old=zeros - change)
+    algorithm = replace(pg.GRPO, terms=(pg.KLToReference(0.04, form),))
+    logp = zeros.clone().requires_grad_()
+    psi, out = algorithm.advantages(batch), pg.Forward(logp)
+    assert torch.isfinite(gradients(pg.surrogate(out, batch, psi, algorithm), logp)[0]).all()
+    metrics = measure(out, batch, psi, algorithm, algorithm.all_coefficients(batch))
+    assert [name for name, metric in metrics.items() if not math.isfinite(metric.value)] == []
+
+
+@pytest.mark.parametrize("name", pg.ALGORITHMS)
+@pytest.mark.parametrize("width", [0, 3])
+def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
+    algorithm = pg.algorithm(name)
+    shape = (4, width)
+    nan = torch.full(shape, math.nan)
+    batch = pg.Batch(
+        mask=torch.zeros(shape, dtype=torch.bool),
+        group=torch.tensor([0, 0, 1, 1]),
+        reward=torch.full((4,), math.nan),
+        logp_old=nan,
+        logp_ref=nan,
+    )
+    batch = algorithm.filtered(batch)
+    logp = nan.clone().requires_grad_()
+    psi = algorithm.advantages(batch)
+    loss = pg.surrogate(logp, batch, psi, algorithm)
+    assert gradients(loss, logp)[0].abs().sum() == 0
+    assert loss == 0
+    assert pg.objective(logp, batch, psi, algorithm) == 0
+    assert algorithm.observe(batch) == algorithm
+
+
+def test_soft_overlong_hand_numbers() -> None:
+    """L_max 10, L_cache 2: nothing up to 8, −½ at 9, −1 at 10 and beyond; a truncated one has reached the budget."""
+    lengths = torch.tensor([0, 8, 9, 10, 12, 3])
+    mask = torch.arange(12) < lengths[:, None]
+    batch = batch_of(*[1.0] * 6, mask=mask, truncated=torch.tensor([False] * 5 + [True]))
+    assert pg.SoftOverlong(10)(batch).reward.tolist() == [1, 1, 0.5, 0, 0, 0]
+    for budget in (6, 7, 10, 13, 100):  # exactly −1 at the budget, so that 1 − 1 and 0 have no spread
+        full = torch.ones(1, budget, dtype=torch.bool)
+        for dtype in (torch.float32, torch.float64):
+            assert pg.SoftOverlong()(batch_of(1.0, mask=full, dtype=dtype)).reward.item() == 0.0
+
+
+def test_dynamic_sampling_drops_and_reweights() -> None:
+    """Two of three groups have no spread: f = 4/6, so kept-only 1/2 equals 1/6 × 3."""
+    batch = batch_of(1, 1, 0, 1, 0, 0, group=[0, 0, 1, 1, 2, 2], width=1)
+    kept = pg.DropNoSpread()(batch)
+    assert kept.mask[:, 0].tolist() == [False, False, True, True, False, False]
+    weighted = pg.DropNoSpread("reweight")(batch)
+    assert weighted.mask.all()
+    assert weighted.weight[:, 0].tolist() == [0, 0, 3, 3, 0, 0]  # type: ignore[index]
+    for aggregate in (pg.SequenceSum(), pg.SequenceMean(), pg.TokenMean(), pg.FixedLength(1)):
+        algorithm = pg.Algorithm(aggregate=aggregate)
+        torch.testing.assert_close(algorithm.coefficients(kept), algorithm.coefficients(weighted), rtol=1e-15, atol=0)
+    overlong = replace(kept, in_statistics=torch.ones(6, dtype=torch.bool))
+    assert pg.DropNoSpread()(overlong).counted.tolist() == [False, False, True, True, False, False]
+
+
+def test_the_budget_reaches_every_open_length() -> None:
+    own = pg.KLToReference(0.1, "k2", aggregate=pg.FixedLength())
+    algorithm = replace(pg.DR_GRPO, shaping=(pg.SoftOverlong(),), terms=(own,)).with_budget(7)
+    assert algorithm.aggregate == pg.FixedLength(7)
+    assert algorithm.shaping == (pg.SoftOverlong(7),)
+    assert algorithm.terms == (replace(own, aggregate=pg.FixedLength(7)),)
+    assert replace(pg.DR_GRPO, aggregate=pg.FixedLength(3)).with_budget(7).aggregate == pg.FixedLength(3)

@@ -1,0 +1,116 @@
+"""Every row of the matrix has the gradient and the value of a literal transcription of its paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transcriptions
+from hypothesis import given, settings
+from random_batches import Random, Shape, close, gradients, make, policy, shapes
+from torch import Tensor
+from transcriptions_parts import EXTRA_FIELDS, PARTS
+
+import policygrad as pg
+
+# The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
+OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
+TABLE = {name: (pg.ALGORITHMS[name], f) for name, f in transcriptions.NAMED.items()} | PARTS
+# Π_t r_t belongs to the completion, and the metric adds it up once per token: only its gradient is the paper's.
+ONLY_GRADIENT = {"sequence product"}
+
+
+def test_the_table_is_complete() -> None:
+    assert set(transcriptions.NAMED) == set(pg.ALGORITHMS)
+
+
+def both(name: str, shape: Shape, off_policy: float | None) -> tuple[list[Tensor], list[Tensor]]:
+    """[objective, ∂/∂log π_θ, ∂/∂θ] of the library and of the transcription."""
+    algorithm, transcription = TABLE[name]
+    batch, logits = make(shape, off_policy, EXTRA_FIELDS.get(name))
+    logp = policy(logits, batch.tokens, batch.mask)
+    paper = transcription(transcriptions.read(known(batch, algorithm, logp), logp), shape.width)
+    expected = [paper.detach(), *gradients(paper, logp, logits)]
+
+    rollout = algorithm.filtered(known(batch, algorithm, logp))
+    psi = algorithm.advantages(rollout)
+    step = replace(rollout, logp_old=batch.logp_old)
+    loss = pg.surrogate(logp, step, psi, algorithm)
+    actual = [pg.objective(logp, step, psi, algorithm), *gradients(-loss, logp, logits)]
+    return actual, expected
+
+
+def known(batch: pg.Batch, algorithm: pg.Algorithm, logp: Tensor) -> pg.Batch:
+    """On-policy, π_old is the policy itself; a part that needs it at rollout time is told so."""
+    if batch.logp_old is None and "logp_old" in algorithm.needs:
+        return replace(batch, logp_old=logp.detach())
+    return batch
+
+
+@pytest.mark.parametrize("off_policy", OFF_POLICY.values(), ids=OFF_POLICY.keys())
+@pytest.mark.parametrize("name", TABLE)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(shape=shapes())
+def test_gradient_and_value_are_the_papers(name: str, off_policy: float | None, shape: Shape) -> None:
+    (value, by_token, by_parameter), (paper, paper_by_token, paper_by_parameter) = both(name, shape, off_policy)
+    close(by_token, paper_by_token)
+    close(by_parameter, paper_by_parameter, scale=paper_by_token)
+    if name not in ONLY_GRADIENT:
+        torch.testing.assert_close(value, paper, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_comparison_has_something_to_compare(name: str) -> None:
+    """A fixed batch with a gradient that is not 0, clipped on both sides where the gate clips."""
+    shape = Shape((4, 4, 4), 6, seed=7, binary=False)
+    (_, by_token, _), _ = both(name, shape, 1.5)
+    assert by_token.abs().max() > 1e-3
+    algorithm = TABLE[name][0]
+    if isinstance(algorithm.gate, pg.Clip):
+        batch, logits = make(shape, 1.5)
+        batch = algorithm.filtered(batch)
+        change = (policy(logits, batch.tokens, batch.mask) - batch.logp_old).detach()
+        ratio = algorithm.ratio(change, batch.mask)  # type: ignore[misc]
+        below, above = algorithm.gate.clipped(ratio, algorithm.advantages(batch))
+        assert (below & batch.mask).any()
+        assert (above & batch.mask).any()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_bare_leaf_of_log_probabilities(name: str) -> None:
+    """No model at all: plain tensors from any training code, NaN at padded positions, gradient exactly 0 there."""
+    algorithm, _ = TABLE[name]
+    batch, logits = make(Shape((3, 4), 5, seed=11, binary=False), 0.15, EXTRA_FIELDS.get(name))
+    logp = policy(logits, batch.tokens, batch.mask).detach()
+    grads = []
+    for padding in (float("nan"), 0.0):
+        leaf = torch.where(batch.mask, logp, padding).requires_grad_()
+        rollout = algorithm.filtered(padded_with(batch, padding))
+        loss = pg.surrogate(leaf, rollout, algorithm.advantages(rollout), algorithm)
+        grads.append(gradients(loss, leaf)[0])
+    assert torch.equal(*grads)
+    assert grads[0][~batch.mask].abs().sum() == 0
+    assert torch.isfinite(grads[0]).all()
+
+
+def padded_with(batch: pg.Batch, padding: float) -> pg.Batch:
+    def fill(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.where(batch.mask, x, padding)
+
+    names = ("logp_old", "logp_ref", "weight", "token_reward")
+    return replace(batch, **{name: fill(getattr(batch, name)) for name in names})
+
+
+def test_a_gate_with_another_ratio_is_still_the_chain_rule() -> None:
+    """Ratio and gate are independent: a capped weight on the sequence ratio is sg[clip(s)] Ψ log π."""
+    batch, _ = make(Shape((4, 4), 5, seed=3, binary=False), 0.5)
+    algorithm = replace(pg.CISPO, ratio=pg.Sequence(), gate=pg.WeightCap(0.9, 1.1), filters=())
+    logp = torch.where(batch.mask, Random(5).normal(*batch.mask.shape), 0.0).requires_grad_()
+    psi = algorithm.advantages(batch)
+    expected = torch.zeros((), dtype=torch.float64)
+    for i in range(len(logp)):
+        where = batch.mask[i]
+        s = (logp[i][where] - batch.logp_old[i][where]).mean().exp().clamp(0.9, 1.1).detach()  # type: ignore[index]
+        expected = expected + (s * psi[i][where] * logp[i][where]).sum() / batch.mask.sum()
+    close(*gradients(-pg.surrogate(logp, batch, psi, algorithm), logp), *gradients(expected, logp))

@@ -1,0 +1,516 @@
+"""Checkpoints: bitwise round trips, every kind of damage, a full disk, and `kill -9` at every stage of a save."""
+
+import errno
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policygrad.training import checkpoint, manifest
+from policygrad.training.checkpoint import CheckpointError, load, load_latest, save, tensors_to_tree, tree_to_tensors
+
+
+def bits(tensor: torch.Tensor) -> tuple:
+    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def equal(a, b) -> bool:
+    """Same types, same order of keys, same bits."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and bits(a) == bits(b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return all(equal(x, y) for x, y in zip(a.items(), b.items(), strict=True)) and len(a) == len(b)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or struct.pack("d", a) == struct.pack("d", b)
+    return a == b
+
+
+def silent(message: str) -> None:
+    raise AssertionError(f"unexpected warning: {message}")
+
+
+def content(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((64,), float(step)), "step": torch.tensor(step)}
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir())
+
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)], ids=str)
+def test_tensors_come_back_bitwise(tmp_path, dtype, shape):
+    tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
+    loaded = load(save(tmp_path, 1, {"x": tensor}, {}))
+    assert bits(loaded.tensors["x"]) == bits(tensor)
+
+
+def test_special_floats_views_and_ties(tmp_path):
+    base = torch.arange(12.0).reshape(3, 4)
+    special = torch.tensor([0x7FC00001, -0x80000000, 0x7F800000, 1], dtype=torch.int32).view(torch.float32)
+    tensors = {
+        "special": special,  # a NaN with a payload, -0.0, inf, the smallest subnormal
+        "transposed": base.T,
+        "part": base[1:],
+        "whole": base,
+        "flat": base.view(-1),
+        "expanded": torch.ones(1).expand(4),
+        "tied": special,
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+    }
+    loaded = load(save(tmp_path, 3, tensors, {})).tensors
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert bits(loaded[name]) == bits(tensor.detach().resolve_conj()), name
+    assert loaded["tied"] is loaded["special"]
+    loaded["whole"].zero_()  # owns its memory: neither the file nor another view feels it
+    assert bits(load(tmp_path / "step-000003").tensors["whole"]) == bits(base)
+
+
+def test_a_mapping_that_makes_tensors_on_the_fly(tmp_path):
+    class Fresh(Mapping):
+        def __getitem__(self, key):
+            return torch.full((1000,), float(key))
+
+        def __iter__(self):
+            return iter("123")
+
+        def __len__(self):
+            return 3
+
+    loaded = load(save(tmp_path, 1, Fresh(), {})).tensors
+    assert [loaded[k][0].item() for k in "123"] == [1, 2, 3]
+
+
+def test_state_comes_back_exactly_and_the_file_is_strict_json(tmp_path):
+    state = {
+        "float": [0.1, -0.0, 5e-324, 1e308, math.nan, math.inf, -math.inf],
+        "int": [0, -1, 2**64, 3**5000, True, None],
+        "rng": random.Random(0).getstate(),
+        "by index": {0: "a", "0": "b", (1, None): "c", True: 1.0},
+        "$float": "nan",
+        "$$": {"$items": []},
+        "text": "\ud800 \x00 ☃ \n",
+        "empty": [{}, [], ()],
+    }
+    path = save(tmp_path, 7, {}, state)
+    assert equal(load(path).state, state)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads((path / "state.json").read_text("utf-8"), parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": {"rng": [0, random.Random()]}}, r"state\.a\.rng\.1 is a Random"),
+        ({"a": torch.ones(1)}, r"state\.a is a Tensor.*put it among the tensors"),
+        ({"a": {1: {2}}}, r"state\.a\.1 is a set"),
+        ({"a": {b"k": 1}}, r"a key of state\.a is a bytes"),
+    ],
+)
+def test_what_json_cannot_hold_is_named(tmp_path, state, message):
+    with pytest.raises(CheckpointError, match=message):
+        save(tmp_path, 1, {}, state)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"x": torch.eye(2).to_sparse()}, "'x' is sparse"),
+        ({"x": torch.empty(2, device="meta")}, "'x' is sparse or holds no data"),
+        ({"__metadata__": torch.ones(1)}, "reserved"),
+        ({"x": torch.ones(1, dtype=torch.complex128)}, "complex128"),
+    ],
+)
+def test_tensors_that_cannot_be_stored_are_refused(tmp_path, tensors, message):
+    with pytest.raises(CheckpointError, match=message):
+        save(tmp_path, 1, tensors, {})
+    assert names(tmp_path) == []
+
+
+# --- trees ---
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["$tensor", "$tuple", "$$"])
+)
+arrays = st.builds(
+    lambda dtype, shape, seed: (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 9).to(dtype),
+    st.sampled_from(DTYPES),
+    st.sampled_from([(), (0,), (3,), (2, 2)]),
+    st.integers(0, 9),
+)
+keys = st.text(max_size=4) | st.integers() | st.sampled_from(["0", "$int", "$items", "a.b", "a"]) | st.booleans()
+trees = st.recursive(
+    scalars | arrays,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | inner.map(lambda x: [x, x])  # ties
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees)
+def test_trees_round_trip(tree):
+    tensors, encoded = tree_to_tensors(tree, "optimizer")
+    assert all(name.startswith("optimizer") for name in tensors)
+    encoded = json.loads(json.dumps(encoded, allow_nan=False))
+    back = tensors_to_tree(tensors, encoded)
+    assert equal(back, tree)
+
+
+def test_a_tree_keeps_ties_and_names_like_paths():
+    w = torch.ones(2)
+    tensors, encoded = tree_to_tensors({"state": {0: {"exp_avg": w}, "0": {"exp_avg": torch.zeros(2)}}, "again": w})
+    assert list(tensors) == ["tree.state.0.exp_avg", "tree.state.0.exp_avg'"]
+    back = tensors_to_tree({**tensors, "more": w}, encoded)
+    assert back["again"] is back["state"][0]["exp_avg"]
+    assert back["state"]["0"]["exp_avg"].sum() == 0
+
+
+def test_adamw_continues_bitwise(tmp_path):
+    def fresh(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(4, 3)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+
+    def advance(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for i in steps:
+            optimizer.zero_grad()
+            model(torch.full((2, 4), 0.1 * i)).square().sum().backward()
+            optimizer.step()
+
+    model, optimizer = fresh(0)
+    advance(model, optimizer, range(5))
+    tensors, tree = tree_to_tensors(optimizer.state_dict(), "optimizer")
+    path = save(tmp_path, 5, {**model.state_dict(prefix="model."), **tensors}, {"optimizer": tree})
+    advance(model, optimizer, range(5, 10))
+
+    other, other_optimizer = fresh(1)
+    loaded = load(path)
+    state = {n.removeprefix("model."): t for n, t in loaded.tensors.items() if n.startswith("model.")}
+    other.load_state_dict(state)
+    back = tensors_to_tree(loaded.tensors, loaded.state["optimizer"])
+    other_optimizer.load_state_dict(back)
+    advance(other, other_optimizer, range(5, 10))
+    assert equal(other_optimizer.state_dict(), optimizer.state_dict())
+    assert equal(other.state_dict(), model.state_dict())
+
+
+# --- damage ---
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << (position % 8)
+    path.write_bytes(data)
+
+
+FILES = ["tensors.safetensors", "state.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_byte_is_noticed(tmp_path, name):
+    good = save(tmp_path / "good", 1, {"w": torch.ones(2)}, {"a": 1})
+    for position in range((good / name).stat().st_size):
+        shutil.copytree(good, tmp_path / "bad" / good.name)
+        flip(tmp_path / "bad" / good.name / name, position)
+        with pytest.raises(CheckpointError):
+            load(tmp_path / "bad" / good.name)
+        shutil.rmtree(tmp_path / "bad")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda p: flip(p, 20), "damaged"),
+        (truncate, "damaged"),
+        (Path.unlink, "missing"),
+        (lambda p: p.write_bytes(b""), "damaged"),
+    ],
+    ids=["flip", "truncate", "delete", "empty"],
+)
+def test_a_damaged_newest_falls_back(tmp_path, name, harm, reason):
+    for step in (1, 2, 3):
+        save(tmp_path, step, content(step), {"step": step}, keep=3)
+    harm(tmp_path / "step-000003" / name)
+    heard: list[str] = []
+    found = load_latest(tmp_path, warn=heard.append)
+    assert found is not None
+    assert found.step == found.tensors["step"].item() == found.state["step"] == 2
+    assert len(heard) == 1
+    assert str(tmp_path / "step-000003" / name) in heard[0]
+    assert reason in heard[0]
+    assert "using the one before it, step-000002" in heard[0]
+
+
+def test_empty_folders_and_strangers(tmp_path):
+    assert load_latest(tmp_path / "nowhere", warn=silent) is None
+    for name in (".tmp-step-000009", "step-000007.bak", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000008").write_text("a file")
+    assert load_latest(tmp_path, warn=silent) is None
+    (tmp_path / "step-000005").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"none of the 1 checkpoint.*manifest.json is missing.*move the directory"
+    ):
+        load_latest(tmp_path, warn=silent)
+    save(tmp_path, 4, content(4), {})
+    heard: list[str] = []
+    found = load_latest(tmp_path, warn=heard.append)
+    assert found is not None
+    assert found.step == 4
+    assert len(heard) == 1
+
+
+def test_a_newer_format_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "FORMAT", 2)
+    path = save(tmp_path, 1, {}, {})
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"format 2.*upgrade"):
+        load(path)
+
+
+def test_a_folder_renamed_to_another_step_is_refused(tmp_path):
+    path = save(tmp_path, 1, {}, {})
+    assert load(path.rename(tmp_path / "best")).step == 1
+    with pytest.raises(CheckpointError, match="is of step 1"):
+        load((tmp_path / "best").rename(tmp_path / "step-000002"))
+
+
+# --- what stays ---
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps=st.lists(st.integers(0, 1_200_000), min_size=1, max_size=7), keep=st.integers(1, 3))
+def test_keeps_the_last(tmp_path_factory, steps, keep):
+    directory = tmp_path_factory.mktemp("keep")
+    expected: set[int] = set()
+    for i, step in enumerate(steps):
+        path = save(directory, step, {}, {"save": i}, keep=keep)
+        past = sorted(s for s in {*expected, step} if s <= step)
+        expected = {*past[-keep:], *(s for s in expected if s > step)}
+        assert names(directory) == sorted(f"step-{s:06d}" for s in expected)
+        assert load(path).state == {"save": i}
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, {}, {}, keep=3)
+    truncate(tmp_path / "step-000003" / "state.json")
+    save(tmp_path, 4, {}, {}, keep=2)
+    assert names(tmp_path) == ["step-000002", "step-000004"]
+
+
+@pytest.mark.parametrize("arguments", [{"step": -1}, {"step": 1, "keep": 0}])
+def test_impossible_arguments_are_refused(tmp_path, arguments):
+    with pytest.raises(CheckpointError, match="step must be >= 0 and keep >= 1"):
+        save(tmp_path, tensors={}, state={}, **arguments)
+
+
+# --- a full disk ---
+
+
+@pytest.mark.parametrize("where", ["save_file", "seal", "replace", "mkdir"])
+@pytest.mark.parametrize("step", [1, 2], ids=["same step", "next step"])
+def test_full_disk(tmp_path, monkeypatch, where, step):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save(tmp_path, 1, content(1), {"save": 1})
+    module = {"replace": os, "mkdir": Path}.get(where, checkpoint)
+    monkeypatch.setattr(module, where, full)
+    with pytest.raises(CheckpointError, match=r"disk is full.*previous checkpoint, step-000001, is intact: free some"):
+        save(tmp_path, step, content(step), {"save": 2})
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step-000001"]
+    found = load_latest(tmp_path, warn=silent)
+    assert found is not None
+    assert found.state == {"save": 1}
+    save(tmp_path, step, content(step), {"save": 2})
+    assert load(tmp_path / f"step-00000{step}").state == {"save": 2}
+
+
+def test_the_second_rename_fails(tmp_path, monkeypatch):
+    save(tmp_path, 1, content(1), {"save": 1})
+    replace = os.replace
+
+    def picky(source: Path, target: Path) -> None:
+        if ".tmp-step" in str(source):
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", picky)
+    with pytest.raises(CheckpointError, match=r"Input/output error.*see to the cause"):
+        save(tmp_path, 1, content(1), {"save": 2})
+    assert names(tmp_path) == ["step-000001"]
+    assert load(tmp_path / "step-000001").state == {"save": 1}
+
+
+def in_child(work) -> int:
+    """Run `work` in a forked process; its wait status."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_write_that_the_system_refuses(tmp_path):
+    """No mock: the file size limit makes the write itself fail, inside safetensors."""
+    save(tmp_path, 1, content(1), {})
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        with pytest.raises(CheckpointError, match=r"previous checkpoint, step-000001, is intact"):
+            save(tmp_path, 2, {"w": torch.ones(100_000)}, {})
+
+    assert in_child(work) == 0
+    assert names(tmp_path) == ["step-000001"]
+
+
+# --- kill -9 ---
+
+
+class Stages:
+    """Calls `hook` before and after each system call by which a save changes the disk."""
+
+    def __init__(self, hook) -> None:
+        self.hook = hook
+
+    def install(self) -> None:
+        for name in ("fsync", "replace", "unlink", "rmdir", "mkdir"):
+            setattr(os, name, self.around(getattr(os, name)))
+        checkpoint.save_file = self.around(checkpoint.save_file)
+
+    def around(self, function):
+        def wrapped(*args: object, **kwargs: object) -> object:
+            self.hook()
+            result = function(*args, **kwargs)
+            self.hook()
+            return result
+
+        return wrapped
+
+
+def check_intact(directory: Path, least: int, most: int) -> None:
+    found = load_latest(directory, warn=silent)
+    assert found is not None
+    assert least <= found.state["save"] <= most
+    assert torch.equal(found.tensors["w"], torch.full((64,), float(found.state["save"])))
+
+
+@pytest.mark.parametrize("step", [2, 1], ids=["next step", "same step"])
+def test_kill_at_every_stage_of_a_save(tmp_path, step):
+    """The second save is killed before and after each of its calls; then the next save puts everything in order."""
+
+    def second_save(directory: Path, kill_at: int) -> None:
+        count = 0
+
+        def hook() -> None:
+            nonlocal count
+            count += 1
+            if count == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Stages(hook).install()
+        save(directory, step, content(2), {"save": 2}, keep=1)
+
+    survived, stage = False, 0
+    while not survived:
+        stage += 1
+        directory = tmp_path / str(stage)
+        save(directory, 1, content(1), {"save": 1}, keep=1)
+        status = in_child(lambda at=stage, d=directory: second_save(d, at))
+        survived = os.WIFEXITED(status)
+        assert survived or os.WTERMSIG(status) == signal.SIGKILL
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+        check_intact(directory, 1, 2)
+        save(directory, 3, content(3), {"save": 3}, keep=1)
+        assert names(directory) == ["step-000003"]
+    assert stage > 20
+
+
+def test_kill_at_random_moments(tmp_path):
+    """A child saves in a loop and tells of each stage; the parent kills it, unannounced, after the n-th word."""
+    draw = random.Random(0)
+    saved = 0
+    for _ in range(20):
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            torch.set_num_threads(1)
+            os.close(read_end)
+            Stages(lambda end=write_end: os.write(end, b".")).install()
+            for i in range(saved + 1, saved + 1000):
+                big = torch.full((100_000,), float(i))
+                save(tmp_path, i % 3, {**content(i), "big": big}, {"save": i}, keep=draw.randint(1, 2))
+                os.write(write_end, b"s")
+            os._exit(0)
+        os.close(write_end)
+        words = b""
+        stop = draw.randint(60, 200)
+        while len(words) < stop:
+            words += os.read(read_end, 1)
+        os.kill(pid, signal.SIGKILL)
+        while more := os.read(read_end, 1000):
+            words += more
+        os.close(read_end)
+        assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+        done = words.count(b"s")
+        assert done >= 1
+        for path in checkpoint._found(tmp_path):  # every name step-N is a complete checkpoint
+            kept = load(path)
+            assert torch.equal(kept.tensors["w"], torch.full((64,), float(kept.state["save"])))
+        assert any(load(p).state["save"] in (saved + done, saved + done + 1) for p in checkpoint._found(tmp_path))
+        saved += done + 1

@@ -1,0 +1,369 @@
+"""The reward pool: whatever a reward function does, it costs its sample and nothing else."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+
+from policygrad.rewards import Reward, RewardError, RewardPool, reward
+
+BUDGET = 0.5  # seconds, for the functions that overrun it on purpose
+
+
+def length(prompts, completions, **_):
+    return [float(len(completions[0]))]
+
+
+def number(prompts, completions, **_):
+    return [float(completions[0])]
+
+
+def unruly(prompts, completions, **_):
+    """Does what the completion says."""
+    deeds = {
+        "raise": lambda: 1 / 0,
+        "hang": lambda: time.sleep(1000),
+        "spin": spin,
+        "exit": lambda: os._exit(3),
+        "sys.exit": lambda: sys.exit("bye"),
+        "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+        "nan": lambda: [float("nan")],
+        "inf": lambda: [float("-inf")],
+        "text": lambda: ["1.0"],
+        "bare": lambda: 1.0,
+        "two": lambda: [1.0, 2.0],
+        "none": lambda: [None],
+        "print": lambda: print("x" * 100_000) or [1.0],
+        "bool": lambda: [True],
+        "read": lambda: [float(len(sys.stdin.read()))],
+        "fd": lambda: [float(os.write(1, b"noise\n"))],
+    }
+    return deeds[completions[0]]()
+
+
+def spin():
+    while True:
+        pass
+
+
+def score(rewards, completions, columns=None, **options):
+    with RewardPool(rewards, **options) as pool:
+        return pool.score(["p"] * len(completions), completions, columns or {})
+
+
+@pytest.mark.parametrize(
+    ("deed", "reason", "message"),
+    [
+        ("raise", "raised", "ZeroDivisionError: division by zero at .*test_pool.py:"),
+        ("hang", "timeout", "more than its budget of 0.5 s"),
+        ("spin", "timeout", "more than its budget of 0.5 s"),
+        ("exit", "crashed", "exit code 3"),
+        ("sys.exit", "raised", "SystemExit: bye"),
+        ("segfault", "crashed", "signal SIGSEGV"),
+        ("nan", "nan", "returned nan"),
+        ("inf", "inf", "returned -inf"),
+        ("text", "type", "returned '1.0'"),
+        ("bare", "type", "returned 1.0, a float; return a list"),
+        ("two", "length", "returned 2 rewards for 1 completions"),
+        ("none", "none", "all functions returned None"),
+    ],
+)
+def test_each_failure_costs_its_sample_only(deed, reason, message):
+    budget = BUDGET if reason == "timeout" else 60.0
+    scores = score([unruly], ["bool", deed, "bool"], budget=budget, workers=1)
+    assert scores.total == [1.0, None, 1.0]
+    assert scores.parts == {"unruly": [1.0, None, 1.0]}
+    assert scores.failures == {reason: 1}
+    (said,) = scores.messages
+    assert re.search(message, said)
+    assert reason == "none" or "reward 'unruly'" in said
+    assert repr(deed) in said
+
+
+def test_prints_and_reads_do_not_touch_the_channel():
+    scores = score([unruly], ["print", "fd", "read", "bool"], workers=1)
+    assert scores.total == [1.0, 6.0, 0.0, 1.0]
+    assert scores.failures == {}
+
+
+def test_order_is_kept_when_workers_are_killed_in_the_middle():
+    def bad_at_tens(prompts, completions, **_):
+        i = int(completions[0])
+        if i % 40 == 10:
+            os._exit(1)
+        if i % 40 == 30:
+            time.sleep(1000)
+        return [float(i)]
+
+    scores = score([bad_at_tens], [str(i) for i in range(150)], budget=BUDGET, workers=2)
+    assert scores.total == [None if i % 20 == 10 else float(i) for i in range(150)]
+    assert scores.failures == {"crashed": 4, "timeout": 3}
+    assert len(scores.messages) == 2
+
+
+def test_the_pool_goes_on_after_its_worker_died_between_calls():
+    with RewardPool([number], workers=1) as pool:
+        assert pool.score(["p"], ["1"], {}).total == [1.0]
+        process = pool._slots[0].process
+        os.kill(process.pid, signal.SIGKILL)
+        process._process.wait()
+        assert pool.score(["p"], ["2"], {}).total == [2.0]
+        assert pool._slots[0].process.pid != process.pid
+
+
+def test_weighted_sum_skips_what_does_not_apply():
+    def even_only(prompts, completions, **_):
+        return [1.0 if int(completions[0]) % 2 == 0 else None]
+
+    def never(prompts, completions, **_):
+        return [None]
+
+    rewards = [Reward("number", number, 0.5), Reward("even", even_only, 10.0), Reward("never", never)]
+    scores = score(rewards, ["1", "2"])
+    assert scores.total == [0.5, 11.0]
+    assert scores.parts == {"number": [1.0, 2.0], "even": [None, 1.0], "never": [None, None]}
+    assert scores.failures == {}
+
+
+def test_one_failing_part_fails_the_sample():
+    scores = score([length, unruly], ["bool", "nan"])
+    assert scores.total == [5.0, None]
+    assert scores.parts == {"length": [4.0, 3.0], "unruly": [1.0, None]}
+
+
+def test_async_lambda_and_closure():
+    offset = 0.25
+
+    async def later(prompts, completions, **_):
+        await asyncio.sleep(0)
+        return [len(completions[0]) + offset]
+
+    async def hangs(prompts, completions, **_):
+        await asyncio.sleep(1000 if completions[0] == "bb" else 0)
+        return [1.0]
+
+    rewards = [later, hangs, Reward("double", lambda p, c, **_: [2 * len(c[0])])]
+    scores = score(rewards, ["a", "bb", "ccc"], budget=BUDGET)
+    assert scores.parts["later"] == [1.25, 2.25, 3.25]
+    assert scores.parts["double"] == [2.0, 4.0, 6.0]
+    assert scores.total == [4.25, None, 10.25]
+
+
+def test_batch_functions_get_everything_at_once():
+    @reward(batch=True)
+    def rank(prompts, completions, answer, **_):
+        order = sorted(completions)
+        return [float(order.index(c)) if a else None for c, a in zip(completions, answer, strict=True)]
+
+    @reward(batch=True)
+    def one_is_nan(prompts, completions, **_):
+        return [float("nan") if c == "b" else 0.0 for c in completions]
+
+    @reward(batch=True)
+    def short(prompts, completions, **_):
+        return [1.0]
+
+    @reward(batch=True, budget=BUDGET)
+    def hang(prompts, completions, **_):
+        time.sleep(1000)
+
+    completions, columns = ["c", "a", "b"], {"answer": [1, 1, 1]}
+    assert score([rank, length], completions, columns).total == [3.0, 1.0, 2.0]
+    assert score([rank, one_is_nan], completions, columns).total == [2.0, 0.0, None]
+    assert score([short], completions).failures == {"length": 3}
+    hung = score([hang, length], completions)
+    assert hung.failures == {"timeout": 3}
+    assert hung.parts["length"] == [1.0, 1.0, 1.0]
+    assert "(3 completions)" in hung.messages[0]
+
+
+def test_budget_of_a_function_counts_before_the_pools():
+    patient = Reward("patient", lambda p, c, **_: time.sleep(2 * BUDGET) or [1.0], budget=60.0)
+    assert score([patient], ["a"], budget=BUDGET).total == [1.0]
+
+
+def test_preparation_is_not_part_of_a_budget():
+    @reward(prepare=lambda: time.sleep(2 * BUDGET), budget=BUDGET)
+    def slow_to_load(prompts, completions, **_):
+        return [1.0]
+
+    assert score([slow_to_load], ["a"]).total == [1.0]
+
+
+def test_what_cannot_be_pickled_runs_here_with_a_warning():
+    lock = threading.Lock()
+
+    def locked(prompts, completions, **_):
+        with lock:
+            return [float(os.getpid())] if completions[0] == "a" else 1 / 0
+
+    async def locked_later(prompts, completions, **_):
+        with lock:
+            return [1.0]
+
+    with pytest.warns(
+        UserWarning, match=r"reward 'locked.*' cannot be sent to a worker process .*without a time budget"
+    ):
+        pool = RewardPool([locked, locked_later, length])
+    with pool:
+        scores = pool.score(["p", "p"], ["a", "b"], {})
+    assert scores.parts == {"locked": [float(os.getpid()), None], "locked_later": [1.0, 1.0], "length": [1.0, 1.0]}
+    assert scores.failures == {"raised": 1}
+
+
+def test_catastrophic_backtracking_is_stopped():
+    scores = score(["format:(a+)+b"], ["ab", "a" * 64, "b"], budget=BUDGET)
+    assert scores.total == [1.0, None, 0.0]
+    assert scores.failures == {"timeout": 1}
+
+
+def test_built_ins_in_workers():
+    columns = {"answer": ["4", "4"]}
+    scores = score(["exact_match", "math*2", "0.5*format"], ["<answer>4</answer>", "it is 4"], columns)
+    assert scores.total == [3.5, 2.0]
+
+
+def test_file_function_in_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour.py").write_text("VALUE = 0.25\n")
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\nfrom neighbour import VALUE\n"
+        "@dataclass\nclass Result:\n    value: float\n"
+        "def judge(prompts, completions, answer):\n    return [Result(VALUE).value]\n"
+    )
+    scores = score([f"{tmp_path}/mine.py:judge*4"], ["a"], {"answer": ["x"], "level": [1]})
+    assert scores.total == [1.0]
+
+
+def test_samples_may_be_objects_and_large():
+    class Mine:
+        value = 3.0
+
+    def read(prompts, completions, thing, **_):
+        return [thing[0].value]
+
+    scores = score([read, length], ["x" * 1_000_000] * 8, {"thing": [Mine()] * 8})
+    assert scores.total == [1_000_003.0] * 8
+
+
+def test_a_column_that_cannot_be_sent_is_named():
+    with pytest.raises(RewardError, match="column 'thing' cannot be sent to a reward worker"):
+        score([length], ["a"], {"thing": [threading.Lock()]})
+
+
+def test_missing_column_and_wrong_lengths_are_errors_of_the_caller():
+    with RewardPool(["exact_match"]) as pool:
+        with pytest.raises(RewardError, match="'exact_match' needs the column 'answer', and the task has: solution"):
+            pool.score(["p"], ["c"], {"solution": ["s"]})
+        with pytest.raises(ValueError, match="'answer' has 2 values for 1 completions"):
+            pool.score(["p"], ["c"], {"answer": ["a", "b"]})
+        assert pool.score([], [], {"answer": []}).total == []
+
+
+def test_a_function_that_no_worker_can_load_is_named():
+    def refuse():
+        raise OSError("no licence file")
+
+    @reward(prepare=refuse)
+    def licensed(prompts, completions, **_):
+        return [1.0]
+
+    with pytest.raises(RewardError, match=r"reward 'licensed' cannot be loaded .* OSError: no licence file"):
+        score([length, licensed], ["a"])
+
+    @reward(prepare=lambda: os._exit(9))
+    def crashes(prompts, completions, **_):
+        return [1.0]
+
+    with pytest.raises(RewardError, match=r"ended \(exit code 9\) while it loaded crashes"):
+        score([crashes], ["a"])
+
+
+def test_impossible_pools_are_refused():
+    with pytest.raises(ValueError, match="at least one reward"):
+        RewardPool([])
+    with pytest.raises(ValueError, match="2 rewards are called 'length'"):
+        RewardPool([length, length])
+    with pytest.raises(ValueError, match="workers must be at least 1"):
+        RewardPool([length], workers=0)
+    with pytest.raises(ValueError, match="budget must be a positive"):
+        RewardPool([length], budget=0)
+
+
+def test_close_kills_the_workers_and_their_children():
+    def breed(prompts, completions, **_):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        return [float(child.pid)]
+
+    pool = RewardPool([breed], workers=2)
+    (child,) = pool.score(["p"], ["c"], {}).total
+    processes = [slot.process._process for slot in pool._slots]
+    pool.close()
+    pool.close()
+    assert [process.poll() for process in processes] == [-signal.SIGKILL] * 2
+    assert _gone(int(child))
+    with pytest.raises(RuntimeError, match="this RewardPool is closed"):
+        pool.score(["p"], ["c"], {})
+
+
+def _gone(pid):
+    """Whether a process has ended, be it as a zombie that its reaper has not collected yet."""
+    for _ in range(200):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] in "ZX":
+                    return True
+        except FileNotFoundError:
+            return True
+        threading.Event().wait(0.01)
+    return False
+
+
+SCRIPT = """
+import os, sys
+from policygrad.rewards import RewardPool
+print("imported", flush=True)
+class Box:
+    value = 0.5
+def mine(prompts, completions, **_):
+    if completions[0] == "hang":
+        os.write(2, b"busy")
+        while True: pass
+    return [Box.value]
+pool = RewardPool([mine, lambda p, c, **_: [1.0]], budget=1000.0)
+print(pool.score(["p"] * 3, ["a"] * 3, {}).total, flush=True)
+"""
+
+
+def test_an_unguarded_script_runs_once_and_leaves_nothing_behind(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "imported\n[1.5, 1.5, 1.5]\n"
+    assert done.stderr == ""  # read to its end: no worker holds the pipe any more
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a busy child with its parent")
+def test_a_busy_worker_dies_with_its_parent(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT + 'pool.score(["p"], ["hang"], {})\n')
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "script.py"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as script:
+        assert script.stderr.read(4) == b"busy"
+        script.kill()
+        assert script.stderr.read() == b""  # the end of the pipe: the worker, which held it too, is gone
+
+
+def test_a_pool_that_is_dropped_takes_its_workers_along():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pool = RewardPool([length], workers=1)
+        process = pool._slots[0].process._process
+        del pool
+    assert process.poll() == -signal.SIGKILL

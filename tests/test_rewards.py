@@ -1,0 +1,283 @@
+"""Built-in rewards on hand-made cases and on real solutions, and how names become rewards."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from policygrad.rewards import Reward, known_rewards, resolve, reward
+from policygrad.rewards.builtin import Format, exact_match, final_answer
+from policygrad.rewards.calls import Caller, Signature, to_number
+from policygrad.rewards.math import math
+from policygrad.rewards.reasoning_gym import reasoning_gym, reasoning_gym_partial
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+def one(function, completion, **columns):
+    (score,) = function([""], [completion], **{name: [value] for name, value in columns.items()})
+    return score
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("42", "42", 1.0),
+        ("  42\n", " 42 ", 1.0),
+        ("the answer is 42", "42", 0.0),
+        ("thinking... <answer> 42 </answer> done", "42", 1.0),
+        ("<answer>41</answer> no, <answer>42</answer>", "42", 1.0),
+        ("<answer>42</answer> no, <answer>41</answer>", "42", 0.0),
+        ("<answer>4\n2</answer>", "4\n2", 1.0),
+        ("42 <answer>", "42", 0.0),
+        ("42", 42, 1.0),
+        ("", "", 1.0),
+        ("x", None, None),
+    ],
+)
+def test_exact_match(completion, answer, score):
+    assert one(exact_match, completion, answer=answer) == score
+
+
+def test_final_answer_of_an_unclosed_tag_is_the_whole_completion():
+    assert final_answer(" <answer>4 ") == "<answer>4"
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("<answer>4</answer>", 1.0),
+        ("think\n<answer>\n4\n</answer>\n", 1.0),
+        ("4", 0.0),
+        ("<answer>4</answer><answer>4</answer>", 0.0),
+        ("<answer>4", 0.0),
+        ("</answer>4<answer>", 0.0),
+        ("<answer><answer>4</answer>", 0.0),
+    ],
+)
+def test_default_format_is_exactly_one_answer(completion, score):
+    assert one(resolve("format").function, completion) == score
+
+
+def test_format_searches_across_lines():
+    assert one(Format(r"a.b"), "xx a\nb yy") == 1.0
+    assert one(Format(r"\Aa.b\Z"), "xx a\nb yy") == 0.0
+    with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
+        resolve("format:(")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("So the total is 72.", "Natalia sold 48/2 = 24.\n48+24 = 72\n#### 72", 1.0),
+        ("So the total is 71.", "Natalia sold 48/2 = 24.\n48+24 = 72\n#### 72", 0.0),
+        ("He pays $1,234.00", "#### 1,234", 1.0),
+        ("steps\n#### 1234", "#### 1,234", 1.0),
+        (r"Hence $\boxed{\frac{1}{2}}$ and not 3", r"\frac12", 1.0),
+        (r"\frac{1}{2}", "0.5", 1.0),
+        (r"<answer>\frac{1}{2}</answer>", r"\frac{1}{2}", 1.0),
+        (r"I say 7. <answer>\sqrt{2}</answer>", "7", 0.0),
+        (r"The answer is $\left(3, \frac{\pi}{2}\right)$.", r"\left( 3, \frac{\pi}{2} \right)", 1.0),
+        ("<answer>q - p</answer>", "p - q", 0.0),
+        ("<answer>-q + p</answer>", "p - q", 1.0),
+        ("no idea", "5", 0.0),
+        ("", "5", 0.0),
+        (r"$\boxed{\frac{1}{$", "5", 0.0),
+        ("5", None, None),
+        ("5", "", None),
+        ("5", 5, 1.0),
+    ],
+)
+def test_math(completion, answer, score):
+    assert one(math, completion, answer=answer) == score
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="shared/data is not here")
+def test_math_agrees_with_the_labels_of_real_solutions():
+    rows = [json.loads(line) for line in (DATA / "gsm8k" / "model_solutions.jsonl").open()]
+    cases = [(row["ground_truth"], row[key]) for row in rows for key in row if isinstance(row[key], dict)]
+    assert len(cases) == 2640
+    golds = ["#### " + truth.rpartition("A:")[2].strip() for truth, _ in cases]
+    scores = math([""] * len(cases), [s["solution"] for _, s in cases], answer=golds)
+    assert scores == [float(s["is_correct"]) for _, s in cases]
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="shared/data is not here")
+@pytest.mark.parametrize("form", ["{}", "<answer>{}</answer>", r"Therefore, the answer is $\boxed{{{}}}$."])
+def test_math_references_verify_against_themselves(form):
+    golds = [json.loads(line)["answer"] for line in (DATA / "math" / "problems.jsonl").open()]
+    scores = math([""] * len(golds), [form.format(gold) for gold in golds], answer=golds)
+    assert [gold for gold, score in zip(golds, scores, strict=True) if score != 1.0] == []
+
+
+def test_reasoning_gym_strict_and_partial():
+    from reasoning_gym import create_dataset
+
+    entry = create_dataset("countdown", seed=1, size=1)[0]
+    columns = {"dataset": "countdown", "entry": entry}
+    for text in (entry["answer"], f"so <answer> {entry['answer']} </answer>!"):
+        assert one(reasoning_gym, text, **columns) == 1.0
+        assert one(reasoning_gym_partial, text, **columns) == 1.0
+    assert one(reasoning_gym, "1 + 1", **columns) == 0.0
+    assert 0.0 < one(reasoning_gym_partial, "1 + 1", **columns) < 1.0
+
+
+def test_reasoning_gym_scorer_that_cannot_read_the_answer_says_wrong():
+    from reasoning_gym import create_dataset
+
+    entry = create_dataset("prime_factorization", seed=1, size=1)[0]
+    assert one(reasoning_gym, "zzz", dataset="prime_factorization", entry=entry) == 0.0
+    broken = {"question": "?", "answer": "zzz", "metadata": {}}
+    with pytest.raises((ValueError, KeyError)):
+        one(reasoning_gym, "zzz", dataset="prime_factorization", entry=broken)
+    with pytest.raises(ValueError, match="'nope', which is no reasoning-gym dataset"):
+        one(reasoning_gym, "1", dataset="nope", entry=entry)
+
+
+def test_known_rewards_resolve_to_themselves():
+    assert known_rewards() == ["exact_match", "format", "math", "reasoning_gym", "reasoning_gym_partial"]
+    for name in known_rewards():
+        assert resolve(name).name == name
+        assert resolve(name).weight == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "weight"),
+    [
+        ("math*0.5", "math", 0.5),
+        ("0.5*math", "math", 0.5),
+        (" math * -2 ", "math", -2.0),
+        ("math*1e-3", "math", 1e-3),
+        (r"format:\d*2", r"format:\d*2", 1.0),
+        (r"0.25*format:a*", "format:a*", 0.25),
+    ],
+)
+def test_weights_in_names(text, name, weight):
+    assert (resolve(text).name, resolve(text).weight) == (name, weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("exact_mach", ValueError, "did you mean 'exact_match'.*file.py:function"),
+        ("zzzzz", ValueError, "the built-in ones are exact_match"),
+        ("no_such_package.f", ImportError, "no module 'no_such_package'"),
+        ("json.no_such_module.f", ImportError, "no module 'json.no_such_module'"),
+        ("json.dump_s", ValueError, "no function 'dump_s' in json; did you mean 'dumps'"),
+        ("json.decoder.NaN", ValueError, "'NaN' in json.decoder is float, not a function"),
+        ("no/such/file.py:f", ImportError, "no file .*no/such/file.py"),
+        (3, TypeError, "a name or a function, got int"),
+    ],
+)
+def test_bad_names_say_the_way_out(name, error, message):
+    with pytest.raises(error, match=message):
+        resolve(name)
+
+
+def test_dotted_path_and_function_and_reward_are_accepted():
+    assert resolve("policygrad.rewards.builtin.exact_match*2").function is exact_match
+    assert resolve(exact_match).name == "exact_match"
+    mine = Reward("mine", exact_match, 3.0)
+    assert resolve(mine) is mine
+
+
+def test_functions_of_a_file_and_of_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "beside_me.py").write_text("VALUE = 0.25\n")
+    (tmp_path / "my_rewards.py").write_text(
+        "from beside_me import VALUE\n"
+        "from policygrad.rewards import reward\n"
+        "@reward(batch=True, budget=7)\n"
+        "def mine(prompts, completions, **_):\n    return [VALUE for _ in completions]\n"
+    )
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "needs.py").write_text("import a_missing_dependency\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = resolve(f"{tmp_path}/my_rewards.py:mine*2")
+    assert (found.weight, found.batched, found.budget) == (2.0, True, 7)
+    assert found.function(["a"], ["b"]) == [0.25]
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    assert resolve("my_rewards.mine").function(["a"], ["b"]) == [0.25]
+    with pytest.raises(ImportError, match=r"broken\.py raised ZeroDivisionError"):
+        resolve("broken.py:f")
+    with pytest.raises(ImportError, match="importing broken raised ZeroDivisionError"):
+        resolve("broken.f")
+    with pytest.raises(ImportError, match="needs needs the module 'a_missing_dependency'"):
+        resolve("needs.f")
+    with pytest.raises(ValueError, match=r"no function 'mine2' in .*my_rewards.py; did you mean 'mine'"):
+        resolve("my_rewards.py:mine2")
+
+
+def test_decorator_options_reach_the_reward():
+    @reward(batch=True, budget=2.5)
+    def mine(prompts, completions, **_):
+        return [0.0] * len(completions)
+
+    assert (resolve(mine).batched, resolve(mine).budget) == (True, 2.5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"weight": float("nan")}, {"weight": float("inf")}, {"budget": 0.0}, {"budget": -1}]
+)
+def test_impossible_rewards_are_refused(options):
+    with pytest.raises(ValueError, match="reward 'mine'"):
+        Reward("mine", exact_match, **options)
+
+
+def test_numbers():
+    import numpy as np
+
+    class Tensorish:
+        def item(self):
+            return 0.5
+
+    good = [True, 1, 0.5, np.float32(0.5), np.int64(2), np.bool_(True), np.array(0.5), np.array([0.5]), Tensorish()]
+    assert [to_number(v) for v in good] == [(float(x), None) for x in (1, 1, 0.5, 0.5, 2, 1, 0.5, 0.5, 0.5)]
+    bad = {"nan": [float("nan"), np.float64("nan")], "inf": [float("-inf"), 10**400], "type": ["1", b"1", 1j, [1], {}]}
+    for reason, values in bad.items():
+        assert [to_number(v) for v in values] == [(None, reason)] * len(values)
+    assert to_number(np.zeros(3)) == (None, "type")
+    assert to_number(None) == (None, None)
+
+
+def test_functions_get_only_the_columns_they_name():
+    columns = {"answer": ["a"], "level": [3]}
+    seen = []
+    functions = [
+        lambda prompts, completions, **rest: seen.append((prompts, completions, rest)),
+        lambda p, c, **rest: seen.append((p, c, rest)),
+        lambda completions, **rest: seen.append((rest.pop("prompts"), completions, rest)),
+        lambda **everything: seen.append((everything.pop("prompts"), everything.pop("completions"), everything)),
+    ]
+    for function in functions:
+        Signature.of(function).call(function, ["p"], ["c"], columns)
+    assert seen == [(["p"], ["c"], columns)] * 4
+    seen.clear()
+    for function in (lambda completions, answer: seen.append(answer), lambda p, c, answer: seen.append(answer)):
+        assert Signature.of(function).required == {"answer"}
+        Signature.of(function).call(function, ["p"], ["c"], columns)
+    assert seen == [["a"], ["a"]]
+
+
+def test_in_process_async_below_a_running_loop():
+    import asyncio
+
+    async def judge(prompts, completions, **_):
+        await asyncio.sleep(0)
+        return [1.0]
+
+    async def notebook_cell():
+        return Caller("judge", judge)(["p"], ["c"], {})
+
+    (outcome,) = asyncio.run(notebook_cell())
+    assert outcome.value == 1.0
+
+
+def test_importing_rewards_and_tasks_stays_light():
+    code = (
+        "import sys, policygrad.rewards, policygrad.tasks, policygrad.rewards.worker; "
+        "print(sorted({'torch', 'transformers', 'numpy', 'sympy', 'math_verify', 'reasoning_gym'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,273 @@
+"""Tasks: pure functions of (seed, index), held-out prompts disjoint from training, and files that say what is wrong."""
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policygrad.tasks import known_tasks, load_task
+from policygrad.tasks.jsonl import prompt_key, read_jsonl
+from policygrad.tasks.spec import parse_mix
+from policygrad.tasks.split import is_held_out
+
+
+def question(example):
+    return example.columns["entry"]["question"]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["embedded", "gcd+2*chain_sum:max_digits=2", "list_functions", "gsm_symbolic", "pool_matrix"]
+)
+def test_training_is_a_pure_function_of_seed_and_index(name):
+    first, again, other = load_task(name, seed=3), load_task(name, seed=3), load_task(name, seed=4)
+    indices = [*range(12), 100_000]
+    forward = {i: first.train(i) for i in indices}
+    backward = {i: again.train(i) for i in reversed(indices)}
+    assert forward == backward
+    assert [other.train(i).prompt for i in indices] != [forward[i].prompt for i in indices]
+    assert pickle.loads(pickle.dumps(forward)) == forward
+
+
+@pytest.mark.parametrize("name", ["embedded", "gcd", "basic_arithmetic+spell_backward"])
+def test_held_out_problems_are_fixed_distinct_and_never_trained_on(name):
+    task = load_task(name, seed=1)
+    held_out = task.held_out(24)
+    assert len({question(e) for e in held_out}) == 24
+    assert all(is_held_out(question(e)) for e in held_out)
+    assert not any(is_held_out(question(task.train(i))) for i in range(300))
+    assert load_task(name, seed=2).held_out(8) == held_out[:8]
+    assert not task.held_out_is_train
+
+
+def test_a_fresh_process_draws_the_same_examples():
+    code = (
+        "from policygrad.tasks import load_task; t = load_task('embedded', seed=5); print([t.train(7), t.held_out(3)])"
+    )
+    task = load_task("embedded", seed=5)
+    env = {**os.environ, "PYTHONHASHSEED": "12345"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout == f"{[task.train(7), task.held_out(3)]}\n"
+    assert done.stderr == ""
+
+
+def test_examples_carry_what_the_reward_needs():
+    task = load_task("chain_sum:min_terms=2,max_terms=2")
+    example = task.train(0)
+    assert example.prompt == question(example) + "\n"
+    assert set(example.columns) == {"dataset", "entry", "answer"}
+    assert example.columns["dataset"] == "chain_sum"
+    assert example.columns["answer"] == example.columns["entry"]["answer"]
+    assert task.rewards == ("reasoning_gym",)
+
+
+def test_mix_follows_the_weights():
+    task = load_task("gcd+3*lcm")
+    names = [task.train(i).columns["dataset"] for i in range(400)]
+    assert 70 <= names.count("gcd") <= 130
+
+
+def test_global_random_state_is_left_alone():
+    import numpy as np
+
+    random.seed(1)
+    np.random.seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    load_task("pool_matrix+list_functions").train(5)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+def test_a_task_with_too_few_problems_says_so():
+    task = load_task("chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1")
+    with pytest.raises(ValueError, match=r"'chain_sum' has too few held-out problems: asked for 1000, found \d+"):
+        task.held_out(1000)
+
+
+def test_datasets_that_depend_on_the_hash_seed_warn(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    load_task("ransom_note")
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with pytest.warns(UserWarning, match="'ransom_note': .* set PYTHONHASHSEED=0"):
+        load_task("ransom_note")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gdc", r"unknown task 'gdc': did you mean gcd.*ending in \.jsonl"),
+        ("qqqqqqq", r"unknown task 'qqqqqqq': .*known_tasks\(\)"),
+        ("chain_sum:min_term=2", "no setting 'min_term'; did you mean 'min_terms'"),
+        ("chain_sum:min_terms=5,max_terms=2", "'chain_sum': bad settings .*max_terms must be >= min_terms"),
+        ("chain_sum:min_terms=many", "'chain_sum': bad settings"),
+        ("chain_sum:seed=3", "'seed' is not a setting of the task"),
+        ("chain_sum:min_terms", "'min_terms' is not key=value"),
+        ("gcd+", "a dataset's name is missing"),
+        ("", "a dataset's name is missing"),
+        ("0*gcd", "the weight 0 must be positive"),
+        ("composite", "join datasets with '\\+'"),
+        ("embedded+gcd", "'embedded' is a mix of its own"),
+    ],
+)
+def test_bad_names_say_the_way_out(name, message):
+    with pytest.raises(ValueError, match=message):
+        load_task(name)
+
+
+def test_held_out_file_goes_with_a_jsonl_task_only():
+    with pytest.raises(ValueError, match=r"held_out='x\.jsonl' goes with a JSONL task"):
+        load_task("gcd", held_out="x.jsonl")
+
+
+def test_known_tasks():
+    names = known_tasks()
+    assert {"embedded", "gcd", "chain_sum"} <= set(names)
+    assert names == sorted(names)
+    assert "composite" not in names
+
+
+def test_spelling_of_a_mix():
+    parts = parse_mix("a:x=[1, 2],y='p+q,r',z=true + 1.5*b:w=1e+3,v=word+c")
+    assert [(c.name, c.weight, c.config) for c in parts] == [
+        ("a", 1.0, {"x": [1, 2], "y": "p+q,r", "z": True}),
+        ("b", 1.5, {"w": 1000.0, "v": "word"}),
+        ("c", 1.0, {}),
+    ]
+
+
+# JSONL
+
+
+def test_jsonl_epochs_are_permutations_and_disjoint_from_held_out(tmp_path):
+    rows = [{"prompt": f"question {i}", "answer": i} for i in range(200)]
+    path = write(tmp_path / "data.jsonl", rows)
+    task, same, other = load_task(path, seed=1), load_task(path, seed=1), load_task(path, seed=2)
+    held_out = task.held_out(1000)
+    size = 200 - len(held_out)
+    epochs = [[task.train(e * size + i) for i in range(size)] for e in range(3)]
+    answers = [[example.columns["answer"] for example in epoch] for epoch in epochs]
+    assert answers[0] != answers[1] != answers[2]
+    kept = sorted(set(range(200)) - {e.columns["answer"] for e in held_out})
+    assert [sorted(a) for a in answers] == [kept] * 3
+    assert 0 < len(held_out) < 40
+    assert all(is_held_out(e.prompt) for e in held_out)
+    assert same.train(2 * size + 5) == epochs[2][5]
+    assert [other.train(i).columns["answer"] for i in range(size)] != answers[0]
+    assert other.held_out(3) == held_out[:3]
+    assert task.rewards == ()
+    assert not task.held_out_is_train
+
+
+def test_a_tiny_file_is_trained_and_evaluated_on_whole(tmp_path):
+    path = write(tmp_path / "tiny.jsonl", [{"prompt": f"q{i}"} for i in range(20)])
+    task = load_task(path)
+    assert task.held_out_is_train
+    everything = {f"q{i}" for i in range(20)}
+    assert {task.train(i).prompt for i in range(20)} == everything
+    assert {e.prompt for e in task.held_out(100)} == everything
+    assert load_task(write(tmp_path / "same.jsonl", [{"prompt": "q"}] * 50)).held_out_is_train
+
+
+def test_held_out_file(tmp_path):
+    train = write(tmp_path / "train.jsonl", [{"prompt": f"q{i}", "answer": i} for i in range(100)])
+    clean = write(tmp_path / "clean.jsonl", [{"prompt": f"r{i}", "answer": i} for i in range(5)])
+    task = load_task(train, held_out=clean)
+    assert {task.train(i).prompt for i in range(100)} == {f"q{i}" for i in range(100)}
+    assert {e.prompt for e in task.held_out(9)} == {f"r{i}" for i in range(5)}
+    leaky = write(tmp_path / "leaky.jsonl", [{"prompt": f"q{i}", "answer": i} for i in range(5)])
+    with pytest.warns(UserWarning, match="5 rows left out of training"):
+        task = load_task(train, held_out=leaky)
+    assert {task.train(i).prompt for i in range(95)} == {f"q{i}" for i in range(5, 100)}
+    with pytest.raises(ValueError, match=r"holds every prompt of .*train\.jsonl"):
+        load_task(train, held_out=train)
+    odd = write(tmp_path / "odd.jsonl", [{"prompt": "r", "solution": 1}])
+    with pytest.raises(ValueError, match=r"columns differ from those of .* in answer, solution"):
+        load_task(train, held_out=odd)
+
+
+def test_chat_prompts(tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    (row,) = read_jsonl(write(tmp_path / "chat.jsonl", [{"prompt": messages, "answer": "2"}]))
+    assert row.prompt == tuple(messages)
+    assert row.columns == {"answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", r":? no rows; write one JSON object per line"),
+        (b"\n \n", "no rows"),
+        (b'{"prompt": "a"}\n\n{"prompt": "b"\n', r"bad\.jsonl:3: not JSON at column 15: .* is the line cut off"),
+        (b'["a"]\n', r"bad\.jsonl:1: a JSON object is needed on every line, got a list"),
+        (b'[\n{"prompt": "a"}\n]\n', r"bad\.jsonl:1: a JSON array, not JSONL; .*jq"),
+        (b'{"question": "a"}\n', r"bad\.jsonl:1: no column 'prompt' \(it has 'question'\)"),
+        (b'{"prompt": 3}\n', r"bad\.jsonl:1: 'prompt' must be text or a list of chat messages, got int"),
+        (b'{"prompt": ""}\n', r"bad\.jsonl:1: 'prompt' is empty"),
+        (b'{"prompt": []}\n', r"bad\.jsonl:1: 'prompt' is empty"),
+        (b'{"prompt": ["a"]}\n', r"bad\.jsonl:1: message 1 of 'prompt' must be an object"),
+        (b'{"prompt": [{"role": "user"}]}\n', r"message 1 of 'prompt' must be an object"),
+        (b'{"prompt": [{"role": "user", "content": 1}]}\n', r"message 1 of 'prompt': 'content' must be text, got int"),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', r"bad\.jsonl:2: byte 13 \(0xff\) is not UTF-8"),
+        ('{"prompt": "a"}\n'.encode("utf-16"), r"bad\.jsonl:1: this is UTF-16 text; .*iconv"),
+        (b'{"prompt": "\\ud800"}\n', r"bad\.jsonl:1: 'prompt' holds half a surrogate pair \(\\ud800\)"),
+        (b'{"prompt": "a", "x": 1}\n{"prompt": "b"}\n', r"bad\.jsonl:2: no column 'x', which line 1 has; write null"),
+        (b'\n{"prompt": "a"}\n{"prompt": "b", "x": 1}\n', r"bad\.jsonl:3: column 'x' is not in line 2"),
+        (b'{"prompt": "a", "completions": 1}\n', r"bad\.jsonl:1: a column may not be called 'completions'"),
+        (b'{"prompt": "a", "x": ' + b"9" * 5000 + b"}\n", r"bad\.jsonl:1: cannot be read as JSON"),
+        (b"[" * 100_000 + b"\n", r"bad\.jsonl:1: cannot be read as JSON"),
+    ],
+)
+def test_bad_files_are_refused_with_the_place_and_the_way_out(tmp_path, data, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        load_task(str(path))
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl: no such file"):
+        load_task(str(tmp_path / "nowhere.jsonl"))
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"folder\.jsonl: cannot be read: Is a directory"):
+        load_task(str(tmp_path / "folder.jsonl"))
+
+
+def test_byte_order_mark_blank_lines_and_windows_lines_are_accepted(tmp_path):
+    path = tmp_path / "data.txt"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}')
+    assert [row.prompt for row in read_jsonl(str(path))] == ["a", "b"]
+    assert load_task(str(path)).held_out_is_train
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]))
+message = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": text})
+value = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.data(), st.sets(text.filter(lambda name: name not in {"prompt", "prompts", "completions"}), max_size=3))
+def test_any_rows_come_back_as_they_were_written(tmp_path_factory, data, names):
+    prompt = text.filter(bool) | st.lists(message, min_size=1, max_size=3)
+    row = st.fixed_dictionaries({"prompt": prompt, **dict.fromkeys(names, value)})
+    rows = data.draw(st.lists(row, min_size=1, max_size=5))
+    ascii_only = data.draw(st.booleans())
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    lines = [json.dumps(row, ensure_ascii=ascii_only) for row in rows]
+    path.write_bytes("\n".join(lines).encode())
+    examples = read_jsonl(str(path))
+    assert [
+        {"prompt": e.prompt if isinstance(e.prompt, str) else list(e.prompt), **e.columns} for e in examples
+    ] == rows
+    assert all(isinstance(prompt_key(e.prompt), str) for e in examples)
