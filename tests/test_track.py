@@ -303,7 +303,7 @@ def test_plain_lines():
     assert "    completion  Two and three\\nmake [red]5[/red].  (reward 1.00)" in out
     assert 4 <= sum("completion  " in line for line in out) <= 6
     assert out[-3:] == [
-        "done in 8m20s",
+        "done at step 200/200 after 8m20s",
         "  held-out accuracy  0.31 -> 0.74  (+0.43)",
         "  model              runs/a/model",
     ]
@@ -484,6 +484,7 @@ def test_a_resumed_run_shows_the_whole_curve():
 def test_notes_stay_readable_at_any_time():
     display, _, stream, _ = rich(60)
     display.note("before [bold]")
+    display.phase("loading the model")
     with display:
         display.start("a run", {"folder": "[red]runs"}, 5)
         display.note("during " + "long " * 30)
@@ -491,7 +492,7 @@ def test_notes_stay_readable_at_any_time():
         display.finish({"model": "x" * 100})
     display.note("after")
     text = Text.from_ansi(stream.getvalue()).plain
-    for word in ("before [bold]", "during", "after", "[red]runs"):
+    for word in ("before [bold]", "loading the model", "stopped  step 1/5", "during", "after", "[red]runs"):
         assert word in text
     assert text.count("long") == 30
     assert text.count("x") >= 100  # folded, not cut
@@ -520,7 +521,7 @@ def test_a_whole_rich_run():
     follow(display, clock, 20, first=6, grad_norm=1.0)
     text = Text.from_ansi(stream.getvalue()).plain
     assert "0.31 -> 0.74  (+0.43)" in text
-    assert "done  20 steps in 5m15s" in text
+    assert "done  step 20/20 after 5m15s" in text
     assert text.rstrip().endswith("runs/a/model")
 
 

@@ -19,12 +19,17 @@ def uniforms(keys: Sequence[tuple[int, ...]], n: int) -> Tensor:
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, n, dtype=torch.float64)
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """bfloat16 and float16 in float32; float32 and float64 as they are."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
 def log_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[N, V] nats of the distribution that is sampled: temperature, then top-k, then top-p, renormalised. float32.
+    """[N, V] nats of the distribution that is sampled: temperature, then top-k, then top-p, renormalised.
 
     Temperature 0 puts all probability on the largest logit.
     """
-    logits = logits.float()
+    logits = at_least_float32(logits)
     if sampling.temperature == 0:
         best = logits.argmax(-1, keepdim=True)
         return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0)

@@ -20,9 +20,7 @@ class Component:
 
 MIX: tuple[Component, ...] = (
     # Arithmetic: "... 98 + 93 - 77 =", two or three terms of one or two digits.
-    Component(
-        "chain_sum", 1.0, {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
-    ),
+    Component("chain_sum", 1.0, {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}),
     # Algebra: "Solve for e: 5 - 8*e = -51", with a solution between 1 and 12.
     Component(
         "simple_equations",

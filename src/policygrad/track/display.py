@@ -97,7 +97,7 @@ class PlainDisplay(Silent):
         self._pace = Pace(clock)
         self._total = self._every = self._first = 1
         self._printed = self._started = clock()
-        self._lines = 0
+        self._lines = self._step = 0
         self._widths: dict[str, int] = {}
         self._phases = {""}  # said already: what happens at every step is not said every time
 
@@ -112,7 +112,7 @@ class PlainDisplay(Silent):
         self._print(title)
         for name, value in facts.items():
             self._print(f"  {name}: {value}")
-        self._total, self._first = total_steps, first_step
+        self._total, self._first, self._step = total_steps, first_step, first_step - 1
         self._every = max(1, math.ceil((total_steps - first_step + 1) / self.LINES))
         self._started = self._clock()
         self._pace.begin()
@@ -131,6 +131,7 @@ class PlainDisplay(Silent):
 
     def step(self, step: int, metrics: Mapping[str, float], sample: Sample | None = None) -> None:
         self._pace.end()
+        self._step = step
         on_time = step in (self._first, self._total) or step % self._every == 0
         if not on_time and self._clock() - self._printed < self.QUIET:
             return
@@ -148,7 +149,8 @@ class PlainDisplay(Silent):
         self._print(f"note: {text}")
 
     def finish(self, summary: Mapping[str, str]) -> None:
-        self._print(f"done in {duration(self._clock() - self._started)}")
+        word = "done" if self._step >= self._total else "stopped"
+        self._print(f"{word} at step {self._step}/{self._total} after {duration(self._clock() - self._started)}")
         width = max(map(len, summary), default=0)
         for name, value in summary.items():
             self._print(f"  {name:<{width}}  {value}")

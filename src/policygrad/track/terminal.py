@@ -66,6 +66,8 @@ class RichDisplay(Silent):
 
     def phase(self, text: str) -> None:
         self._pace.begin()
+        if text and self._live is None:  # before the start, such as loading the model
+            self._console.print(Text(f" {clean(text)}", "dim"))
         self._view = replace(self._view, phase=" ".join(clean(text).split()), phase_done=0, phase_total=0)
 
     def phase_progress(self, done: int, total: int) -> None:
@@ -87,8 +89,9 @@ class RichDisplay(Silent):
 
     def finish(self, summary: Mapping[str, str]) -> None:
         self.close()
-        done = f"{self._view.step} steps in {duration(self._clock() - self._started)}"
-        self._console.print(Text.assemble("\n ", ("done", f"bold {GOOD}"), ("  " + done, "dim")))
+        steps, total, time = self._view.step, self._view.total, duration(self._clock() - self._started)
+        word = ("done", f"bold {GOOD}") if steps >= total else ("stopped", f"bold {REMARK}")
+        self._console.print(Text.assemble("\n ", word, (f"  step {steps}/{total} after {time}", "dim")))
         if summary:
             self._console.print(pairs(summary, "bold"))
         self._console.print()

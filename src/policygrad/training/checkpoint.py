@@ -166,7 +166,7 @@ def _not_written(final: Path, error: Exception) -> str:
         reason, full = "the disk is full", True
     kept = f"the previous checkpoint, {before[0]}, is intact" if before else "there is no earlier checkpoint"
     way_out = f"{'free some space' if full else 'see to the cause'} and start the run again with the same folder"
-    return f"{final} was not written: {reason}. {kept}: {way_out}" + (", it goes on from there" if before else "")
+    return f"{final} was not written: {reason}; {kept}: {way_out}" + (", it goes on from there" if before else "")
 
 
 def _intact(folder: Path) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from policygrad.core.types import Batch
+from policygrad.rollout.draw import at_least_float32
 from policygrad.training.packing import Pack, pack
 
 CHUNK = 2**26
@@ -18,8 +19,8 @@ CHUNK = 2**26
 
 
 def selected_logp(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """log π(token) [n] from logits [n, V] at the sampling temperature, in float32."""
-    logits = logits.float() / temperature
+    """log π(token) [n] from logits [n, V] at the sampling temperature, in float32 or better."""
+    logits = at_least_float32(logits) / temperature
     return logits.gather(-1, tokens[:, None]).squeeze(1) - logits.logsumexp(-1)
 
 
@@ -46,7 +47,7 @@ class Scorer:
         else:
             logits = self.model(**inputs, use_cache=False).logits
             logp = selected_logp(logits.flatten(0, 1)[where], tokens, self.temperature)
-        return torch.zeros(batch.mask.shape, device=logp.device).masked_scatter(batch.mask, logp)
+        return logp.new_zeros(batch.mask.shape).masked_scatter(batch.mask, logp)
 
     def _chunked(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()
@@ -83,12 +84,12 @@ def probe(model: nn.Module, temperature: float, vocabulary: int) -> Scorer:
     )
     device = next(model.parameters()).device
     plain = Scorer(model, temperature, split_head=False, share_prompts=False)
-    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.2
+    tolerance = 0.2 if next(model.parameters()).dtype == torch.bfloat16 else 1e-3
 
     def scores(scorer: Scorer) -> Tensor:
         out = torch.zeros(3, 5)
         for p in pack(batch, torch.arange(3), 10**6, share=scorer.share_prompts):
-            out[p.rows] = scorer(p.to(device)).cpu()
+            out[p.rows] = scorer(p.to(device)).cpu().float()
         return out
 
     truth = scores(plain)

@@ -14,6 +14,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.objective import measure, surrogate
 from policygrad.core.types import Batch, Forward
+from policygrad.rollout.draw import at_least_float32
 from policygrad.rollout.types import Weights
 from policygrad.training.forward import Scorer, probe
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
@@ -85,7 +86,7 @@ class LocalLearner:
         unique, index = merge_equal(bare, torch.zeros(batch.mask.shape), rows)
         filled: dict[str, Any] = {}
         for name, scorer in wanted.items():
-            out = torch.zeros(batch.mask.shape)
+            out = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
             for part in pack(batch, unique, self.config.micro_tokens, share=scorer.share_prompts):
                 out[part.rows] = scorer(part.to(self.device)).cpu()
             out[rows] = out[unique[index]]

@@ -23,7 +23,9 @@ class Optimizer:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("the model has no parameter that requires a gradient")
-        self.masters = {n: p if p.dtype == torch.float32 else p.detach().float() for n, p in self.parameters.items()}
+        self.dtype = next(iter(self.parameters.values())).dtype
+        whole = (torch.float32, torch.float64)
+        self.masters = {n: p if p.dtype in whole else p.detach().float() for n, p in self.parameters.items()}
         self.adam = torch.optim.AdamW(
             list(self.masters.values()),
             lr=lr,

@@ -180,7 +180,7 @@ class Session:
         saved = checkpoint.load_latest(self.folder / "checkpoints", warn=self.display.note) if resumed else None
         if saved is not None:
             progress = self._restore(saved)
-        self.files.truncate_after(progress.step)
+        self.files.truncate_after(progress.step if saved is not None else -1)
         write_atomically(self.folder / "run.toml", dumps(run))
         self.display.start(
             f"policygrad · {run.algorithm.name} on {run.task}",
@@ -190,7 +190,7 @@ class Session:
             history=self.files.history("reward"),
         )
         if self.held_out and self.before is None:
-            self.before = self._evaluate("evaluating before training", progress.step).mean
+            self.before = self._evaluate("evaluating before training", progress.step)
         until = run.steps if stop_after is None else min(run.steps, progress.step + stop_after)
         with self._signals():
             progress = loop(
@@ -213,7 +213,7 @@ class Session:
         return self._finish(progress)
 
     def _finish(self, progress: Progress) -> Result:
-        after = self._evaluate("evaluating after training", progress.step).mean if self.held_out else None
+        after = self._evaluate("evaluating after training", progress.step) if self.held_out else None
         model = self._save_model()
         write_atomically(
             self.folder / "result.json",
@@ -238,7 +238,11 @@ class Session:
             facts["held out"] = "too few prompts to hold any out: measured on the training prompts"
         return facts
 
-    def _evaluate(self, phase: str, step: int) -> Outcome:
+    def _evaluate(self, phase: str, step: int) -> float:
+        """Held-out mean at this step; what the files already hold (a run killed after measuring) is not measured again."""
+        known = dict(self.files.history("held_out"))
+        if step in known:
+            return known[step]
         run = self.run
         self.display.phase(phase)
         outcome = evaluate(
@@ -249,7 +253,7 @@ class Session:
         self.binary = self.binary and outcome.binary
         self.files.metrics(step, {"held_out": outcome.mean, "held_out_stderr": outcome.standard_error()})
         self.display.phase("")
-        return outcome
+        return outcome.mean
 
     def _watch(self, done: Done, until: int) -> bool:
         run, step = self.run, done.progress.step

@@ -1,0 +1,75 @@
+"""Sampling: the distribution, its recorded log-probability, and random numbers that belong to the completion."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policygrad.rollout.draw import draw, log_probabilities, uniforms
+from policygrad.rollout.types import Sampling
+
+P = torch.tensor([[0.5, 0.25, 0.15, 0.1]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), [0.5, 0.25, 0.15, 0.1]),
+        (Sampling(top_k=2), [2 / 3, 1 / 3, 0, 0]),
+        (Sampling(top_k=99), [0.5, 0.25, 0.15, 0.1]),
+        (Sampling(top_p=0.6), [2 / 3, 1 / 3, 0, 0]),  # 0.5 is short of 0.6, so the token that crosses it stays
+        (Sampling(top_p=0.45), [1, 0, 0, 0]),
+        (Sampling(top_p=0.6, top_k=1), [1, 0, 0, 0]),
+        (Sampling(temperature=0), [1, 0, 0, 0]),
+        (Sampling(temperature=0.5), [x * x / 0.345 for x in (0.5, 0.25, 0.15, 0.1)]),
+    ],
+)
+def test_distribution(sampling: Sampling, expected: list[float]) -> None:
+    logits = P.log() + 3.0
+    got = log_probabilities(logits, sampling).exp()
+    assert torch.allclose(got, torch.tensor([expected], dtype=torch.float64), atol=1e-12)
+
+
+def test_draw_inverts_the_cumulative_distribution() -> None:
+    u = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 0.89, 0.91, 1 - 2**-53], dtype=torch.float64)
+    token, logp = draw(P.log().expand(8, 4), u, Sampling())
+    assert token.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert torch.allclose(logp, P.log()[0][token])
+
+
+def test_never_draws_what_cannot_be_drawn() -> None:
+    logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]])
+    u = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    token, logp = draw(logits.expand(2, 4), u, Sampling())
+    assert token.tolist() == [1, 2]
+    assert torch.isfinite(logp).all()
+
+
+def test_frequencies_match() -> None:
+    n = 20_000
+    token, _ = draw(P.log().expand(n, 4), uniforms([(7,)], n)[0], Sampling())
+    counts = torch.bincount(token, minlength=4) / n
+    assert torch.allclose(counts.double(), P[0], atol=4 * math.sqrt(0.25 / n))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 5)), min_size=1, max_size=6, unique=True),
+    st.integers(1, 9),
+)
+def test_numbers_depend_on_the_key_alone(keys: list[tuple[int, ...]], n: int) -> None:
+    together = uniforms(keys, n)
+    assert torch.equal(together, torch.cat([uniforms([key], n) for key in keys]))
+    assert torch.equal(uniforms(keys, n + 3)[:, :n], together)  # a larger budget draws the same numbers first
+    assert len({tuple(row.tolist()) for row in together}) == len(keys)
+    assert bool(((together >= 0) & (together < 1)).all())
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 0}])
+def test_refuses(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Sampling(**bad)  # type: ignore[arg-type]

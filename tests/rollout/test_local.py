@@ -1,0 +1,106 @@
+"""The in-process sampler: the log-probability it records is the model's, and neighbours do not matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from policygrad.rollout.draw import log_probabilities
+from policygrad.rollout.local import LocalSampler
+from policygrad.rollout.model import load_codec, load_model, padding_id
+from policygrad.rollout.types import Group, Prompt, Sampling, Weights
+
+TEXTS = ["What is 7 + 8?\n", "a", "Sort: 3 1 2\nNow, please!\n", "Hello world\n", "7\n"]
+
+
+@pytest.fixture(scope="module")
+def sampler(random_model: Path) -> LocalSampler:
+    model = load_model(str(random_model))
+    codec = load_codec(str(random_model), model)
+    return LocalSampler(model, codec.end, padding_id(codec))
+
+
+@pytest.fixture(scope="module")
+def prompts(random_model: Path) -> list[Prompt]:
+    codec = load_codec(str(random_model), load_model(str(random_model)))
+    return [Prompt(codec.encode(text, 16), (3, 0, 1, i)) for i, text in enumerate(TEXTS)]
+
+
+def _rows(groups: list[Group]) -> list[list[int]]:
+    return [c.tokens.tolist() for g in groups for c in g.completions]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_tokens=16),
+        Sampling(temperature=0.7, max_tokens=16),
+        Sampling(temperature=1.3, top_k=20, top_p=0.8, max_tokens=16),
+        Sampling(temperature=0, max_tokens=16),
+    ],
+    ids=str,
+)
+def test_recorded_log_probability_is_the_models(
+    sampler: LocalSampler, prompts: list[Prompt], sampling: Sampling
+) -> None:
+    groups = sampler.sample(prompts, 4, sampling)
+    assert [g.prompt for g in groups] == prompts
+    for group in groups:
+        assert len(group.completions) == 4
+        for completion in group.completions:
+            n = len(completion.tokens)
+            ids = torch.cat([group.prompt.tokens, completion.tokens])[None]
+            with torch.no_grad():
+                logits = sampler.model(input_ids=ids).logits[0, len(group.prompt.tokens) - 1 : -1]
+            expected = log_probabilities(logits, sampling).gather(-1, completion.tokens[:, None]).squeeze(1)
+            assert torch.allclose(completion.logp, expected, atol=2e-5)
+            assert 1 <= n <= sampling.max_tokens
+
+
+def test_ends_at_the_end_token_and_says_what_was_cut_off(sampler: LocalSampler, prompts: list[Prompt]) -> None:
+    end = set(sampler.end.tolist())
+    completions = [
+        c for g in sampler.sample(prompts, 64, Sampling(temperature=1.5, max_tokens=24)) for c in g.completions
+    ]
+    ended = [c for c in completions if not c.truncated]
+    assert 0 < len(ended) < len(completions)  # both kinds occur, or the test shows nothing
+    for c in completions:
+        tokens = c.tokens.tolist()
+        assert not end & set(tokens[:-1])
+        assert (tokens[-1] in end) is not c.truncated
+        assert c.truncated <= (len(tokens) == 24)
+
+
+def test_neighbours_chunks_and_budget_do_not_matter(sampler: LocalSampler, prompts: list[Prompt]) -> None:
+    sampling = Sampling(max_tokens=12)
+    together = _rows(sampler.sample(prompts, 4, sampling))
+    alone = [row for p in prompts for row in _rows(sampler.sample([p], 4, sampling))]
+    small = LocalSampler(sampler.model, frozenset(sampler.end.tolist()), sampler.pad, max_rows=4)
+    assert together == alone
+    assert together == _rows(small.sample(prompts, 4, sampling))
+    assert _rows(sampler.sample(prompts, 2, sampling)) == [r for i, r in enumerate(together) if i % 4 < 2]
+    longer = _rows(sampler.sample(prompts, 4, Sampling(max_tokens=20)))
+    assert all(a == b[: len(a)] for a, b in zip(together, longer, strict=True))
+
+
+def test_restarts_from_a_prefix(sampler: LocalSampler, prompts: list[Prompt]) -> None:
+    """A prompt may end in the beginning of an answer; greedy decoding then goes on as if it had never stopped."""
+    greedy = Sampling(temperature=0, max_tokens=12)
+    whole = sampler.sample(prompts[:1], 1, greedy)[0].completions[0].tokens
+    prefix = Prompt(torch.cat([prompts[0].tokens, whole[:5]]), prompts[0].key)
+    rest = sampler.sample([prefix], 1, Sampling(temperature=0, max_tokens=7))[0].completions[0].tokens
+    assert torch.equal(rest, whole[5:])
+
+
+def test_load_copies_other_weights_and_counts_versions(random_model: Path) -> None:
+    model, other = load_model(str(random_model)), load_model(str(random_model))
+    codec = load_codec(str(random_model), model)
+    sampler = LocalSampler(model, codec.end, padding_id(codec))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    sampler.load(Weights(5, dict(other.named_parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert sampler.sample([Prompt(torch.tensor([1]), (0,))], 1, Sampling(max_tokens=1))[0].version == 5

@@ -1,0 +1,170 @@
+"""What is never computed does not change the gradient: packing, shared prompts, merged duplicates, skipped completions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import policygrad as pg
+from policygrad.algorithms import ALGORITHMS
+from policygrad.rollout.model import load_model
+from policygrad.training.forward import Scorer, probe
+from policygrad.training.learner import LocalLearner, LocalProblem
+from policygrad.training.learner_config import LearnerConfig
+from policygrad.training.packing import merge_equal, pack
+
+VOCABULARY = 40
+
+
+def make_batch(seed: int, groups: int = 3, size: int = 4, width: int = 6, *, holes: bool = True) -> pg.Batch:
+    """Ragged completions with tool tokens in their midst, equal completions, an empty one, prompts of several lengths."""
+    g = torch.Generator().manual_seed(seed)
+    rows = groups * size
+    lengths = torch.randint(1, width + 1, (rows,), generator=g)
+    mask = torch.arange(width) < lengths[:, None]
+    tokens = torch.randint(VOCABULARY, (rows, width), generator=g)
+    reward = torch.randint(0, 2, (rows,), generator=g).double()
+    for row in range(0, rows - 1, size):  # each group's first two are the same
+        mask[row + 1], tokens[row + 1], reward[row + 1] = mask[row], tokens[row], reward[row]
+    if holes:
+        mask = mask & ((torch.rand(rows, width, generator=g) > 0.2) | (torch.arange(rows) % size < 2)[:, None])
+    mask[-1] = False
+    prompts = tuple(
+        torch.randint(VOCABULARY, (int(n),), generator=g) for n in torch.randint(1, 7, (groups,), generator=g)
+    )
+    return pg.Batch(
+        mask=mask, group=torch.arange(groups).repeat_interleave(size), reward=reward, tokens=tokens, prompts=prompts
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.booleans(), st.integers(1, 30))
+def test_every_completion_once_and_within_budget(seed: int, budget: int, share: bool, cap: int) -> None:
+    batch = make_batch(seed)
+    rows = batch.mask.any(1).nonzero().squeeze(1)
+    packs = list(pack(batch, rows, budget, share=share, cap=cap))
+    assert sorted(int(r) for p in packs for r in p.rows) == rows.tolist()
+    for p in packs:
+        height, width = p.input_ids.shape
+        assert height * width <= budget or height == 1
+        assert batch.tokens is not None
+        assert torch.equal(p.tokens, torch.where(batch.mask[p.rows], batch.tokens[p.rows], 0))
+        if not share:
+            assert p.attention.ndim == 2
+
+
+def naive_logp(model: nn.Module, batch: pg.Batch, temperature: float) -> Tensor:
+    """One completion at a time, with nothing shared: the definition."""
+    assert batch.tokens is not None
+    assert batch.prompts is not None
+    out = []
+    for i in range(len(batch.mask)):
+        prompt = batch.prompts[int(batch.group[i])]
+        ids = torch.cat([prompt, batch.tokens[i]])[None]
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
+        out.append(logits.log_softmax(-1).gather(-1, batch.tokens[i][:, None]).squeeze(1))
+    return torch.stack(out)
+
+
+@pytest.fixture(scope="module")
+def model(random_model: Path) -> nn.Module:
+    return load_model(str(random_model)).double()
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_log_probabilities_equal_the_definition(model: nn.Module, share: bool, split: bool, budget: int) -> None:
+    batch = make_batch(5)
+    truth = torch.where(batch.mask, naive_logp(model, batch, 0.8), 0)
+    got = torch.zeros_like(truth)
+    for p in pack(batch, batch.mask.any(1).nonzero().squeeze(1), budget, share=share):
+        got[p.rows] = Scorer(model, 0.8, split, share)(p)
+    assert torch.allclose(got, truth, atol=1e-10)
+
+
+def test_chunked_head_is_the_same(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(6)
+    scorer = Scorer(model, 1.0, True, True)
+    (whole,) = pack(batch, torch.arange(5), 10_000)
+    expected = torch.autograd.grad(scorer(whole).sum(), list(model.parameters()))
+    monkeypatch.setattr("policygrad.training.forward.CHUNK", 3 * len(model.get_output_embeddings().weight))  # type: ignore[operator]
+    got = torch.autograd.grad(scorer(whole).sum(), list(model.parameters()))
+    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(got, expected, strict=True))
+
+
+def test_probe_finds_both_short_cuts_and_notices_when_they_do_not_hold(model: nn.Module) -> None:
+    found = probe(model, 1.0, VOCABULARY)
+    assert found.split_head
+    assert found.share_prompts
+
+    class Scaled(nn.Module):
+        """A model whose logits are not its head's, and that ignores 4D masks."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def get_decoder(self) -> nn.Module:
+            return self.inner.get_decoder()  # type: ignore[operator, no-any-return]
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.inner.get_output_embeddings()  # type: ignore[operator, no-any-return]
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None, **rest: object) -> object:
+            mask = None if attention_mask is None or attention_mask.ndim == 4 else attention_mask
+            out = self.inner(input_ids=input_ids, attention_mask=mask, **rest)
+            out.logits = out.logits / 2
+            return out
+
+    refused = probe(Scaled(model), 1.0, VOCABULARY)
+    assert not refused.split_head
+    assert not refused.share_prompts
+
+
+def test_merges_only_what_is_equal() -> None:
+    batch = make_batch(1, holes=False)
+    psi = torch.ones(batch.mask.shape, dtype=torch.float64)
+    rows = torch.arange(12)
+    unique, index = merge_equal(batch, psi, rows)
+    assert index[0] == index[1]
+    assert index[4] == index[5]
+    other = psi.clone()
+    other[1] = 2.0
+    assert len(merge_equal(batch, other, rows)[0]) == len(unique) + 1
+    assert len(merge_equal(replace(batch, group=torch.arange(12)), psi, rows)[0]) == 12
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -> None:
+    """The learner's gradient, with every saving on, against autograd through the definition with none."""
+    algorithm = pg.algorithm(name).with_budget(6)
+    batch = make_batch(11)
+    with torch.no_grad():
+        noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        logp = naive_logp(model, batch, 1.0)
+        near = logp + 0.3 * noise
+        for row in range(0, 11, 4):
+            near[row + 1] = near[row]
+    batch = algorithm.filtered(replace(batch, logp_old=near, logp_ref=near.flip(1)))
+    psi = algorithm.advantages(batch)
+    learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30))
+    learner.optimizer.adam.zero_grad()
+    metrics = LocalProblem(learner, batch, psi, algorithm, seed=0).accumulate()
+    got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss = pg.surrogate(torch.where(batch.mask, naive_logp(model, batch, 1.0), 0), batch, psi, algorithm)
+    expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    largest = max(float(e.abs().max()) for e in expected if e is not None)
+    assert largest > 1e-4
+    for g, e in zip(got, expected, strict=True):
+        assert e is None or float((g - e).abs().max()) <= 1e-6 * largest  # the model normalises in float32
+    value = pg.objective(torch.where(batch.mask, logp, 0), batch, psi, algorithm)
+    assert metrics["objective"].value == pytest.approx(float(value), abs=1e-6)
+    assert metrics["completions/computed"].value < metrics["completions/offered"].value
