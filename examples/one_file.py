@@ -19,6 +19,7 @@ top to bottom: the data, lever 1, lever 2, the averages, the equation, the table
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 # ── The data: B completions of at most T tokens, several per prompt ────────────────────────────────────────────────────
+Gate = Callable[[Tensor, Tensor], Tensor]  # (r, Ψ) -> w
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,7 @@ def only(x: Tensor, mask: Tensor) -> Tensor:
 
 def siblings(roll: Rollout) -> Tensor:
     """[B, B] 1.0 where completion j answers the same prompt as i (i itself included) and has at least one token."""
-    same = (roll.group[:, None] == roll.group[None, :]) & roll.mask.any(1)[None, :]
-    return same.to(roll.reward.dtype)
+    return ((roll.group[:, None] == roll.group) & roll.mask.any(1)).to(roll.reward.dtype)
 
 
 def spread(R: Tensor, S: Tensor) -> Tensor:
@@ -57,8 +58,6 @@ def spread(R: Tensor, S: Tensor) -> Tensor:
 
 
 # ── Lever 1, the advantage: Ψ = (reward to go − baseline) / scale, a scale of ∞ meaning "this group teaches nothing" ───
-
-
 def running_mean(R: Tensor, S: Tensor, roll: Rollout) -> tuple[Tensor, Tensor]:
     """REINFORCE: the baseline is what earlier batches earned."""
     return torch.full_like(R, roll.baseline), torch.ones_like(R)
@@ -82,24 +81,11 @@ def z_score(R: Tensor, S: Tensor, roll: Rollout) -> tuple[Tensor, Tensor]:
 
 
 # ── Lever 2, the ratio r = π_θ/π_old and the gate w(r, Ψ): what the ratio lets through ─────────────────────────────────
-
-
-def token(log_r: Tensor, mask: Tensor) -> Tensor:
-    """One ratio per token (PPO, GRPO)."""
-    return log_r.exp()
-
-
-def sequence(log_r: Tensor, mask: Tensor) -> Tensor:
-    """One ratio per completion, the geometric mean over its tokens (GSPO)."""
-    return (log_r.sum(1) / mask.sum(1).clamp(min=1)).exp()[:, None].expand_as(log_r)
-
-
-Gate = Callable[[Tensor, Tensor], Tensor]
-
-
-def on_policy(r: Tensor, psi: Tensor) -> Tensor:
-    """w = 1: right as long as each rollout is used for one step."""
-    return torch.ones_like(r)
+RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": lambda log_r, mask: log_r.exp(),  # PPO, GRPO; below: GSPO, one per completion, the geometric mean
+    "sequence": lambda log_r, mask: (log_r.sum(1, True) / mask.sum(1, True).clamp(min=1)).exp().expand_as(log_r),
+}
+on_policy: Gate = lambda r, psi: torch.ones_like(r)  # noqa: E731  right as long as each rollout is used for one step
 
 
 def clip(low: float, high: float) -> Gate:
@@ -113,46 +99,21 @@ def cap(high: float) -> Gate:
 
 
 def soft(tau_pos: float, tau_neg: float) -> Gate:
-    """w = 4p(1 − p)r, p = σ(τ(r − 1)): the clip's cliff as a slope (SAPO)."""
-
-    def gate(r: Tensor, psi: Tensor) -> Tensor:
-        tau = torch.where(psi > 0, torch.full_like(r, tau_pos), torch.full_like(r, tau_neg))
-        p = torch.sigmoid(tau * (r - 1))
-        return 4 * p * (1 - p) * r
-
-    return gate
+    """w = 4p(1 − p)r with p = σ(τ(r − 1)), and 4p(1 − p) = 1/cosh²(τ(r − 1)/2): the clip's cliff as a slope (SAPO)."""
+    return lambda r, psi: r / torch.where(psi > 0, tau_pos * (r - 1) / 2, tau_neg * (r - 1) / 2).cosh() ** 2
 
 
-# ── The averages c: who counts alike? ──────────────────────────────────────────────────────────────────────────────────
-
-
-def completions(mask: Tensor) -> Tensor:
-    return mask.any(1).sum().clamp(min=1)
-
-
-def sequence_sum(mask: Tensor) -> Tensor:
-    """1/B: a completion is one action."""
-    return mask.double() / completions(mask)
-
-
-def sequence_mean(mask: Tensor) -> Tensor:
-    """1/(B·|o_i|): completions count alike, so a token of a long one counts less."""
-    return mask.double() / (completions(mask) * mask.sum(1, keepdim=True).clamp(min=1))
-
-
-def token_mean(mask: Tensor) -> Tensor:
-    """1/Σ|o_i|: tokens count alike."""
-    return mask.double() / mask.sum().clamp(min=1)
-
-
-def fixed_length(mask: Tensor) -> Tensor:
-    """1/(B·T), T the token budget: no length that the policy chose."""
-    return mask.double() / (completions(mask) * max(1, mask.shape[1]))
+# ── The averages c [B, T]: who counts alike? ───────────────────────────────────────────────────────────────────────────
+B = lambda mask: mask.any(1).sum().clamp(min=1)  # noqa: E731  how many completions count
+AVERAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sequence sum": lambda mask: mask.double() / B(mask),  # a completion is one action
+    "sequence mean": lambda mask: mask.double() / (B(mask) * mask.sum(1, keepdim=True).clamp(min=1)),  # completions
+    "token mean": lambda mask: mask.double() / mask.sum().clamp(min=1),  # tokens, of long and short completions
+    "fixed length": lambda mask: mask.double() / (B(mask) * max(1, mask.shape[1])),  # no length that the policy chose
+}
 
 
 # ── What DAPO does before: filters and a length penalty ────────────────────────────────────────────────────────────────
-
-
 def drop_no_spread(roll: Rollout) -> Rollout:
     """Dynamic sampling: groups all right or all wrong leave the batch (DAPO then samples new ones)."""
     return replace(roll, mask=roll.mask & spread(roll.reward, siblings(roll))[:, None])
@@ -166,19 +127,17 @@ def mask_truncated(roll: Rollout) -> Rollout:
 def soft_overlong(roll: Rollout) -> Rollout:
     """Down from 0 to −1 over the last fifth of the budget."""
     budget = roll.mask.shape[1]
-    penalty = ((budget - roll.mask.sum(1)) / (0.2 * budget) - 1).clamp(-1, 0)
+    penalty = ((budget - roll.mask.sum(1).to(roll.reward)) / (0.2 * budget) - 1).clamp(-1, 0)
     return replace(roll, reward=roll.reward + penalty)
 
 
 # ── The equation ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True)
 class Algorithm:
     psi: Callable[[Tensor, Tensor, Rollout], tuple[Tensor, Tensor]]
     w: Gate
-    c: Callable[[Tensor], Tensor]
-    ratio: Callable[[Tensor, Tensor], Tensor] = token
+    c: str
+    ratio: str = "token"
     kl_loss: float = 0.0  # β of the k3 term
     kl_reward: float = 0.0  # β of the penalty per token
     before: tuple[Callable[[Rollout], Rollout], ...] = ()
@@ -200,41 +159,39 @@ def surrogate(logp: Tensor, roll: Rollout, algorithm: Algorithm) -> Tensor:
         roll = transform(roll)
     with torch.no_grad():
         psi = advantages(roll, algorithm)
-        r = algorithm.ratio(only(logp - roll.old, roll.mask), roll.mask)
+        r = RATIOS[algorithm.ratio](only(logp - roll.old, roll.mask), roll.mask)
         u = only(logp - roll.ref, roll.mask)
         k = -algorithm.kl_loss * (1 - (-u).exp())  # the derivative of k3 = e^{−u} + u − 1, times −β
-        score = algorithm.c(roll.mask) * (algorithm.w(r, psi) * psi + k)
+        score = AVERAGES[algorithm.c](roll.mask) * (algorithm.w(r, psi) * psi + k)
     return -(score * only(logp, roll.mask)).sum()
 
 
 # ── The table: an algorithm is a choice of parts ───────────────────────────────────────────────────────────────────────
-
 ALGORITHMS = {
-    "reinforce": Algorithm(running_mean, on_policy, sequence_sum, epochs=1),
-    "rloo": Algorithm(leave_one_out, on_policy, sequence_sum, kl_reward=0.05, epochs=1),
-    "grpo": Algorithm(z_score, clip(0.2, 0.2), sequence_mean, kl_loss=0.04),
-    "dr_grpo": Algorithm(group_mean, clip(0.2, 0.2), fixed_length),
-    "dapo": Algorithm(z_score, clip(0.2, 0.28), token_mean, before=(drop_no_spread, mask_truncated, soft_overlong)),
-    "gspo": Algorithm(z_score, clip(3e-4, 4e-4), sequence_mean, ratio=sequence),
-    "cispo": Algorithm(z_score, cap(5.0), token_mean, before=(drop_no_spread,)),
-    "sapo": Algorithm(z_score, soft(1.0, 1.05), sequence_mean),
+    "reinforce": Algorithm(running_mean, on_policy, "sequence sum", epochs=1),
+    "rloo": Algorithm(leave_one_out, on_policy, "sequence sum", kl_reward=0.05, epochs=1),
+    "grpo": Algorithm(z_score, clip(0.2, 0.2), "sequence mean", kl_loss=0.04),
+    "dr_grpo": Algorithm(group_mean, clip(0.2, 0.2), "fixed length"),
+    "dapo": Algorithm(z_score, clip(0.2, 0.28), "token mean", before=(drop_no_spread, mask_truncated, soft_overlong)),
+    "gspo": Algorithm(z_score, clip(3e-4, 4e-4), "sequence mean", ratio="sequence"),
+    "cispo": Algorithm(z_score, cap(5.0), "token mean", before=(drop_no_spread,)),
+    "sapo": Algorithm(z_score, soft(1.0, 1.05), "sequence mean"),
 }
 
 # ── A task: sort three digits. A completion is right when it is the sorted digits, then EOS. ───────────────────────────
-
-DIGITS, EOS, START, PROMPT, BUDGET = 6, 6, 7, 3, 8
+DIGITS, EOS, START, LENGTH, BUDGET = 5, 5, 6, 3, 6
 
 
 class Policy(nn.Module):
     """A GRU that reads the prompt, then writes."""
 
-    def __init__(self, hidden: int = 64) -> None:
+    def __init__(self, hidden: int = 48) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(8, hidden), nn.Linear(hidden, 7)
+        self.embed, self.head = nn.Embedding(START + 1, hidden), nn.Linear(hidden, EOS + 1)
         self.rnn = nn.GRU(hidden, hidden, batch_first=True)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[B, N] -> log π(next token) [B, N, 7] and the state to go on from."""
+        """[B, N] -> log π(next token | all before) [B, N, V], and the state to go on from."""
         out, state = self.rnn(self.embed(tokens), state)
         return torch.log_softmax(self.head(out), -1), state
 
@@ -247,53 +204,46 @@ class Policy(nn.Module):
 @torch.no_grad()
 def sample(policy: Policy, reference: Policy, groups: int, size: int) -> tuple[Rollout, Tensor, Tensor]:
     """(rollout, prompts, tokens): `size` completions for each of `groups` prompts."""
-    digits = torch.randint(DIGITS, (groups, PROMPT)).repeat_interleave(size, 0)
-    prompts = torch.cat([digits, torch.full_like(digits[:, :1], START)], 1)
-    taken: list[Tensor] = []
+    digits = torch.randint(DIGITS, (groups, LENGTH)).repeat_interleave(size, 0)
+    prompts = torch.nn.functional.pad(digits, (0, 1), value=START)
     logp, state = policy(prompts)
+    tokens = torch.empty(len(prompts), 0, dtype=torch.int64)
     for _ in range(BUDGET):
-        taken.append(torch.multinomial(logp[:, -1].exp(), 1))
-        logp, state = policy(taken[-1], state)
-    tokens = torch.cat(taken, 1)
-    ended_before = (tokens == EOS).cumsum(1) - (tokens == EOS).long() > 0
-    target = torch.cat([digits.sort(1).values, torch.full_like(digits[:, :1], EOS)], 1)
-    right = (tokens[:, : PROMPT + 1] == target) & ~ended_before[:, : PROMPT + 1]
-    roll = Rollout(
-        mask=~ended_before,
-        group=torch.arange(groups).repeat_interleave(size),
-        reward=right.float().mean(1),
-        old=policy.logp(prompts, tokens),
-        ref=reference.logp(prompts, tokens),
-        truncated=~(tokens == EOS).any(1),
-    )
+        tokens = torch.cat([tokens, torch.multinomial(logp[:, -1].exp(), 1)], 1)
+        logp, state = policy(tokens[:, -1:], state)
+    ended = (tokens == EOS).cumsum(1) > (tokens == EOS).long()  # before this token
+    target = torch.nn.functional.pad(digits.sort(1).values, (0, 1), value=EOS)
+    right = (tokens[:, : LENGTH + 1] == target) & ~ended[:, : LENGTH + 1]
+    group, reward = torch.arange(groups).repeat_interleave(size), right.float().mean(1)
+    old, ref = policy.logp(prompts, tokens), reference.logp(prompts, tokens)
+    roll = Rollout(~ended, group, reward, old, ref, truncated=~(tokens == EOS).any(1))
     return roll, prompts, tokens
 
 
-def train(name: str, steps: int = 300, groups: int = 16, size: int = 8, seed: int = 0, every: int = 20) -> list[float]:
+def train(name: str, steps: int = 250, groups: int = 16, size: int = 8, seed: int = 0) -> list[float]:
     """Trains a fresh policy; returns the mean reward of every step."""
     torch.manual_seed(seed)
-    algorithm, policy, reference = ALGORITHMS[name], Policy(), Policy()
-    reference.load_state_dict(policy.state_dict())
+    algorithm, policy = ALGORITHMS[name], Policy()
+    reference = copy.deepcopy(policy)
     optimiser = torch.optim.Adam(policy.parameters(), lr=3e-3)
     rewards: list[float] = []
-    for step in range(1, steps + 1):
+    for step in range(steps):
         roll, prompts, tokens = sample(policy, reference, groups, size)
         roll = replace(roll, baseline=sum(rewards[-10:]) / max(1, len(rewards[-10:])))
         for _ in range(algorithm.epochs):
             optimiser.zero_grad()
             surrogate(policy.logp(prompts, tokens), roll, algorithm).backward()
-            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimiser.step()
         rewards.append(float(roll.reward.mean()))
-        if step % every == 0 or step == 1:
-            solved = float((roll.reward == 1).float().mean())
-            bar = "█" * round(40 * rewards[-1])
-            print(f"{name}  step {step:4d}  reward {rewards[-1]:.2f}  sorted {solved:4.0%}  {bar}", flush=True)
+        if step % 10 == 0 or step == steps - 1:
+            solved = float((roll.reward == 1).double().mean())
+            print(f"{name} {step:4d}  reward {rewards[-1]:.2f}  sorted {solved:4.0%}  " + "█" * round(40 * solved))
     return rewards
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # tensors this small are faster on one core
     chosen = sys.argv[1] if len(sys.argv) > 1 else "grpo"
     if chosen not in ALGORITHMS:
         sys.exit(f"unknown algorithm {chosen!r}; known: {', '.join(ALGORITHMS)}")
-    train(chosen, int(sys.argv[2]) if len(sys.argv) > 2 else 300)
+    train(chosen, int(sys.argv[2]) if len(sys.argv) > 2 else 250)

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import dis
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import TextIO
 
 HELP = """policygrad: the policy-gradient family for language models, as one equation with interchangeable parts
 
   policygrad train [ALGORITHM] [options]   train; without options: GRPO on a small model and task inside the package
   policygrad train --resume RUN            go on with a run
+  policygrad train ... --dry-run           print the configuration and the algorithm's equation, load no model
   policygrad eval MODEL --task TASK        mean@k and pass@k of a model on held-out problems
   policygrad algorithms [--json]           the matrix of named algorithms
-  policygrad show ALGORITHM                its equation, parts, defaults with sources, what it fixes, how it fails
+  policygrad show NAME                     an algorithm: its equation, parts, defaults with sources, what it fixes,
+                                           how it fails; or one part, such as Clip
+  policygrad completion bash|zsh           a script for tab completion
+  policygrad --version
 
 `policygrad COMMAND --help` lists a command's options. Documentation: README.md and docs/.
 """
+COMMANDS = {  # the function of each, as module:name
+    "train": "policygrad.commands.train:train",
+    "eval": "policygrad.commands.evaluate:evaluate",
+    "algorithms": "policygrad.commands.show:algorithms",
+    "show": "policygrad.commands.show:show",
+    "completion": "policygrad.commands.completion:completion",
+}
 
 
 class UsageError(ValueError):
@@ -27,20 +43,23 @@ class UsageError(ValueError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; 0 = done, 2 = what was asked cannot be done, with the reason on standard error, 130 = interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help", "help"):
-        print(HELP, end="")
-        return 0
-    if args[0] in ("-V", "--version"):
-        from policygrad import __version__
-
-        print(f"policygrad {__version__}")
-        return 0
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # an ASCII terminal gets ? for Ψ, not a traceback
     try:
-        return _command(args[0])(args[1:])
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code = _run(args)
+            sys.stdout.flush()
+            return code
+    except SystemExit as end:  # tyro's, after its help or its own error message
+        return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
+    except BrokenPipeError:  # `policygrad algorithms | head -1`; Python would complain again when it closes the stream
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
         if not _is_users(error):
@@ -49,35 +68,55 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _command(name: str) -> Callable[[list[str]], int]:
-    from policygrad import commands
+def _run(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if args[0] in ("-V", "--version", "version"):
+        from policygrad import __version__
 
-    known: dict[str, Callable[[list[str]], int]] = {
-        "train": commands.train,
-        "eval": commands.evaluate,
-        "algorithms": commands.algorithms,
-        "show": commands.show,
-    }
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        print(f"policygrad {__version__}")
+        return 0
+    return _command(args[0])(args[1:])
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UsageError(f"unknown command {name!r}: {hint}")
-    return known[name]
+    module, _, function = COMMANDS[name].partition(":")
+    command: Callable[[list[str]], int] = getattr(import_module(module), function)
+    return command
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning in words, without the line of code that gave it."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _is_users(error: Exception) -> bool:
-    """Whether the error was raised by our own code, in words meant for the user, and not by a library in the midst of ours.
+    """Whether a `raise` of our own made the error, so that its words are meant for the user.
 
-    POLICYGRAD_DEBUG=1 shows the traceback all the same.
+    What a library raised in the midst of ours, or an operation that failed, is a bug, and a bug shows its traceback.
+    POLICYGRAD_DEBUG=1 shows it always.
     """
-    if os.environ.get("POLICYGRAD_DEBUG") or not isinstance(
-        error, (ValueError, RuntimeError, OSError, ImportError, ArithmeticError)
-    ):
+    kinds = (ValueError, TypeError, RuntimeError, OSError, ImportError, ArithmeticError)
+    if os.environ.get("POLICYGRAD_DEBUG") or not isinstance(error, kinds):
         return False
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent)
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if at is None or not Path(at.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent):
+        return False
+    return at.tb_frame.f_code.co_code[at.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 if __name__ == "__main__":

@@ -2,62 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from policygrad.core.advantages import no_spread
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.filters import DropNoSpread, reweight
-from policygrad.core.metrics import Max, Mean, Metrics, Sum
+from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.ragged import Groups
 from policygrad.core.types import Batch
-from policygrad.rollout.types import Completion, Group, Prompt, Sampler, Sampling
-
-TRAIN, EVALUATE = 0, 1
-"""Streams of random numbers, the second entry of a prompt's key."""
-
-
-class Example(Protocol):
-    """What a task yields: a prompt and the columns its reward reads."""
-
-    @property
-    def prompt(self) -> Any: ...
-    @property
-    def columns(self) -> Mapping[str, Any]: ...
-
-
-class Scores(Protocol):
-    """What a reward pool says of a list of completions."""
-
-    @property
-    def total(self) -> Sequence[float | None]: ...
-    @property
-    def failures(self) -> Mapping[str, int]: ...
-    @property
-    def messages(self) -> Sequence[str]: ...
-
-
-class Encoder(Protocol):
-    """Text to tokens and back."""
-
-    def encode(self, prompt: Any, max_tokens: int, source: str = ...) -> Tensor: ...
-    def decode(self, tokens: Any) -> str: ...
-
-
-Score = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], Scores]
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """Everything a rollout reads from, but for the weights: `examples(i)` is the task's i-th training example."""
-
-    examples: Callable[[int], Example]
-    codec: Encoder
-    score: Score
-    seed: int
+from policygrad.rollout.source import TRAIN, Example, Scores, Source, make_prompt, score_groups
+from policygrad.rollout.types import Completion, Group, Sampler, Sampling
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,15 +33,6 @@ class Rollout:
     metrics: Metrics
     messages: tuple[str, ...] = field(default=())
     """What went wrong with rewards, once per kind, and what dynamic sampling could not fill."""
-
-
-def score_groups(source: Source, examples: Sequence[Example], groups: Sequence[Group]) -> tuple[list[str], Scores]:
-    """Texts and scores, completion by completion in the groups' order. Every column of an example reaches the reward."""
-    texts = [source.codec.decode(c.tokens) for g in groups for c in g.completions]
-    repeated = [e for e, g in zip(examples, groups, strict=True) for _ in g.completions]
-    names = dict.fromkeys(name for e in repeated for name in e.columns)
-    columns = {name: [e.columns.get(name) for e in repeated] for name in names}
-    return texts, source.score([e.prompt for e in repeated], texts, columns)
 
 
 def to_batch(groups: Sequence[Group], rewards: Sequence[float | None]) -> Batch:
@@ -110,7 +60,7 @@ def to_batch(groups: Sequence[Group], rewards: Sequence[float | None]) -> Batch:
 
 @dataclass(eq=False)
 class _Kept:
-    """Groups gathered so far, and those that dynamic sampling set aside."""
+    """Groups gathered so far, group by group."""
 
     groups: list[Group] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)
@@ -118,13 +68,29 @@ class _Kept:
     texts: list[list[str]] = field(default_factory=list)
 
     def add(self, other: _Kept, i: int) -> None:
-        for mine, theirs in ((self.groups, other.groups), (self.examples, other.examples)):
-            mine.append(theirs[i])  # type: ignore[attr-defined]
+        """Takes the other's i-th group."""
+        self.groups.append(other.groups[i])
+        self.examples.append(other.examples[i])
         self.rewards.append(other.rewards[i])
         self.texts.append(other.texts[i])
 
     def batch(self) -> Batch:
         return to_batch(self.groups, [r for rewards in self.rewards for r in rewards])
+
+
+@dataclass(eq=False)
+class _Said:
+    """What the reward functions said over the rounds of a step."""
+
+    messages: dict[str, None] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
+
+    def hear(self, scores: Scores) -> None:
+        self.messages.update(dict.fromkeys(scores.messages))
+        failed = {f"rewards/failed_{why}": Sum(float(n)) for why, n in scores.failures.items()}
+        known = {name: [x for x in part if x is not None] for name, part in scores.parts.items()}
+        parts = {f"rewards/{name}": Mean(sum(x), float(len(x))) for name, x in known.items() if len(known) > 1}
+        self.metrics = merge(self.metrics, failed, parts)
 
 
 def collect(
@@ -140,71 +106,48 @@ def collect(
 ) -> Rollout:
     """A step's worth of groups: `prompts` × `samples` completions, from the task's example `position` on.
 
-    Dynamic sampling sets groups without spread aside and takes further prompts, for at most its `max_rounds` rounds; what is
-    missing then is filled with the groups set aside at weight 0, the others are reweighted, and that is reported.
+    Dynamic sampling sets groups without spread aside and takes further prompts, for at most its `max_rounds` rounds; what
+    is missing then is filled with groups set aside at weight 0, the others are reweighted, and that is reported.
     """
     dynamic = next((f for f in algorithm.filters if isinstance(f, DropNoSpread)), None)
-    kept, aside, messages, failures = _Kept(), _Kept(), dict[str, None](), dict[str, int]()
-    seen: list[Batch] = []
-    for round_ in range(dynamic.rounds if dynamic else 1):
-        fresh = _round(
-            source, sampler, sampling, range(position, position + prompts), samples, step, messages, failures
-        )
+    rounds, refill = (dynamic.rounds, dynamic.mode == "refill") if dynamic else (1, False)
+    kept, aside, said, seen = _Kept(), _Kept(), _Said(), list[Batch]()
+    for _ in range(rounds):
+        fresh = _round(source, sampler, sampling, range(position, position + prompts), samples, step, said)
         position += prompts
-        batch = fresh.batch()
-        seen.append(batch)
-        drop = (
-            dynamic.dropped(batch)
-            if dynamic and dynamic.mode == "refill"
-            else torch.zeros(len(batch.group), dtype=torch.bool)
-        )
-        for i in range(len(fresh.groups)):
-            if len(kept.groups) < prompts or round_ == 0:
-                (aside if bool(drop[batch.group == i].all()) else kept).add(fresh, i)
-        if len(kept.groups) >= prompts:
+        seen.append(fresh.batch())
+        flat = no_spread(seen[-1])
+        for i in range(prompts):
+            set_aside = refill and bool(flat[i * samples])
+            if set_aside or len(kept.groups) < prompts:
+                (aside if set_aside else kept).add(fresh, i)
+        if len(kept.groups) == prompts:
             break
-    missing = max(0, prompts - len(kept.groups))
+    missing = prompts - len(kept.groups)
     for i in range(missing):
         kept.add(aside, i)
-    batch = _filter(kept.batch(), algorithm, dynamic, missing)
     if missing:
-        messages[
-            f"dynamic sampling: {missing} of {prompts} groups still without spread after {dynamic.rounds} rounds"
-        ] = None  # type: ignore[union-attr]
+        note = f"dynamic sampling: groups were still without spread after {rounds} rounds; the others are reweighted"
+        said.messages[note] = None
     return Rollout(
-        batch,
+        _filter(kept.batch(), algorithm, dynamic, missing),
         tuple(e.prompt for e, g in zip(kept.examples, kept.groups, strict=True) for _ in g.completions),
         tuple(text for texts in kept.texts for text in texts),
         position,
-        {**_measure(seen), **{f"rewards/failed_{reason}": Sum(float(n)) for reason, n in failures.items()}},
-        tuple(messages),
+        merge(_measure(seen), said.metrics, {"dynamic/unfilled": Sum(float(missing))} if refill else {}),
+        tuple(said.messages),
     )
 
 
 def _round(
-    source: Source,
-    sampler: Sampler,
-    sampling: Sampling,
-    indices: range,
-    samples: int,
-    step: int,
-    messages: dict[str, None],
-    failures: dict[str, int],
+    source: Source, sampler: Sampler, sampling: Sampling, indices: range, samples: int, step: int, said: _Said
 ) -> _Kept:
     examples = [source.examples(i) for i in indices]
-    prompts = [
-        Prompt(
-            source.codec.encode(e.prompt, sampling.max_tokens, getattr(e, "source", None) or f"training prompt {i}"),
-            key,
-        )
-        for i, e in zip(indices, examples, strict=True)
-        for key in [(source.seed, TRAIN, step, i)]
-    ]
+    pairs = zip(indices, examples, strict=True)
+    prompts = [make_prompt(source, e, sampling.max_tokens, TRAIN, step, i) for i, e in pairs]
     groups = sampler.sample(prompts, samples, sampling)
     texts, scores = score_groups(source, examples, groups)
-    messages.update(dict.fromkeys(scores.messages))
-    for reason, n in scores.failures.items():
-        failures[reason] = failures.get(reason, 0) + n
+    said.hear(scores)
     per = [slice(i * samples, (i + 1) * samples) for i in range(len(groups))]
     return _Kept(list(groups), examples, [list(scores.total[s]) for s in per], [texts[s] for s in per])
 
@@ -246,8 +189,3 @@ def _measure(seen: Sequence[Batch]) -> Metrics:
         max((float(x.max()) for x in metrics["completions/mean_length"] if len(x)), default=0.0)
     )
     return merged
-
-
-def without_rewards(rollout: Rollout) -> bool:
-    """Whether no completion of the step has a reward."""
-    return not bool(rollout.batch.counted.any()) and not bool(replace(rollout.batch, in_statistics=None).counted.any())

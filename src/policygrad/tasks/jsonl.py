@@ -36,6 +36,7 @@ class JsonlTask:
         self._held_out = tuple(
             sorted(held_out or train, key=lambda row: sha256(prompt_key(row.prompt).encode()).digest())
         )
+        self.rows = (*self._train, *held_out)
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     @classmethod
@@ -122,7 +123,7 @@ def _parse_row(line: bytes, where: str) -> Example:
         if name in row:
             raise ValueError(f"{where}: a column may not be called {name!r}, reward functions get that name; rename it")
     prompt = _parse_prompt(row.pop("prompt"), where)
-    return Example(prompt, row)
+    return Example(prompt, row, where)
 
 
 def _parse_prompt(value: Any, where: str) -> Prompt:

@@ -42,6 +42,7 @@ class ReasoningGymTask:
 
     rewards: tuple[str, ...] = ("reasoning_gym",)
     held_out_is_train = False
+    rows: tuple[Example, ...] = ()
 
     def __init__(self, name: str, components: Sequence[Component], *, seed: int = 0) -> None:
         self.name = name

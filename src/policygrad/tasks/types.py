@@ -1,6 +1,6 @@
 """What a task is: prompts for training, and fixed held-out prompts to measure with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ class Example:
 
     prompt: Prompt
     columns: Mapping[str, Any] = field(default_factory=dict)
+    source: str = field(default="", compare=False)
+    """Where it stands, e.g. `sums.jsonl:12`, for error messages."""
 
 
 class Task(Protocol):
@@ -25,6 +27,9 @@ class Task(Protocol):
     name: str
     rewards: tuple[str, ...]  # names of the rewards that fit this task; () when the user has to choose
     held_out_is_train: bool  # True: too few prompts to hold any out, evaluation is on the training prompts
+    rows: Sequence[
+        Example
+    ]  # all of them where they are in memory, so that they can be checked before training; else ()
 
     def train(self, index: int) -> Example:
         """The training example with this number (0, 1, 2, ... without end), a pure function of (seed, index)."""

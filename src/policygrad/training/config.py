@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -11,6 +12,15 @@ from policygrad.algorithms import GRPO
 from policygrad.core.algorithm import Algorithm
 from policygrad.rollout.types import Sampling
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
+
+
+def optional(metavar: str, words: str) -> Any:
+    """For an option that may be left open: its help names what is then taken, in words."""
+
+    def hint(default: str) -> str:
+        return f"(default: {words if default in ('None', '') else default})"
+
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,13 @@ class Evaluation:
     """Completions per problem."""
     every: int = 0
     """Also evaluate every so many steps; 0 = before and after only."""
+
+    def __post_init__(self) -> None:
+        if self.problems < 0 or self.every < 0 or self.samples < 1:
+            raise ValueError(
+                "evaluation.problems and evaluation.every must be at least 0 and evaluation.samples at least 1, not "
+                f"{self.problems}, {self.every}, {self.samples}"
+            )
 
 
 @dataclass(frozen=True)
@@ -61,26 +78,26 @@ class Rewarding:
 class Options:
     """All that a run needs to know besides its algorithm."""
 
-    model: str = "tiny"
+    model: Annotated[str, tyro.conf.arg(metavar="ID|DIR")] = "tiny"
     """Directory or hub id of a causal language model; tiny = the base model inside the package."""
-    task: str = "embedded"
+    task: Annotated[str, tyro.conf.arg(metavar="NAME|FILE")] = "embedded"
     """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file."""
-    reward: tuple[str, ...] = ()
-    """Reward functions by name or dotted path, each with an optional weight (format*0.5); none = the task's own."""
-    held_out: str | None = None
-    """A .jsonl file of held-out problems; none = a sixteenth of the task, chosen by a hash of the prompt."""
+    reward: Annotated[tuple[str, ...], optional("NAME", "the task's own")] = ()
+    """Reward functions: names, dotted paths or path/to/file.py:function, each with an optional weight (format*0.5)."""
+    held_out: Annotated[str | None, optional("FILE", "a sixteenth of the task, chosen by a hash of the prompt")] = None
+    """A .jsonl file of held-out problems for a .jsonl task."""
     steps: int = 150
     """Rollouts, each followed by the algorithm's optimiser steps."""
     prompts_per_step: int = 64
     """Prompts per rollout."""
-    samples_per_prompt: int | None = None
-    """G, completions per prompt; none = the algorithm's own."""
+    samples_per_prompt: Annotated[int | None, optional("INT", "the algorithm's own")] = None
+    """G, completions per prompt."""
     lr: float = 3e-4
     """Peak learning rate."""
     seed: int = 0
     """Of everything drawn at random."""
-    output: str | None = None
-    """The run's folder; none = the next free runs/ALGORITHM-N."""
+    output: Annotated[str | None, optional("DIR", "the next free runs/ALGORITHM-N")] = None
+    """The run's folder."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     """The policy as it is sampled."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -110,8 +127,8 @@ class Run(Options):
         for name in ("steps", "prompts_per_step"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not self.lr >= 0:
-            raise ValueError(f"lr must be at least 0, not {self.lr}")
+        if not 0 <= self.lr < math.inf:
+            raise ValueError(f"lr must be at least 0 and finite, not {self.lr}")
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, not {self.seed}")
         self.algorithm.check_sampling(self.group_size, self.sampling.temperature)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb
 
-from policygrad.rollout.collect import EVALUATE, Example, Source, score_groups
-from policygrad.rollout.types import Prompt, Sampler, Sampling
+from policygrad.rollout.source import EVALUATE, Example, Source, make_prompt, score_groups
+from policygrad.rollout.types import Sampler, Sampling
 
 PORTION = 64
 """Prompts sampled at a time, so that progress shows."""
@@ -74,15 +74,7 @@ def evaluate(
     messages: dict[str, None] = {}
     for start in range(0, len(examples), PORTION):
         some = examples[start : start + PORTION]
-        prompts = [
-            Prompt(
-                source.codec.encode(
-                    e.prompt, sampling.max_tokens, getattr(e, "source", None) or f"held-out prompt {start + i}"
-                ),
-                (source.seed, EVALUATE, 0, start + i),
-            )
-            for i, e in enumerate(some)
-        ]
+        prompts = [make_prompt(source, e, sampling.max_tokens, EVALUATE, 0, start + i) for i, e in enumerate(some)]
         groups = sampler.sample(prompts, samples, sampling)
         decoded, said = score_groups(source, some, groups)
         messages.update(dict.fromkeys(said.messages))

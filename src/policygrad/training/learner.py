@@ -65,7 +65,7 @@ class LocalLearner:
         self.model, self.config, self.version = model, config, 0
         self.device = next(model.parameters()).device
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _recompute_activations(model)
             model.train()  # transformers recompute only in training mode; dropout is 0 (see load_model)
         self.scorer = probe(model, temperature, model.config.vocab_size)
         self.optimizer = Optimizer(model, optimizer or OptimizerConfig(), lr, steps * algorithm.step.updates)
@@ -108,6 +108,15 @@ class LocalLearner:
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         self.optimizer.restore(tensors, values["optimizer"])
         self.version = values["version"]
+
+
+def _recompute_activations(model: Any) -> None:
+    """Under its name in transformers ≥ 5.2x, or the one before."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable()
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 @dataclass(frozen=True, eq=False)

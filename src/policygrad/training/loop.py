@@ -11,7 +11,8 @@ from torch import Tensor
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.core.types import Batch
-from policygrad.rollout.collect import Rollout, Source, collect
+from policygrad.rollout.collect import Rollout, collect
+from policygrad.rollout.source import Source
 from policygrad.rollout.types import Sampler
 from policygrad.training.config import Run
 from policygrad.training.learner import Learner

@@ -52,6 +52,8 @@ def active(batch: Batch, psi: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
 def merge_equal(batch: Batch, psi: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """(representative rows [u], index [len(rows)] of each row's representative): equal completions of one prompt with equal
     Ψ and equal log-probabilities have one gradient, times the sum of their coefficients."""
+    if not len(rows):
+        return rows, rows
     columns = [psi, *(getattr(batch, name) for name in _COMPARED if getattr(batch, name) is not None)]
     mask = batch.mask[rows]
     data = [

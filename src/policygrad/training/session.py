@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from policygrad.rewards import RewardPool
-from policygrad.rollout.collect import Source
 from policygrad.rollout.local import LocalSampler
 from policygrad.rollout.model import load_codec, load_model, padding_id
+from policygrad.rollout.source import Source
 from policygrad.rollout.types import Sampling
 from policygrad.tasks import load_task
 from policygrad.tasks.types import Task
@@ -155,6 +155,8 @@ class Session:
         display.phase("loading the model")
         model = load_model(run.model, dtype=run.learner.dtype, device=pick_device(run.learner.device))
         self.codec = load_codec(run.model, model)
+        for example in self.task.rows:  # a prompt too long for the model is better found now than in a week
+            self.codec.encode(example.prompt, run.sampling.max_tokens, example.source or "a prompt")
         self.pool = stack.enter_context(RewardPool(names, workers=run.rewards.workers, budget=run.rewards.budget))
         self.source = Source(self.task.train, self.codec, self.pool.score, run.seed)
         self.learner = LocalLearner(
@@ -171,6 +173,7 @@ class Session:
         folder.mkdir(parents=True, exist_ok=True)
         self.files = stack.enter_context(RunFiles(folder))
         self.stopping = False
+        self.told: set[str] = set()
         self.before: float | None = None
         self.binary = True
 
@@ -264,9 +267,10 @@ class Session:
         rows = _rows(done)
         self.files.completions(step, rows)
         for message in done.rollout.messages:
-            self.display.note(message)
-        if not bool(done.rollout.batch.counted.any()):
-            self.display.note(f"step {step}: no completion has a reward, so nothing was learned from it")
+            if message not in self.told:
+                self.told.add(message)
+                self.display.note(message)
+        self._note_if_nothing_was_learned(step, done, values)
         shown = rows[step % len(rows)] if rows else None
         self.display.step(
             step, values, Sample(str(shown["prompt"]), str(shown["completion"]), shown["reward"]) if shown else None
@@ -277,6 +281,22 @@ class Session:
         if not going or step % run.checkpoint.every == 0:
             self._save(done.progress, final=not going)
         return going
+
+    def _note_if_nothing_was_learned(self, step: int, done: Done, values: dict[str, float]) -> None:
+        """Says why, once per reason; how often it happened is in the metrics (`updates/skipped`)."""
+        if values.get("updates/taken"):
+            return
+        if values.get("completions/truncated_ratio") == 1.0:
+            why = "every completion was cut off by the token budget: raise --sampling.max-tokens"
+        elif values.get("completions/failed_ratio") == 1.0:
+            why = "no completion has a reward: see the notes about the reward functions"
+        elif values.get("frac_reward_zero_std") == 1.0:
+            why = "in every group all rewards are equal: the task is too hard, too easy, or the samples too few"
+        else:
+            why = "the filters left no completion that could move the weights"
+        if why not in self.told:
+            self.told.add(why)
+            self.display.note(f"step {step}: nothing was learned; {why}")
 
     def _save(self, progress: Progress, *, final: bool) -> None:
         tensors, values = self.learner.state()

@@ -6,12 +6,10 @@ A part of the algorithm is a table whose `part` names its class (`policygrad.Cli
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
@@ -22,19 +20,9 @@ import policygrad
 from policygrad.algorithms import algorithm as named
 from policygrad.core.algorithm import Algorithm
 from policygrad.training.config import Run
+from policygrad.training.parts import ConfigError, check_place, nearest, part_class
 
 NOTHING = "none"
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be read, naming the file and the key."""
-
-
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """' did you mean …?' or the known names."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
 
 
 def dumps(run: Run) -> str:
@@ -146,15 +134,32 @@ def _typed(value: Any, hint: Any, where: str, dotted: str) -> Any:
         if option is NoneType:
             continue
         if typing.get_origin(option) is tuple and isinstance(value, list):
-            return tuple(value)
+            return _typed_tuple(value, typing.get_args(option), where, dotted)
         if typing.get_origin(option) is typing.Literal and isinstance(value, str):
             return value  # the part itself refuses what it does not know, and says why
         if option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if isinstance(option, type) and isinstance(value, option) and not (option is int and isinstance(value, bool)):
             return value
-    names = " or ".join(getattr(o, "__name__", str(o)) for o in options if o is not NoneType)
+    names = " or ".join(_type_name(o) for o in options if o is not NoneType)
     raise ConfigError(f"{where}: {dotted!r} must be {names}, not {value!r}")
+
+
+def _typed_tuple(value: list[Any], kinds: tuple[Any, ...], where: str, dotted: str) -> tuple[Any, ...]:
+    if kinds[-1] is not Ellipsis and len(kinds) != len(value):
+        raise ConfigError(f"{where}: {dotted!r} must be a list of {len(kinds)}, not {value!r}")
+    each = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
+    return tuple(
+        _typed(item, kind, where, f"{dotted}[{i}]") for i, (item, kind) in enumerate(zip(value, each, strict=True))
+    )
+
+
+def _type_name(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {_type_name(typing.get_args(kind)[0])}"
+    words = {"str": "text in quotes", "int": "a whole number", "float": "a number", "bool": "true or false"}
+    name = getattr(kind, "__name__", str(kind))
+    return words.get(name, name)
 
 
 def _read_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> Algorithm:
@@ -192,6 +197,7 @@ def _read_part(current: Any, value: Any, where: str, dotted: str) -> Any:
     if name is None and current is None:
         raise ConfigError(f"{where}: {dotted!r} needs a `part`, the class it is made of, e.g. part = 'Clip'")
     kind = type(current) if name is None else part_class(name, where, dotted)
+    check_place(kind, where, dotted)
     base = current if type(current) is kind else _build(kind, where, dotted)
     known = {f.name for f in fields(base)}
     hints = typing.get_type_hints(kind)
@@ -205,24 +211,3 @@ def _read_part(current: Any, value: Any, where: str, dotted: str) -> Any:
         for k, v in value.items()
     }
     return _build(lambda: replace(base, **values), where, dotted)
-
-
-def part_class(name: str, where: str, dotted: str) -> type:
-    """The class of a part by its policygrad name, or `module:Class`.
-
-    Raises:
-        ConfigError: no such class, or not a dataclass.
-    """
-    if ":" in name:
-        module, _, qualname = name.partition(":")
-        try:
-            kind = getattr(import_module(module), qualname)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"{where}: {dotted}: cannot import the part {name!r}: {error}") from error
-    else:
-        kind = getattr(policygrad, name) if name in policygrad.__all__ else None
-        if kind is None:
-            raise ConfigError(f"{where}: {dotted}: no part is called {name!r}: {nearest(name, policygrad.__all__)}")
-    if not (isinstance(kind, type) and is_dataclass(kind)):
-        raise ConfigError(f"{where}: {dotted}: {name!r} is not a part: a part is a dataclass")
-    return kind

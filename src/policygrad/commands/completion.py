@@ -1,0 +1,95 @@
+"""`policygrad completion bash|zsh`: a script that completes commands, algorithms, parts and options, and starts no Python."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal
+
+import tyro
+
+from policygrad.algorithms import ALGORITHMS
+from policygrad.cli import COMMANDS
+from policygrad.commands.describe import paragraphs
+from policygrad.commands.evaluate import EvalOptions
+from policygrad.commands.train import flags
+from policygrad.core.algorithm import Algorithm
+from policygrad.rollout.types import Sampling
+from policygrad.training.parts import part_names
+
+SCRIPT = """# tab completion of policygrad; written by `policygrad completion {shell}`
+{zsh}_policygrad() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words=
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words={commands}
+    else
+        case "$before" in
+{values}        *)
+            case "${{COMP_WORDS[1]}}" in
+            train) words={train}; [ "$COMP_CWORD" -eq 2 ] && words="$words "{algorithms} ;;
+            eval) words={evaluate}; [ "$COMP_CWORD" -eq 2 ] && words="$words tiny" ;;
+            algorithms) words="--json --help" ;;
+            show) words={names} ;;
+            completion) words="bash zsh" ;;
+            esac ;;
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o default -F _policygrad policygrad
+"""
+
+
+HELP = (
+    "A script for tab completion of commands, algorithms, parts and options.",
+    "bash:  policygrad completion bash > ~/.local/share/bash-completion/completions/policygrad",
+    "zsh:  policygrad completion zsh > ~/.policygrad.zsh, and after compinit in ~/.zshrc: source ~/.policygrad.zsh",
+)
+
+
+@dataclass(frozen=True)
+class CompletionOptions:
+    """Options of `policygrad completion`."""
+
+    shell: Annotated[tyro.conf.Positional[Literal["bash", "zsh"]], tyro.conf.arg(metavar="bash|zsh")]
+    """For which shell."""
+
+
+def completion(args: list[str]) -> int:
+    """`policygrad completion bash|zsh`."""
+    shell = tyro.cli(CompletionOptions, args=args, prog="policygrad completion", description=paragraphs(*HELP)).shell
+    print(script(shell), end="")
+    return 0
+
+
+def script(shell: str) -> str:
+    """The script for bash; zsh runs the same one through its bashcompinit."""
+    places = [f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt")]
+    train = dict.fromkeys(
+        [*(flag for name in ALGORITHMS for flag in flags(name)), *(f"--algorithm.{p}" for p in places)]
+    )
+    evaluate = [f.name for f in fields(EvalOptions) if f.name not in ("model", "sampling")]
+    evaluate += [f.name for f in fields(Sampling)]
+    values = {f"--algorithm.{place}": ["none", *part_names(place)] for place in places}
+    values |= {
+        "--algorithm": list(ALGORITHMS),
+        "--model": ["tiny"],
+        "--task": ["embedded"],
+        "--dtype|--learner.dtype": ["fp32", "bf16"],
+        "--reward": ["exact_match", "format", "math", "reasoning_gym", "reasoning_gym_partial"],
+        "--optimizer.schedule": ["constant", "linear", "cosine"],
+    }
+    return SCRIPT.format(
+        shell=shell,
+        zsh="autoload -Uz bashcompinit && bashcompinit\n" if shell == "zsh" else "",
+        commands=_quoted([*COMMANDS, "--help", "--version"]),
+        values="".join(f"        {flag}) words={_quoted(known)} ;;\n" for flag, known in values.items()),
+        train=_quoted([*train, "--help"]),
+        algorithms=_quoted(ALGORITHMS),
+        evaluate=_quoted([f"--{name.replace('_', '-')}" for name in evaluate] + ["--help"]),
+        names=_quoted([*ALGORITHMS, *part_names()]),
+    )
+
+
+def _quoted(words: list[str] | dict[str, object]) -> str:
+    return shlex.quote(" ".join(words))

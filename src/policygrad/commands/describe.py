@@ -1,0 +1,187 @@
+"""Algorithms and their parts as text: lines of styled pieces, printed plain into a pipe and in colour on a terminal."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields, is_dataclass, replace
+from typing import Any
+
+from policygrad.algorithms import ABOUT, ALGORITHMS
+from policygrad.core.algorithm import Algorithm
+
+Line = tuple[tuple[str, str], ...]
+"""(text, rich style) pieces of one line."""
+HEAD, NAME, FORMULA, QUIET = "bold", "bold cyan", "green", "dim"
+COLUMNS = {  # field of an algorithm -> its symbol in the equation, and what it is
+    "filters": ("", "filters"),
+    "shaping": ("", "shaping"),
+    "psi": ("Ψ", "advantage"),
+    "ratio": ("r", "ratio"),
+    "gate": ("w", "gate"),
+    "aggregate": ("c", "average"),
+    "terms": ("k", "terms"),
+    "step": ("", "step"),
+    "reference": ("", "reference"),
+}
+EQUATION = "∇J = Σ ( c · w · Ψ + k ) ∇log π_θ"
+
+
+def emit(lines: Sequence[Line]) -> None:
+    """Prints the lines, styled on a terminal."""
+    if not sys.stdout.isatty():
+        print("\n".join("".join(text for text, _ in line).rstrip() for line in lines))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(Text.assemble(*line))
+
+
+def paragraphs(*texts: str) -> str:
+    """A description for tyro, wrapped here: it keeps lines that begin with a space as they are, and wraps none."""
+    return "\n\n".join(textwrap.fill(t, page_width(), initial_indent=" ", subsequent_indent=" ") for t in texts)
+
+
+def page_width() -> int:
+    """Columns for running text: the terminal's, at most 100, for the eye; 80 in a pipe."""
+    return max(40, min(100, shutil.get_terminal_size((80, 24)).columns))
+
+
+def number(value: Any) -> str:
+    """0.28, 3e-4, 5: the shorter of the two ways to write it."""
+    if not isinstance(value, float):
+        return str(value)
+    mantissa, _, exponent = f"{value:e}".partition("e")
+    return min(f"{value:g}", f"{float(mantissa):g}e{int(exponent or 0)}", key=len)
+
+
+def settings(part: Any) -> list[tuple[str, Any]]:
+    """(field, value) of what can be set: what is open, and state that a run accumulates, is left out."""
+    values = [(f.name, getattr(part, f.name)) for f in fields(part) if not f.metadata.get("state")]
+    return [(name, value) for name, value in values if value is not None]
+
+
+def part_name(part: Any, *, names: bool = False, changed: bool = False) -> str:
+    """`Clip(0.2, 0.28)`, with names `Clip(low=0.2, high=0.28)`; `changed` leaves the values out where they are the defaults."""
+    kind = type(part)
+    if changed and settings(part) == settings(replace(part, **_defaults(kind))):
+        return kind.__name__
+    written = [
+        (f"{name}=" if names else "") + (part_name(v, names=names) if is_dataclass(v) else number(v))
+        for name, v in settings(part)
+    ]
+    return f"{kind.__name__}({', '.join(written)})" if written else kind.__name__
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    return {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+
+
+def summary(part: Any) -> tuple[str, str]:
+    """(what it does, its source): the first paragraph of its docstring, and what follows `Source:` anywhere in it."""
+    doc = inspect.getdoc(part if isinstance(part, type) else type(part)) or ""
+    paragraphs = [" ".join(p.split()) for p in doc.split("\n\n")]
+    found = next((p for p in paragraphs if "Source:" in p), "")
+    source = found.partition("Source:")[2].strip().rstrip(".")
+    return paragraphs[0].partition("Source:")[0].strip(), source
+
+
+def wrapped(lead: Line, text: str, width: int, style: str = "") -> Iterator[Line]:
+    """`text` after `lead`, further lines indented to where it began."""
+    indent = sum(len(piece) for piece, _ in lead)
+    rows = textwrap.wrap(text, max(24, width - indent), break_long_words=False, break_on_hyphens=False) or [""]
+    yield (*lead, (rows[0], style))
+    for row in rows[1:]:
+        yield ((" " * indent, ""), (row, style))
+
+
+def describe(a: Algorithm, width: int = 80) -> list[Line]:
+    """The algorithm's equation, its parts with their sources, how it differs from its parent, what it fixes, how it fails."""
+    about = ABOUT.get(a.name)
+    lines: list[Line] = [((a.name, NAME), (f"  {about.title}" if about else "", HEAD))]
+    if about:
+        lines += wrapped(((" " * (len(a.name) + 2), ""),), about.source, width, QUIET)
+    lines += [(), (("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD)), ()]
+    lines += _formulas(a, width)
+    lines += [(), (("Parts", HEAD), (" and their defaults", QUIET))]
+    lines += _parts(a, width)
+    if about and about.parent:
+        lines += [(), (("Differs from ", HEAD), (about.parent, NAME))]
+        for column, (theirs, mine) in difference(ALGORITHMS[about.parent], a).items():
+            lines += wrapped(((f"  {column:<12}", ""),), f"{theirs} → {mine}", width)
+    if about:
+        lines += [(), *wrapped((("Fixes  ", HEAD),), about.fixes, width)]
+        lines += [*wrapped((("Fails  ", HEAD),), about.fails, width)]
+    return lines
+
+
+def _formulas(a: Algorithm, width: int) -> Iterator[Line]:
+    equation = a.equation()
+    size = max(map(len, equation))
+    for symbol, text in equation.items():
+        head, equals, tail = text.partition(" = ")
+        if equals and head.startswith(f"{symbol}_"):
+            symbol, text = head, tail
+        equals = " = " if len(symbol) <= 3 else "   "  # a symbol, or a word
+        yield from wrapped(((f"  {symbol:>{size}}", FORMULA), (equals, "")), text, width)
+
+
+def _parts(a: Algorithm, width: int) -> Iterator[Line]:
+    before = ""
+    for name, part in a.parts():
+        if name == "reference" and "logp_ref" not in a.needs:
+            continue
+        label = "" if name == before else COLUMNS.get(name, ("", name))[1]
+        before = name
+        text, source = summary(part)
+        yield from wrapped(((f"  {label:<12}", ""),), part_name(part, names=True), width, NAME)
+        yield from wrapped(((" " * 14, ""),), text, width)
+        if source:
+            yield from wrapped(((" " * 14, ""),), source, width, QUIET)
+    yield ((f"  {'samples':<12}", ""), (f"{a.samples_per_prompt}", NAME), (" completions per prompt (G)", ""))
+
+
+def matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, ...]]:
+    """One row of the matrix: the algorithm's parts by column, in the equation's order."""
+    row: dict[str, tuple[str, ...]] = {}
+    for name in ("psi", "ratio", "gate", "aggregate", "terms", "shaping", "filters"):
+        value = getattr(a, name)
+        parts = value if isinstance(value, tuple) else () if value is None else (value,)
+        symbol, label = COLUMNS[name]
+        row[f"{symbol} {label}".strip()] = tuple(part_name(p, changed=changed) for p in parts)
+    return row
+
+
+def difference(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str]]:
+    """Column of the matrix -> (the parent's, the algorithm's), where they differ; the group size too."""
+    theirs, mine = matrix_row(parent), matrix_row(a)
+    changed = {
+        COLUMNS_BY_HEAD[k]: (" ".join(theirs[k]) or "–", " ".join(mine[k]) or "–") for k in mine if mine[k] != theirs[k]
+    }
+    if parent.samples_per_prompt != a.samples_per_prompt:
+        changed["samples"] = (str(parent.samples_per_prompt), str(a.samples_per_prompt))
+    return changed
+
+
+COLUMNS_BY_HEAD = {f"{symbol} {label}".strip(): label for symbol, label in COLUMNS.values()}
+
+
+def describe_part(kind: type, width: int = 80) -> list[Line]:
+    """One part: its settings, its docstring whole, and which algorithms have it."""
+    lines: list[Line] = [((part_name(kind(), names=True), NAME),), ()]
+    for paragraph in re.split(r"\n\n+", inspect.getdoc(kind) or ""):
+        rows = paragraph.split("\n")
+        if any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):  # a table stays a table
+            lines += [((f"  {row}", ""),) for row in rows]
+        else:
+            lines += wrapped((("  ", ""),), " ".join(rows), width)
+        lines.append(())
+    users = [n for n, a in ALGORITHMS.items() if any(type(part) is kind for _, part in a.parts())]
+    return [*lines, *wrapped((("Used by  ", HEAD),), ", ".join(users) or "none of the named algorithms", width)]

@@ -1,0 +1,123 @@
+"""An algorithm's parts as options: another part by `--algorithm.FIELD Part`, a part's field by `--algorithm.FIELD.NAME`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import field, fields, make_dataclass, replace
+from typing import Annotated, Any
+
+import tyro
+
+from policygrad.algorithms import ALGORITHMS
+from policygrad.commands.describe import summary
+from policygrad.core.algorithm import Algorithm
+from policygrad.training.config import Run
+from policygrad.training.parts import ConfigError
+from policygrad.training.toml import from_dict
+
+SWITCHES = ("--dry-run", "--plain", "--learner.gradient-checkpointing")
+"""Flags that take no value."""
+_NO_PARTS = ("name", "samples_per_prompt")
+
+
+def take_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
+    """(ALGORITHM, the other arguments): the first word, a known name among later ones, or `--algorithm NAME`."""
+    if args and not args[0].startswith("-"):
+        return args[0], args[1:]
+    for i, word in enumerate(args):
+        if word.startswith("--algorithm="):
+            return word.partition("=")[2], args[:i] + args[i + 1 :]
+        if word == "--algorithm" and i + 1 < len(args):
+            return args[i + 1], args[:i] + args[i + 2 :]
+        before = args[i - 1].replace("_", "-")
+        is_value = before.startswith("--") and "=" not in before and before not in SWITCHES
+        if word.lower().replace("-", "_") in ALGORITHMS and not is_value:
+            return word, args[:i] + args[i + 1 :]
+    return None, args
+
+
+def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]]:
+    """Takes `--algorithm.FIELD Part[,Part…]` out of the arguments: another part in its place, `none` for no part."""
+    rest: list[str] = []
+    changes: dict[str, Any] = {}
+    names = {f.name: getattr(base, f.name) for f in fields(Algorithm) if f.name not in _NO_PARTS}
+    words = iter(args)
+    for word in words:
+        flag, _, value = word.partition("=")
+        key = flag.removeprefix("--algorithm.").replace("-", "_")
+        if not flag.startswith("--algorithm.") or key not in names:
+            rest.append(word)
+            continue
+        value = value or next(words, "")
+        if not value or value.startswith("-"):
+            raise ConfigError(f"{flag} needs the name of a part, or 'none'")
+        several = isinstance(names[key], tuple)
+        parts = [] if several and value == "none" else value.split(",")
+        changes[key] = [{"part": p} for p in parts] if several else value
+    if changes:
+        base = from_dict({"algorithm": changes}, Run(algorithm=base), "command line").algorithm
+    return base, rest
+
+
+def option_type(chosen: Algorithm) -> type:
+    """A dataclass of this algorithm's parts, so that every field of every part is an option with its own type and help."""
+    columns: list[tuple[str, Any, Any]] = []
+    for f in fields(Algorithm):
+        value = getattr(chosen, f.name)
+        if f.name in _NO_PARTS:
+            continue
+        if isinstance(value, tuple):
+            members = [_column(name, part) for name, part in _named(value) if _has_fields(part)]
+            if members:
+                kind = make_dataclass(f.name, members, frozen=True)
+                columns.append((f.name, kind, field(default_factory=kind)))
+        elif _has_fields(value):
+            columns.append(_column(f.name, value))
+    return make_dataclass("Parts", columns, frozen=True)
+
+
+def from_options(chosen: Algorithm, options: Any) -> Algorithm:
+    """The algorithm with the fields that `option_type`'s instance holds."""
+    changes: dict[str, Any] = {}
+    for f in fields(options):
+        there, new = getattr(chosen, f.name), getattr(options, f.name)
+        if isinstance(there, tuple):
+            changes[f.name] = tuple(getattr(new, name, part) for name, part in _named(there))
+        else:
+            changes[f.name] = new
+    return replace(chosen, **changes)
+
+
+def open_budget(a: Algorithm, budget: int) -> Algorithm:
+    """Lengths that a resolved configuration took from its budget are open again, so that they follow --max-tokens."""
+
+    def reopened(part: Any) -> Any:
+        if getattr(part, "aggregate", None) is not None:
+            part = replace(part, aggregate=reopened(part.aggregate))
+        return replace(part, length=None) if getattr(part, "length", None) == budget else part
+
+    changes: dict[str, Any] = {}
+    for name in {name for name, _ in a.parts()}:
+        value = getattr(a, name)
+        changes[name] = tuple(map(reopened, value)) if isinstance(value, tuple) else reopened(value)
+    return replace(a, **changes)
+
+
+def _column(name: str, part: Any) -> tuple[str, Any, Any]:
+    text, source = summary(part)
+    help_ = f"{text} Source: {source}." if source else text
+    return name, Annotated[type(part), tyro.conf.arg(help=help_)], field(default=part)
+
+
+def _named(parts: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """(option, part): the class in snake case, numbered where a class occurs again."""
+    seen: dict[str, int] = {}
+    for part in parts:
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(part).__name__).lower()
+        seen[name] = seen.get(name, 0) + 1
+        yield name if seen[name] == 1 else f"{name}_{seen[name]}", part
+
+
+def _has_fields(value: Any) -> bool:
+    return value is not None and bool(fields(value))

@@ -1,0 +1,145 @@
+"""`policygrad train`: defaults < the run to resume < a TOML file < the algorithm named < flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, make_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from policygrad.algorithms import ALGORITHMS, algorithm
+from policygrad.commands.describe import describe, page_width
+from policygrad.commands.options import choose_parts, from_options, open_budget, option_type, take_algorithm
+from policygrad.training.config import Options, Run, optional
+from policygrad.training.parts import ConfigError
+from policygrad.training.toml import dumps, load
+
+HELP = (
+    "Train a causal language model by policy gradient.",
+    f"ALGORITHM is one of {', '.join(ALGORITHMS)}; `policygrad show ALGORITHM` explains it.",
+    "Every field of the algorithm's parts is an option, listed last. --algorithm.FIELD Part[,Part] puts other parts in "
+    "their place: --algorithm.gate WeightCap, --algorithm.psi GroupMean, --algorithm.terms none.",
+)
+_FLAT = tyro.conf.arg(name="")
+_CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of `policygrad train` that are not part of the run itself."""
+
+    algorithm: Annotated[tyro.conf.Positional[str | None], optional("[ALGORITHM]", "grpo")] = None
+    """The method."""
+    config: Annotated[str | None, optional("FILE", "none")] = None
+    """A TOML file of options, such as a run's run.toml; flags given here win over it."""
+    resume: Annotated[str | None, optional("RUN", "none")] = None
+    """Go on with the run in this folder, from its newest intact checkpoint."""
+    stop_after: Annotated[int | None, optional("INT", "none")] = None
+    """Stop, resumably, after so many steps."""
+    dry_run: bool = False
+    """Print the resolved configuration and the algorithm's equation; load no model."""
+    plain: bool = False
+    """Plain lines, also on a terminal."""
+
+    def __post_init__(self) -> None:
+        if self.stop_after is not None and self.stop_after < 1:
+            raise ConfigError(f"--stop-after must be at least 1, not {self.stop_after}; --dry-run takes no step at all")
+
+
+def train(args: list[str]) -> int:
+    """`policygrad train [ALGORITHM] [options]`."""
+    name, args = take_algorithm(args)
+    base = _base(name, args)
+    chosen, rest = choose_parts(open_budget(base.algorithm, base.sampling.max_tokens), args)
+    run, command = _parse(replace(base, algorithm=chosen), rest)
+    run = run.resolved()
+    if command.resume is not None:
+        _check_resumable(base.resolved() if name is None else _base(None, args).resolved(), run, command.resume)
+    if command.dry_run:
+        print(dry_run(run))
+        return 0
+    from policygrad.track import make_display
+    from policygrad.training.session import train as start
+
+    display = make_display(plain=command.plain or None)
+    start(run, resume=command.resume, stop_after=command.stop_after, display=display)
+    return 0
+
+
+def dry_run(run: Run) -> str:
+    """What would be done, as TOML that --config reads; the equation stands above it as comments."""
+    lines = ["".join(text for text, _ in line) for line in describe(run.algorithm, page_width() - 2)]
+    return "\n".join([*(f"# {line}".rstrip() for line in lines), "", dumps(run).rstrip()])
+
+
+def flags(name: str | None = None) -> list[str]:
+    """Every flag of `policygrad train ALGORITHM`, for tab completion."""
+    shape = _shape(replace(Run(), algorithm=algorithm(name or "grpo")))
+    parser = tyro.extras.get_parser(type(shape), default=shape, config=_CONFIG)
+    return [word for action in parser._actions for word in action.option_strings if word.startswith("--")]
+
+
+def _shape(base: Run) -> Any:
+    """All options as one object that holds their defaults."""
+    parts = option_type(base.algorithm)
+    columns = [("command", Annotated[TrainOptions, _FLAT]), ("run", Annotated[Options, _FLAT]), ("algorithm", parts)]
+    shape = make_dataclass("Train", columns, frozen=True)
+    options = Options(**{f.name: getattr(base, f.name) for f in fields(Options)})
+    return shape(TrainOptions(), options, parts())
+
+
+def _parse(base: Run, args: list[str]) -> tuple[Run, TrainOptions]:
+    shape = _shape(base)
+    text = f"{HELP}\n\nALGORITHM is one of {', '.join(ALGORITHMS)}."
+    parsed = tyro.cli(type(shape), args=args, prog="policygrad train", description=text, default=shape, config=_CONFIG)
+    if parsed.command.algorithm is not None:
+        algorithm(parsed.command.algorithm)  # unknown: it says which is near
+        raise ConfigError(f"{parsed.command.algorithm!r} is one algorithm too many: give one")
+    options = {f.name: getattr(parsed.run, f.name) for f in fields(Options)}
+    return Run(**options, algorithm=from_options(base.algorithm, parsed.algorithm)), parsed.command
+
+
+def _flag(args: Sequence[str], name: str) -> str | None:
+    """The value of a flag that has to be known before the others can be read."""
+    found = None
+    for i, word in enumerate(args):
+        if word == name and i + 1 < len(args):
+            found = args[i + 1]
+        elif word.startswith(f"{name}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def _base(name: str | None, args: Sequence[str]) -> Run:
+    """Defaults < the run to resume < the TOML file < the algorithm named."""
+    run = Run()
+    resumed, config = _flag(args, "--resume"), _flag(args, "--config")
+    if resumed is not None:
+        path = Path(resumed) / "run.toml"
+        if not path.is_file():
+            raise ConfigError(
+                f"--resume {resumed}: not a run's folder, it has no run.toml. A run's folder is what --output named, or "
+                "runs/ALGORITHM-N"
+            )
+        run = load(path, run)
+    if config is not None:
+        run = load(config, run)
+        if run.output is not None and Path(run.output).resolve() == Path(config).resolve().parent:
+            run = replace(run, output=None)  # a run's own run.toml: do it again, in a folder of its own
+    return run if name is None else replace(run, algorithm=algorithm(name))
+
+
+def _check_resumable(before: Run, run: Run, folder: str) -> None:
+    """Refuses what a checkpoint decides: a flag that would be ignored, or would make the run another one.
+
+    Raises:
+        ConfigError: with the way to start a new run from the model.
+    """
+    for name in ("algorithm", "model", "output", "seed", "task"):
+        if getattr(before, name) != getattr(run, name):
+            raise ConfigError(
+                f"--resume {folder} goes on with the run as it was, and {name} is another one now. Leave it out, or train "
+                f"anew: policygrad train --config {folder}/run.toml --model {folder}/model and the new {name}"
+            )

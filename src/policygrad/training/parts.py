@@ -1,0 +1,88 @@
+"""Which parts there are, by name and by place, and what is said when a name is wrong."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import is_dataclass
+from importlib import import_module
+
+import policygrad
+from policygrad.core.algorithm import Algorithm
+
+_PLACES = {  # module of policygrad.core -> field of an algorithm that its parts go into
+    "advantages": "psi",
+    "ratios": "ratio",
+    "gates": "gate",
+    "aggregates": "aggregate",
+    "terms": "terms",
+    "shaping": "shaping",
+    "filters": "filters",
+    "steps": "step",
+    "algorithm": "reference",
+}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be read, naming the file and the key."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' did you mean …?' or the known names."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+
+
+def part_names(place: str | None = None) -> list[str]:
+    """policygrad's own parts by class name, sorted; `place` = those that go into that field of an algorithm."""
+    found = []
+    for name in policygrad.__all__:
+        kind = getattr(policygrad, name)
+        if (
+            isinstance(kind, type)
+            and kind is not Algorithm
+            and _place(kind) in (_PLACES.values() if not place else (place,))
+        ):
+            found.append(name)
+    return found
+
+
+def part_class(name: str, where: str, dotted: str) -> type:
+    """The class of a part by its policygrad name, or `module:Class`.
+
+    Raises:
+        ConfigError: no such class, or not a dataclass.
+    """
+    if ":" in name:
+        module, _, qualname = name.partition(":")
+        try:
+            kind = getattr(import_module(module), qualname)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{where}: {dotted}: cannot import the part {name!r}: {error}") from error
+        if not (isinstance(kind, type) and is_dataclass(kind)):
+            raise ConfigError(f"{where}: {dotted}: {name!r} is not a part: a part is a dataclass")
+        return kind
+    if name not in part_names():
+        known = part_names(dotted.rpartition(".")[2]) or part_names()
+        hint = (
+            nearest(name, part_names())
+            if difflib.get_close_matches(name, part_names(), 1, 0.5)
+            else nearest(name, known)
+        )
+        raise ConfigError(f"{where}: {dotted}: no part is called {name!r}: {hint}; your own is module:Class")
+    return getattr(policygrad, name)  # type: ignore[no-any-return]
+
+
+def _place(kind: type) -> str | None:
+    package, _, module = kind.__module__.rpartition(".")
+    return _PLACES.get(module) if package == "policygrad.core" else None
+
+
+def check_place(kind: type, where: str, dotted: str) -> None:
+    """Refuses a part of ours in a place where it means nothing; what others write is theirs to know."""
+    place, own = dotted.rpartition(".")[2], _place(kind)
+    if own is not None and own != place and place in _PLACES.values():
+        raise ConfigError(
+            f"{where}: {dotted}: {kind.__name__} goes into {own!r}, not {place!r}, which takes {', '.join(part_names(place))}"
+        )

@@ -1,0 +1,172 @@
+"""The local learner: schedule, clipping, bf16 masters, minibatches, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_packing import make_batch  # type: ignore[import-not-found]
+from torch import nn
+
+import policygrad as pg
+from policygrad.rollout.model import load_model
+from policygrad.training.learner import LocalLearner, LocalProblem
+from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
+from policygrad.training.optimizer import Optimizer
+
+
+def learner_for(
+    folder: Path, algorithm: pg.Algorithm = pg.DR_GRPO, *, dtype: str = "fp32", **config: object
+) -> LocalLearner:
+    model = load_model(str(folder), dtype=dtype)
+    return LocalLearner(
+        model, algorithm, lr=1e-3, steps=4, config=LearnerConfig(dtype=dtype, **config), optimizer=OptimizerConfig()
+    )
+
+
+def float_batch(seed: int = 0) -> pg.Batch:
+    batch = make_batch(seed, holes=False)
+    return replace(batch, reward=batch.reward.float())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1, 1, 0.85355, 0.5, 0.14645]),
+    ],
+)
+def test_schedule(schedule: str, factors: list[float]) -> None:
+    config = OptimizerConfig(schedule=schedule, warmup=2)
+    assert [config.rate(step, 6) for step in range(6)] == pytest.approx(factors, abs=1e-5)
+
+
+def test_clips_to_the_norm_and_reports_it_before() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = Optimizer(model, OptimizerConfig(clip=1.0), lr=0.0, total=1)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    seen: list[torch.Tensor] = []
+    optimizer.adam.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))  # type: ignore[union-attr]
+    norm, rate = optimizer.step()
+    assert norm == pytest.approx(5.0)
+    assert rate == 0.0
+    assert torch.allclose(seen[0], torch.tensor([[0.6, 0.8]]), atol=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = Optimizer(model, OptimizerConfig(), lr=0.1, total=1)
+    model.weight.grad = torch.tensor([[float("nan"), 1.0]])
+    with pytest.raises(FloatingPointError, match="weights were left as they were"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is None
+
+
+def test_bf16_keeps_what_a_bf16_weight_cannot_hold() -> None:
+    """A hundred steps of 1e-5 on a weight of 1: in bf16 alone each would round to nothing."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = Optimizer(model, OptimizerConfig(clip=0), lr=1e-4, total=100)
+    for _ in range(100):
+        model.weight.grad = torch.ones(1, 1, dtype=torch.bfloat16)
+        optimizer.collect()
+        optimizer.step()
+    (master,) = optimizer.masters.values()
+    assert float(master.detach()) == pytest.approx(0.99, abs=1e-4)
+    assert model.weight.dtype == torch.bfloat16
+    assert float(model.weight.detach()) == float(master.detach().bfloat16())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_checkpointing": True}, {"micro_tokens": 20}, {"dtype": "bf16"}], ids=str
+)
+def test_update_moves_the_weights_alike(random_model: Path, options: dict[str, object]) -> None:
+    """Memory-saving options change the rounding, not the step."""
+    batch = float_batch()
+    plain, other = learner_for(random_model), learner_for(random_model, **options)  # type: ignore[arg-type]
+    algorithm = pg.DR_GRPO
+    psi = algorithm.advantages(batch)
+    norms = []
+    for learner in (plain, other):
+        problem = LocalProblem(learner, batch, psi, algorithm, seed=0)
+        problem.accumulate()
+        masters = learner.optimizer.masters.values()
+        norms.append(torch.cat([m.grad.flatten() for m in masters if m.grad is not None]))
+        learner.update(batch, psi, algorithm)
+    cosine = torch.nn.functional.cosine_similarity(norms[0], norms[1], dim=0)
+    assert float(cosine) > (0.99 if options.get("dtype") == "bf16" else 1 - 1e-6)
+    assert other.version == 1
+
+
+def test_minibatches_are_whole_groups_and_each_epoch_sees_every_group_once(random_model: Path) -> None:
+    batch = float_batch()
+    problem = LocalProblem(learner_for(random_model), batch, torch.ones(batch.mask.shape), pg.DR_GRPO, seed=4)
+    orders = []
+    for epoch in range(6):
+        parts = problem.split(epoch, 2)
+        groups = [part.batch.group.unique().tolist() for part in parts]
+        assert sorted(g for share in groups for g in share) == [0, 1, 2]
+        assert sum(len(part.batch.mask) for part in parts) == len(batch.mask)
+        orders.append(str(groups))
+    assert len(set(orders)) > 1
+    assert problem.split(0, 1) == [problem]
+
+
+def test_holds_a_reference_only_when_a_part_needs_one(random_model: Path) -> None:
+    assert learner_for(random_model, pg.DR_GRPO).reference is None
+    learner = learner_for(random_model, pg.GRPO)
+    assert learner.reference is not None
+    batch = float_batch()
+    scored = learner.score(batch, frozenset({"logp_ref"}))
+    assert scored.logp_old is None
+    assert scored.logp_ref is not None
+    learner.update(scored, pg.GRPO.advantages(scored), pg.GRPO)
+    again = learner.score(batch, frozenset({"logp_ref", "logp_old"}))
+    assert torch.equal(again.logp_ref, scored.logp_ref)  # type: ignore[arg-type]  # the reference has not moved
+    assert not torch.allclose(again.logp_old, scored.logp_ref)  # type: ignore[arg-type]  # the policy has
+
+
+def test_without_any_gradient_no_step_is_taken(random_model: Path) -> None:
+    """Equal rewards in every group: AdamW's momentum must not move the weights on a step that says nothing."""
+    learner = learner_for(random_model)
+    batch = float_batch()
+    learner.update(batch, pg.DR_GRPO.advantages(batch), pg.DR_GRPO)
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    flat = replace(batch, reward=torch.full_like(batch.reward, 0.7))
+    metrics = learner.update(flat, pg.DR_GRPO.advantages(flat), pg.DR_GRPO)
+    assert metrics["updates/skipped"].value == 1
+    assert metrics["completions/computed"].value == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+
+
+def test_state_round_trip_continues_bit_for_bit(random_model: Path) -> None:
+    batch = float_batch()
+    psi = pg.DR_GRPO.advantages(batch)
+    one, two = learner_for(random_model), learner_for(random_model)
+    one.update(batch, psi, pg.DR_GRPO)
+    tensors, values = one.state()
+    two.restore({k: v.clone() for k, v in tensors.items()}, values)
+    for learner in (one, two):
+        learner.update(batch, psi, pg.DR_GRPO)
+    assert one.version == two.version == 2
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: OptimizerConfig(schedule="polynomial"), "schedule must be one of"),
+        (lambda: OptimizerConfig(clip=-1), "optimizer.clip"),
+        (lambda: LearnerConfig(dtype="fp16"), "fp32 or bf16"),
+        (lambda: LearnerConfig(micro_tokens=0), "micro_tokens"),
+    ],
+)
+def test_refuses(make: object, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()  # type: ignore[operator]
