@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test lint format fast base-model constraints clean help
+.PHONY: docs train test lint format fast base-model constraints clean help
 help:
-	@echo "make train | test | fast (tests without the slow ones) | lint | format | base-model | clean"
+	@echo "make train | test | fast (tests without the slow ones) | lint | format | docs | base-model | clean"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
+	$(BIN)/python scripts/make_docs.py --check
+
+docs: $(STAMP)
+	$(BIN)/python scripts/make_docs.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -304,6 +304,7 @@ class Session:
         state = {
             "learner": values,
             "algorithm": algorithm_to_dict(progress.algorithm),
+            "configured": algorithm_to_dict(self.run.algorithm),
             "position": progress.position,
             "before": self.before,
             "binary": self.binary,
@@ -324,9 +325,13 @@ class Session:
         except (KeyError, RuntimeError) as error:
             raise RunError(f"{saved.path} does not fit the model {self.run.model!r}: {error}") from error
         self.before, self.binary = saved.state["before"], saved.state["binary"]
-        return Progress(
-            algorithm_from_dict(saved.state["algorithm"], str(saved.path)), saved.step, saved.state["position"]
-        )
+        algorithm = algorithm_from_dict(saved.state["algorithm"], str(saved.path))
+        if saved.state["configured"] != algorithm_to_dict(self.run.algorithm):
+            self.display.note(
+                "the algorithm is not the one the checkpoint was made with: its parts start without their state"
+            )
+            algorithm = self.run.algorithm
+        return Progress(algorithm, saved.step, saved.state["position"])
 
     def _save_model(self) -> Path:
         final, temporary = self.folder / "model", self.folder / ".tmp-model"

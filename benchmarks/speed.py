@@ -1,0 +1,135 @@
+"""What each saving is worth: rollout against `generate`, and the learner with its savings switched off one by one.
+
+    python benchmarks/speed.py [--model tiny] [--prompts 64] [--samples 8] [--repeats 5]
+
+Prints medians over the repeats, tokens per second of sampled tokens. The learner's gradient is compared with the plain one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+import policygrad as pg
+from policygrad.rewards import RewardPool
+from policygrad.rollout.collect import collect
+from policygrad.rollout.local import LocalSampler
+from policygrad.rollout.model import load_codec, load_model, padding_id
+from policygrad.rollout.source import Source
+from policygrad.rollout.types import Sampling
+from policygrad.tasks import load_task
+from policygrad.training import learner as learner_module
+from policygrad.training.learner import LocalLearner, LocalProblem
+
+
+def median_seconds(work: Callable[[], object], repeats: int) -> float:
+    """Median wall time of `work`, after one call that is not counted."""
+    work()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def main() -> None:
+    """Prints the two tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--task", default="embedded")
+    for name, default in (("prompts", 64), ("samples", 8), ("max-tokens", 32), ("repeats", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    model = load_model(args.model)
+    codec = load_codec(args.model, model)
+    sampler = LocalSampler(model, codec.end, padding_id(codec))
+    task = load_task(args.task)
+    sampling = Sampling(max_tokens=args.max_tokens)
+    with RewardPool(task.rewards) as pool:
+        source = Source(task.train, codec, pool.score, 0)
+        rollout = collect(
+            source, sampler, pg.DR_GRPO, sampling, prompts=args.prompts, samples=args.samples, step=1, position=0
+        )
+    tokens = int(rollout.batch.mask.sum())
+    print(f"{args.prompts} prompts × {args.samples} samples, {tokens} sampled tokens, torch {torch.__version__}")
+    _rollout(args, model, codec, sampler, source, sampling, tokens)
+    _learner(model, rollout.batch, args.repeats, tokens)
+
+
+def _rollout(args, model, codec, sampler, source, sampling, tokens) -> None:  # type: ignore[no-untyped-def]
+    from policygrad.rollout.source import TRAIN, make_prompt
+
+    prompts = [make_prompt(source, source.examples(i), sampling.max_tokens, TRAIN, 1, i) for i in range(args.prompts)]
+    width = max(len(p.tokens) for p in prompts)
+    ids = torch.full((args.prompts, width), padding_id(codec))
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt.tokens) :] = prompt.tokens
+    ids = ids.repeat_interleave(args.samples, 0)
+    made: list[int] = []
+
+    def generate() -> None:
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=(ids != padding_id(codec)).long(),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=sampling.max_tokens,
+            pad_token_id=padding_id(codec),
+        )
+        made.append(int((out[:, width:] != padding_id(codec)).sum()))
+
+    ours = median_seconds(lambda: sampler.sample(prompts, args.samples, sampling), args.repeats)
+    theirs = median_seconds(generate, args.repeats)
+    rate, reference = tokens / ours, statistics.median(made) / theirs
+    print(f"rollout   policygrad {ours:6.3f} s  {rate:8.0f} tokens/s")
+    print(f"rollout   generate   {theirs:6.3f} s  {reference:8.0f} tokens/s   policygrad is {rate / reference:.1f}x")
+
+
+def _learner(model, batch, repeats, tokens) -> None:  # type: ignore[no-untyped-def]
+    algorithm = pg.DR_GRPO.with_budget(32)
+    learner = LocalLearner(model, algorithm, lr=0.0, steps=1)
+    psi = algorithm.advantages(batch)
+    fast, every = learner.scorer, (learner_module.active, learner_module.merge_equal)
+
+    def gradient() -> list[torch.Tensor]:
+        LocalProblem(learner, batch, psi, algorithm, seed=0).accumulate()
+        found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    def keep_all(whole, psi, coefficients):  # type: ignore[no-untyped-def]
+        return whole.mask.any(1)
+
+    def merge_none(whole, psi, rows):  # type: ignore[no-untyped-def]
+        return rows, torch.arange(len(rows))
+
+    plain = replace(fast, share_prompts=False)
+    variants = {
+        "every saving": (fast, *every),
+        "no skipping": (fast, keep_all, every[1]),
+        "no merging": (fast, every[0], merge_none),
+        "no shared prompts": (plain, *every),
+        "none of them": (plain, keep_all, merge_none),
+    }
+    seconds, gradients = {}, {}
+    for name, (scorer, learner_module.active, learner_module.merge_equal) in variants.items():
+        learner.scorer = scorer
+        seconds[name] = median_seconds(gradient, repeats)
+        gradients[name] = gradient()
+    largest = max(float(g.abs().max()) for g in gradients["none of them"])
+    for name, time_ in seconds.items():
+        off = max(float((a - b).abs().max()) for a, b in zip(gradients[name], gradients["none of them"], strict=True))
+        print(
+            f"learner   {name:<18} {time_:6.3f} s  {tokens / time_:8.0f} tokens/s   {seconds['none of them'] / time_:4.1f}x"
+            f"   gradient off by {off / largest:.1e}"
+        )
+
+
+if __name__ == "__main__":
+    main()
