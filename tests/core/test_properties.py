@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,8 +83,6 @@ CENTRED = {"leave-one-out": (pg.LeaveOneOut(),), "mean": (pg.GroupMean(),), "z":
 @QUICK
 @given(shape=shapes(max_groups=5, max_size=5, max_width=8), shift=st.sampled_from([-8.0, 0.5, 4.0]))
 def test_group_baselines_are_centred_and_do_not_see_a_shift(chain, shape: Shape, shift: float) -> None:
-    from dataclasses import replace
-
     batch, _ = make(shape)
     algorithm = pg.Algorithm(psi=chain)
     psi = ragged.first(algorithm.advantages(batch), batch.mask)

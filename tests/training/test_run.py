@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
+from policygrad.rollout.model import resolve
 from policygrad.rollout.types import Sampling
 from policygrad.track import Sample, Silent
 from policygrad.training import checkpoint
@@ -174,12 +175,12 @@ def test_saved_model_is_loaded_by_others_with_the_same_log_probabilities(small: 
 def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> None:
     """One row of the matrix, two steps, on the real path; the metrics are finite and the weights have moved."""
     record = Record()
-    run = replace(
-        small, algorithm=pg.algorithm(name), steps=2, output=str(tmp_path / "run"), checkpoint=Checkpointing(every=9)
-    )
+    options = {"model": "tiny", "task": "embedded", "reward": (), "lr": 1e-4, "sampling": Sampling(max_tokens=32)}
+    folder = str(tmp_path / "run")
+    run = replace(small, **options, algorithm=pg.algorithm(name), steps=2, output=folder, checkpoint=Checkpointing(every=9))
     result = train(run, display=record)
     assert load(result.output / "run.toml") == replace(run.resolved(), output=str(result.output))
-    assert not same(weights(result.output), load_file(Path(small.model) / "model.safetensors"))
+    assert not same(weights(result.output), load_file(Path(resolve("tiny")) / "model.safetensors"))
     for _, metrics in record.steps:
         assert all(value == value and abs(value) != float("inf") for value in metrics.values())
 

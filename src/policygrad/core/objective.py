@@ -16,7 +16,7 @@ from torch import Tensor
 
 from policygrad.core import ragged
 from policygrad.core.metrics import Max, Metrics, Sum, mean_of
-from policygrad.core.ratios import bounded_exp
+from policygrad.core.ratios import bounded_expm1
 from policygrad.core.terms import log_ratio
 from policygrad.core.types import Batch, Forward, LossTerm
 
@@ -38,6 +38,11 @@ def _step_coefficients(batch: Batch, algorithm: Algorithm, coef: Tensor | Coeffi
     if coef is None:
         return algorithm.all_coefficients(batch)
     if isinstance(coef, tuple):
+        if len(coef) != 1 + len(algorithm.terms):
+            raise ValueError(
+                f"coef holds {len(coef)} tensors; {algorithm.name} needs {1 + len(algorithm.terms)}, the policy's and one per "
+                "term: pass this share's part of `algorithm.all_coefficients(step)`"
+            )
         return coef
     own = [type(term).__name__ for term in algorithm.terms if term.aggregate is not None]
     if own:
@@ -126,10 +131,10 @@ def measure(
             metrics[f"clip_ratio/{name}"] = mean_of(where.double(), mask, count)
     if batch.logp_ref is not None:
         u = logp - ragged.masked(batch.logp_ref, mask)
-        metrics["kl"] = mean_of(bounded_exp(-u) + u - 1, mask, count)
+        metrics["kl"] = mean_of(bounded_expm1(-u) + u, mask, count)
     if batch.logp_old is not None:
         change = logp - ragged.masked(batch.logp_old, mask)
-        metrics["kl_old"] = mean_of(bounded_exp(change) - 1 - change, mask, count)
+        metrics["kl_old"] = mean_of(bounded_expm1(change) - change, mask, count)
     if batch.logp_sampler is not None:
         old = logp if batch.logp_old is None else ragged.masked(batch.logp_old, mask)
         gap = (old - ragged.masked(batch.logp_sampler, mask)).abs()

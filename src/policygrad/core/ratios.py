@@ -1,7 +1,7 @@
 """LEVER 2, first half: the importance ratio r from per-token log-ratios log(π_θ/π_old) [B, T], under stop-gradient.
 
-Exponents are bounded to a little under half the range of the dtype (±43 nats in float32), so that a weight and its product with
-another stay finite; no ratio a run can survive comes near.
+Exponents are bounded to a little under half the range of the dtype (±43 nats in float32), so that a weight and its
+product with another stay finite; no ratio a run can survive comes near.
 """
 
 from __future__ import annotations
@@ -15,10 +15,19 @@ from torch import Tensor
 from policygrad.core import ragged
 
 
-def bounded_exp(x: Tensor) -> Tensor:
-    """exp(x) with x clipped to under half the dtype's exponent range: finite, and so is the product of two of them."""
+def _bounded(x: Tensor) -> Tensor:
     bound = 0.49 * math.log(torch.finfo(x.dtype).max)
-    return x.clamp(-bound, bound).exp()
+    return x.clamp(-bound, bound)
+
+
+def bounded_exp(x: Tensor) -> Tensor:
+    """exp(x) with x clipped to just under half the dtype's exponent range: finite, and so is the product of two of them."""
+    return _bounded(x).exp()
+
+
+def bounded_expm1(x: Tensor) -> Tensor:
+    """exp(x) − 1 under the same bound, exact also where x is small (a KL of 1e-6 nats is a square of 1e-3)."""
+    return _bounded(x).expm1()
 
 
 @dataclass(frozen=True)

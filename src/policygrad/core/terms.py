@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
-from policygrad.core.ratios import bounded_exp
+from policygrad.core.ratios import bounded_exp, bounded_expm1
 from policygrad.core.types import Aggregation, Batch, Forward
 
 KLForm = Literal["k2", "k3", "r*k1", "r*k3"]
@@ -77,12 +77,12 @@ class KLToReference:
         if self.form == "k2":
             return -self.beta * u
         if self.form == "k3":
-            return -self.beta * (1 - bounded_exp(-u))
+            return self.beta * bounded_expm1(-u)
         return -self.beta * r * (u + 1 if self.form == "r*k1" else u)
 
     def value(self, out: Forward, batch: Batch) -> Tensor:
         u, r = self._u_and_r(out, batch)
-        k3 = bounded_exp(-u) + u - 1
+        k3 = bounded_expm1(-u) + u
         return -self.beta * {"k2": u * u / 2, "k3": k3, "r*k1": r * u, "r*k3": r * k3}[self.form]
 
 
