@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import dis
+import errno
 import os
 import sys
 import warnings
@@ -12,6 +13,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TextIO
+
+from policygrad.commands import COMMANDS
 
 HELP = """policygrad: the policy-gradient family for language models, as one equation with interchangeable parts
 
@@ -27,13 +30,7 @@ HELP = """policygrad: the policy-gradient family for language models, as one equ
 
 `policygrad COMMAND --help` lists a command's options. Documentation: README.md and docs/.
 """
-COMMANDS = {  # the function of each, as module:name
-    "train": "policygrad.commands.train:train",
-    "eval": "policygrad.commands.evaluate:evaluate",
-    "algorithms": "policygrad.commands.show:algorithms",
-    "show": "policygrad.commands.show:show",
-    "completion": "policygrad.commands.completion:completion",
-}
+_FILES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT)
 
 
 class UsageError(ValueError):
@@ -64,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _is_users(error):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_words(error)}", file=sys.stderr)
         return 2
 
 
@@ -102,8 +99,13 @@ def _warn(
     print(f"warning: {message}", file=sys.stderr)
 
 
+def _words(error: Exception) -> str:
+    """`the/file: No such file or directory`, for what the operating system refused."""
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+
+
 def _is_users(error: Exception) -> bool:
-    """Whether a `raise` of our own made the error, so that its words are meant for the user.
+    """Whether a `raise` of our own made the error, so that its words are meant for the user, or a file that cannot be used did.
 
     What a library raised in the midst of ours, or an operation that failed, is a bug, and a bug shows its traceback.
     POLICYGRAD_DEBUG=1 shows it always.
@@ -111,6 +113,8 @@ def _is_users(error: Exception) -> bool:
     kinds = (ValueError, TypeError, RuntimeError, OSError, ImportError, ArithmeticError)
     if os.environ.get("POLICYGRAD_DEBUG") or not isinstance(error, kinds):
         return False
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _FILES:
+        return True
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next

@@ -177,7 +177,9 @@ def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> 
     record = Record()
     options = {"model": "tiny", "task": "embedded", "reward": (), "lr": 1e-4, "sampling": Sampling(max_tokens=32)}
     folder = str(tmp_path / "run")
-    run = replace(small, **options, algorithm=pg.algorithm(name), steps=2, output=folder, checkpoint=Checkpointing(every=9))
+    run = replace(
+        small, **options, algorithm=pg.algorithm(name), steps=2, output=folder, checkpoint=Checkpointing(every=9)
+    )
     result = train(run, display=record)
     assert load(result.output / "run.toml") == replace(run.resolved(), output=str(result.output))
     assert not same(weights(result.output), load_file(Path(resolve("tiny")) / "model.safetensors"))

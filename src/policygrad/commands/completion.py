@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.cli import COMMANDS
+from policygrad.commands import COMMANDS
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.evaluate import EvalOptions
 from policygrad.commands.train import flags
@@ -73,6 +74,7 @@ def script(shell: str) -> str:
     values = {f"--algorithm.{place}": ["none", *part_names(place)] for place in places}
     values |= {
         "--algorithm": list(ALGORITHMS),
+        "--config|--resume|--output|--held-out": [],  # a file's or folder's name, which the shell knows
         "--model": ["tiny"],
         "--task": ["embedded"],
         "--dtype|--learner.dtype": ["fp32", "bf16"],
@@ -91,5 +93,5 @@ def script(shell: str) -> str:
     )
 
 
-def _quoted(words: list[str] | dict[str, object]) -> str:
+def _quoted(words: Iterable[str]) -> str:
     return shlex.quote(" ".join(words))

@@ -46,7 +46,8 @@ def emit(lines: Sequence[Line]) -> None:
 
 def paragraphs(*texts: str) -> str:
     """A description for tyro, wrapped here: it keeps lines that begin with a space as they are, and wraps none."""
-    return "\n\n".join(textwrap.fill(t, page_width(), initial_indent=" ", subsequent_indent=" ") for t in texts)
+    lines = [line for text in texts for line in textwrap.wrap(text, page_width() - 1, break_on_hyphens=False)]
+    return "\n".join(f" {line}" for line in lines)
 
 
 def page_width() -> int:

@@ -5,20 +5,37 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import field, fields, make_dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import summary
 from policygrad.core.algorithm import Algorithm
-from policygrad.training.config import Run
+from policygrad.training.config import Draft
 from policygrad.training.parts import ConfigError
 from policygrad.training.toml import from_dict
 
 SWITCHES = ("--dry-run", "--plain", "--learner.gradient-checkpointing")
 """Flags that take no value."""
 _NO_PARTS = ("name", "samples_per_prompt")
+
+
+REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@REGISTRY.primitive_rule
+def _choice(info: Any) -> Any:
+    """Choices are named in the help, and the part itself refuses what is none of them: it knows the reason."""
+    if get_origin(info.type) is not Literal:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{{{','.join(get_args(info.type))}}}",
+        instance_from_str=lambda words: words[0],
+        is_instance=lambda value: isinstance(value, str),
+        str_from_instance=lambda value: [value],
+    )
 
 
 def take_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
@@ -56,7 +73,7 @@ def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]
         parts = [] if several and value == "none" else value.split(",")
         changes[key] = [{"part": p} for p in parts] if several else value
     if changes:
-        base = from_dict({"algorithm": changes}, Run(algorithm=base), "command line").algorithm
+        base = from_dict({"algorithm": changes}, Draft(algorithm=base), "command line").algorithm
     return base, rest
 
 

@@ -13,7 +13,7 @@ import tyro
 from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands import describe as words
 from policygrad.commands.describe import HEAD, NAME, QUIET, Line
-from policygrad.training.parts import nearest, part_class, part_names
+from policygrad.training.parts import ConfigError, nearest, part_class, part_names
 from policygrad.training.toml import algorithm_to_dict
 
 Cells = dict[str, tuple[str, ...]]
@@ -121,12 +121,7 @@ def show(args: list[str]) -> int:
     if name in part_names():
         words.emit(words.describe_part(part_class(name, "show", "part"), words.page_width()))
         return 0
-    try:
-        chosen = algorithm(name)
-    except ValueError as error:
-        near = nearest(name, part_names())
-        if not near.startswith("did you mean") or "did you mean" in str(error):
-            raise
-        raise ValueError(f"no algorithm or part is called {name!r}: {near}") from None
-    words.emit(words.describe(chosen, words.page_width()))
+    if name.lower().replace("-", "_") not in ALGORITHMS:
+        raise ConfigError(f"no algorithm or part is called {name!r}: {nearest(name, [*ALGORITHMS, *part_names()])}")
+    words.emit(words.describe(algorithm(name), words.page_width()))
     return 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
@@ -10,9 +13,9 @@ from typing import Annotated, Any
 import tyro
 
 from policygrad.algorithms import ALGORITHMS, algorithm
-from policygrad.commands.describe import describe, page_width
-from policygrad.commands.options import choose_parts, from_options, open_budget, option_type, take_algorithm
-from policygrad.training.config import Options, Run, optional
+from policygrad.commands.describe import describe, page_width, paragraphs
+from policygrad.commands.options import REGISTRY, choose_parts, from_options, open_budget, option_type, take_algorithm
+from policygrad.training.config import Draft, Options, Run, optional
 from policygrad.training.parts import ConfigError
 from policygrad.training.toml import dumps, load
 
@@ -56,7 +59,7 @@ def train(args: list[str]) -> int:
     run, command = _parse(replace(base, algorithm=chosen), rest)
     run = run.resolved()
     if command.resume is not None:
-        _check_resumable(base.resolved() if name is None else _base(None, args).resolved(), run, command.resume)
+        _check_resumable(base, run, command.resume)
     if command.dry_run:
         print(dry_run(run))
         return 0
@@ -74,14 +77,15 @@ def dry_run(run: Run) -> str:
     return "\n".join([*(f"# {line}".rstrip() for line in lines), "", dumps(run).rstrip()])
 
 
-def flags(name: str | None = None) -> list[str]:
+def flags(name: str) -> list[str]:
     """Every flag of `policygrad train ALGORITHM`, for tab completion."""
-    shape = _shape(replace(Run(), algorithm=algorithm(name or "grpo")))
-    parser = tyro.extras.get_parser(type(shape), default=shape, config=_CONFIG)
-    return [word for action in parser._actions for word in action.option_strings if word.startswith("--")]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        _parse(Draft(algorithm=algorithm(name)), ["--help"])
+    return re.findall(r"^\W+(--[a-z0-9.-]+)", out.getvalue(), re.MULTILINE)
 
 
-def _shape(base: Run) -> Any:
+def _shape(base: Draft) -> Any:
     """All options as one object that holds their defaults."""
     parts = option_type(base.algorithm)
     columns = [("command", Annotated[TrainOptions, _FLAT]), ("run", Annotated[Options, _FLAT]), ("algorithm", parts)]
@@ -90,10 +94,18 @@ def _shape(base: Run) -> Any:
     return shape(TrainOptions(), options, parts())
 
 
-def _parse(base: Run, args: list[str]) -> tuple[Run, TrainOptions]:
+def _parse(base: Draft, args: list[str]) -> tuple[Run, TrainOptions]:
     shape = _shape(base)
-    text = f"{HELP}\n\nALGORITHM is one of {', '.join(ALGORITHMS)}."
-    parsed = tyro.cli(type(shape), args=args, prog="policygrad train", description=text, default=shape, config=_CONFIG)
+    text = paragraphs(*HELP)
+    parsed = tyro.cli(
+        type(shape),
+        args=args,
+        prog="policygrad train",
+        description=text,
+        default=shape,
+        config=_CONFIG,
+        registry=REGISTRY,
+    )
     if parsed.command.algorithm is not None:
         algorithm(parsed.command.algorithm)  # unknown: it says which is near
         raise ConfigError(f"{parsed.command.algorithm!r} is one algorithm too many: give one")
@@ -112,9 +124,9 @@ def _flag(args: Sequence[str], name: str) -> str | None:
     return found
 
 
-def _base(name: str | None, args: Sequence[str]) -> Run:
+def _base(name: str | None, args: Sequence[str]) -> Draft:
     """Defaults < the run to resume < the TOML file < the algorithm named."""
-    run = Run()
+    run = Draft()
     resumed, config = _flag(args, "--resume"), _flag(args, "--config")
     if resumed is not None:
         path = Path(resumed) / "run.toml"
@@ -131,15 +143,15 @@ def _base(name: str | None, args: Sequence[str]) -> Run:
     return run if name is None else replace(run, algorithm=algorithm(name))
 
 
-def _check_resumable(before: Run, run: Run, folder: str) -> None:
-    """Refuses what a checkpoint decides: a flag that would be ignored, or would make the run another one.
+def _check_resumable(before: Draft, run: Run, folder: str) -> None:
+    """Refuses flags that a resumed run would ignore: its weights are the checkpoint's, its folder is where it is.
 
     Raises:
         ConfigError: with the way to start a new run from the model.
     """
-    for name in ("algorithm", "model", "output", "seed", "task"):
+    for name in ("model", "output"):
         if getattr(before, name) != getattr(run, name):
             raise ConfigError(
-                f"--resume {folder} goes on with the run as it was, and {name} is another one now. Leave it out, or train "
-                f"anew: policygrad train --config {folder}/run.toml --model {folder}/model and the new {name}"
+                f"--resume {folder} goes on with the run's own weights in its own folder, so --{name} would mean nothing: "
+                f"leave it out, or train anew with --config {folder}/run.toml --model {folder}/model --output DIR"
             )

@@ -7,7 +7,7 @@ completions that count (`Batch.counted`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -58,8 +58,8 @@ class RunningMean:
     """
 
     decay: float = 0.9
-    mean: float = 0.0
-    count: int = 0
+    mean: float = field(default=0.0, metadata={"state": True})
+    count: int = field(default=0, metadata={"state": True})
     group_statistic: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

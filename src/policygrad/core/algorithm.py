@@ -58,6 +58,11 @@ class Algorithm:
     """G, the default group size."""
 
     def __post_init__(self) -> None:
+        for name in ("gate", "aggregate", "step"):
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"an algorithm needs a part as its {name}; it is None. On-policy: OnPolicy(), SequenceSum(), FirstOrder()"
+                )
         on_policy = getattr(self.gate, "on_policy", False)
         if on_policy and self.step.updates > 1:
             raise ValueError(

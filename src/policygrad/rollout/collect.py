@@ -111,12 +111,12 @@ def collect(
     """
     dynamic = next((f for f in algorithm.filters if isinstance(f, DropNoSpread)), None)
     rounds, refill = (dynamic.rounds, dynamic.mode == "refill") if dynamic else (1, False)
-    kept, aside, said, seen = _Kept(), _Kept(), _Said(), list[Batch]()
+    kept, aside, said, seen = _Kept(), _Kept(), _Said(), list[_Kept]()
     for _ in range(rounds):
         fresh = _round(source, sampler, sampling, range(position, position + prompts), samples, step, said)
         position += prompts
-        seen.append(fresh.batch())
-        flat = no_spread(seen[-1])
+        seen.append(fresh)
+        flat = no_spread(fresh.batch())
         for i in range(prompts):
             set_aside = refill and bool(flat[i * samples])
             if set_aside or len(kept.groups) < prompts:
@@ -162,30 +162,31 @@ def _filter(batch: Batch, algorithm: Algorithm, dynamic: DropNoSpread | None, mi
     return batch
 
 
-def _measure(seen: Sequence[Batch]) -> Metrics:
-    """Of everything sampled, what dynamic sampling set aside included: the policy's reward, not the training batch's."""
-    metrics: dict[str, list[Tensor]] = {}
-    for batch in seen:
-        counted = batch.counted
-        groups = Groups(batch.group, counted)
-        lengths = batch.lengths[counted].double()
+def _measure(seen: Sequence[_Kept]) -> Metrics:
+    """Of everything sampled, what dynamic sampling set aside included: the policy's reward, not the training batch's.
+
+    What no completion could be measured for (every reward failed) is left out, rather than reported as 0.
+    """
+    completions = [c for kept in seen for g in kept.groups for c in g.completions]
+    lengths = torch.tensor([len(c.tokens) for c in completions], dtype=torch.float64)
+    found: dict[str, list[Tensor]] = {
+        "completions/mean_length": [lengths],
+        "completions/truncated_ratio": [torch.tensor([float(c.truncated) for c in completions])],
+        "entropy": [
+            -c.logp for c in completions
+        ],  # −log μ at the samples: an unbiased estimate of the policy's entropy
+    }
+    for kept in seen:
+        batch = kept.batch()
+        counted, groups = batch.counted, Groups(batch.group, batch.counted)
         values = {
-            "reward": batch.reward[counted].double(),
-            "reward_std": groups.std(batch.reward, 1)[counted].double(),
-            "frac_reward_zero_std": groups.no_spread(batch.reward)[counted].double(),
-            "completions/mean_length": lengths,
-            "completions/truncated_ratio": batch.truncated[counted].double()
-            if batch.truncated is not None
-            else lengths * 0,
-            "completions/failed_ratio": (~counted).double(),
+            "reward": batch.reward[counted],
+            "reward_std": groups.std(batch.reward, 1)[counted],
+            "frac_reward_zero_std": groups.no_spread(batch.reward)[counted],
+            "completions/failed_ratio": ~counted,
         }
-        if batch.logp_sampler is not None:  # −log μ at the samples: an unbiased estimate of the policy's entropy
-            values["entropy"] = -batch.logp_sampler[batch.mask].double()
         for name, value in values.items():
-            metrics.setdefault(name, []).append(value)
-    merged: Metrics = {name: Mean(float(torch.cat(v).sum()), float(sum(map(len, v)))) for name, v in metrics.items()}
-    merged["tokens/sampled"] = Sum(float(sum(len(x) for x in metrics.get("entropy", []))))
-    merged["completions/max_length"] = Max(
-        max((float(x.max()) for x in metrics["completions/mean_length"] if len(x)), default=0.0)
-    )
-    return merged
+            found.setdefault(name, []).append(value)
+    whole = {name: torch.cat(parts).double() for name, parts in found.items()}
+    metrics: Metrics = {name: Mean(float(x.sum()), float(len(x))) for name, x in whole.items() if len(x)}
+    return metrics | {"tokens/sampled": Sum(float(lengths.sum())), "completions/max_length": Max(float(lengths.max()))}

@@ -8,25 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
+
+from policygrad.rollout.hub import ModelError, locate
 
 EMBEDDED = "tiny"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class ModelError(ValueError):
-    """A model or tokenizer that cannot be used, with the way out."""
-
-
 def resolve(model: str) -> str:
-    """A directory or hub id; `tiny` is the base model inside the package."""
-    return str(Path(__file__).parents[1] / "models" / EMBEDDED) if model == EMBEDDED else model
+    """A directory or hub id; `tiny` is the base model inside the package, a run's folder the model it trained."""
+    if model == EMBEDDED:
+        return str(Path(__file__).parents[1] / "models" / EMBEDDED)
+    trained = Path(model) / "model"
+    return str(trained) if (trained / "config.json").is_file() else locate(model)
 
 
 def _errors(model: str, error: Exception) -> ModelError:
+    first = str(error).strip().partition("\n")[0]
     return ModelError(
-        f"cannot load model {model!r}: {error}\nGive a directory with config.json and safetensors, a hub id this machine can "
-        f"reach, or {EMBEDDED!r}, the model inside the package"
+        f"cannot load the model {model!r}: {first or repr(error)}. Its folder needs config.json and safetensors"
     )
 
 
@@ -40,9 +42,10 @@ def load_model(model: str, *, dtype: str = "fp32", device: str = "cpu") -> nn.Mo
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    path = resolve(model)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=_DTYPES[dtype], attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError) as error:
+        loaded = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype], attn_implementation="sdpa")
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _errors(model, error) from error
     for module in loaded.modules():
         if isinstance(module, nn.Dropout):
@@ -112,8 +115,9 @@ def load_codec(model: str, network: nn.Module) -> Codec:
     """
     from transformers import AutoTokenizer
 
+    path = resolve(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(model))
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise _errors(model, error) from error
     end: set[int] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,8 +24,8 @@ class Sampling:
     """Generation budget, tokens per completion."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"sampling.temperature must be at least 0, not {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"sampling.temperature must be at least 0 and finite, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p must be in (0, 1], not {self.top_p}")
         if self.top_k < 0:

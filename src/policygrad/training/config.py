@@ -113,15 +113,20 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Run(Options):
+class Draft(Options):
+    """Options and algorithm, not yet checked against each other: a file or flags may still change either."""
+
+    algorithm: Algorithm = GRPO
+    """The method: one equation's parts."""
+
+
+@dataclass(frozen=True)
+class Run(Draft):
     """One training run; `run.toml` in its folder holds it whole.
 
     Raises:
         ValueError: options that contradict each other, with the reason and the way out.
     """
-
-    algorithm: Algorithm = GRPO
-    """The method: one equation's parts."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "prompts_per_step"):

@@ -79,6 +79,8 @@ def train(
 def _new_folder(run: Run) -> Path:
     if run.output is not None:
         folder = Path(run.output)
+        if folder.exists() and not folder.is_dir():
+            raise RunError(f"{folder} is a file: choose another --output")
         if folder.exists() and any(folder.iterdir()):
             raise RunError(f"{folder} is not empty: go on with it by --resume {folder}, or choose another --output")
         return folder
@@ -133,8 +135,6 @@ def measure_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
     """Scores of a model on a task's held-out problems. A run's folder stands for the model it trained."""
-    if (Path(model) / "model" / "config.json").is_file():
-        model = str(Path(model) / "model")
     questions = load_task(task, seed=seed, held_out=held_out)
     names = reward_names(questions, reward)
     network = load_model(model, dtype=dtype, device=pick_device(device))
@@ -267,8 +267,9 @@ class Session:
         rows = _rows(done)
         self.files.completions(step, rows)
         for message in done.rollout.messages:
-            if message not in self.told:
-                self.told.add(message)
+            kind = message.partition(" (completion ")[0]
+            if kind not in self.told:
+                self.told.add(kind)
                 self.display.note(message)
         self._note_if_nothing_was_learned(step, done, values)
         shown = rows[step % len(rows)] if rows else None
@@ -286,12 +287,13 @@ class Session:
         """Says why, once per reason; how often it happened is in the metrics (`updates/skipped`)."""
         if values.get("updates/taken"):
             return
-        if values.get("completions/truncated_ratio") == 1.0:
-            why = "every completion was cut off by the token budget: raise --sampling.max-tokens"
-        elif values.get("completions/failed_ratio") == 1.0:
+        truncated = done.batch.truncated
+        if values.get("completions/failed_ratio") == 1.0:
             why = "no completion has a reward: see the notes about the reward functions"
         elif values.get("frac_reward_zero_std") == 1.0:
             why = "in every group all rewards are equal: the task is too hard, too easy, or the samples too few"
+        elif truncated is not None and bool(truncated.all()) and not bool(done.batch.mask.any()):
+            why = "every completion was cut off by the token budget, and the overlong mask drops those: raise --max-tokens"
         else:
             why = "the filters left no completion that could move the weights"
         if why not in self.told:

@@ -19,10 +19,11 @@ import tomli_w
 import policygrad
 from policygrad.algorithms import algorithm as named
 from policygrad.core.algorithm import Algorithm
-from policygrad.training.config import Run
-from policygrad.training.parts import ConfigError, check_place, nearest, part_class
+from policygrad.training.config import Draft, Run
+from policygrad.training.parts import ConfigError, check_place, nearest, part_class, part_names
 
 NOTHING = "none"
+AnyRun = typing.TypeVar("AnyRun", Draft, Run)
 
 
 def dumps(run: Run) -> str:
@@ -30,7 +31,7 @@ def dumps(run: Run) -> str:
     return tomli_w.dumps(_plain(run, Run()))
 
 
-def load(path: Path | str, base: Run | None = None) -> Run:
+def load(path: Path | str, base: AnyRun | None = None) -> AnyRun:
     """`base` changed by what the file says.
 
     Raises:
@@ -38,17 +39,17 @@ def load(path: Path | str, base: Run | None = None) -> Run:
     """
     path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return from_dict(data, base or Run(), str(path))
+    return from_dict(data, Run() if base is None else base, str(path))
 
 
-def from_dict(data: Mapping[str, Any], base: Run, where: str) -> Run:
+def from_dict(data: Mapping[str, Any], base: AnyRun, where: str) -> AnyRun:
     """`base` changed by a nested mapping as TOML gives it."""
     return _change(base, data, where, "")  # type: ignore[no-any-return]
 
@@ -186,6 +187,8 @@ def _read_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> 
             changes[key] = _typed(item, type(there), where, place)
         else:
             changes[key] = _read_part(there, item, where, place)
+            if changes[key] is None and NoneType not in typing.get_args(typing.get_type_hints(Algorithm)[key]):
+                raise ConfigError(f"{where}: {place!r} cannot be none: it takes {', '.join(part_names(key))}")
     return _build(lambda: replace(current, **changes), where, dotted)  # type: ignore[no-any-return]
 
 
@@ -198,7 +201,7 @@ def _read_part(current: Any, value: Any, where: str, dotted: str) -> Any:
         raise ConfigError(f"{where}: {dotted!r} needs a `part`, the class it is made of, e.g. part = 'Clip'")
     kind = type(current) if name is None else part_class(name, where, dotted)
     check_place(kind, where, dotted)
-    base = current if type(current) is kind else _build(kind, where, dotted)
+    base: Any = current if type(current) is kind else _build(kind, where, dotted)
     known = {f.name for f in fields(base)}
     hints = typing.get_type_hints(kind)
     for key in value:

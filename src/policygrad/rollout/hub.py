@@ -1,0 +1,57 @@
+"""Where a model is: a folder, or a hub id. What is neither is refused at once, and without a network only the cache is asked."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+TIMEOUT = 5.0  # seconds for the hub's first answer; transformers alone would try for half a minute
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+class ModelError(ValueError):
+    """A model or tokenizer that cannot be used, with the way out."""
+
+
+def locate(model: str) -> str:
+    """A folder as it is; a hub id, or the folder of the cache that holds it when the hub cannot be reached.
+
+    Raises:
+        ModelError: neither a folder nor a hub id; a hub id that nobody has.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return model
+    if path.exists():
+        raise ModelError(f"the model {model!r} is a file: give the folder that holds config.json and safetensors")
+    if not _HUB_ID.fullmatch(model):
+        raise ModelError(
+            f"there is no model folder {model!r}: a relative path starts at {Path.cwd().name!r}, the current folder"
+        )
+    return _on_hub(model)
+
+
+@lru_cache(maxsize=8)
+def _on_hub(model: str) -> str:
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(model, timeout=TIMEOUT)
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"{model!r} is neither a folder here nor a model on the hub. A private one needs `hf auth login`; 'tiny' is the "
+            "model inside the package"
+        ) from None
+    except HfHubHTTPError:
+        return model  # the hub is there: let it say to transformers what is the matter
+    except Exception as error:  # no network; of which class depends on the hub client's version
+        cached = try_to_load_from_cache(model, "config.json")
+        if not isinstance(cached, str):
+            raise ModelError(
+                f"there is no folder {model!r}, the hub cannot be reached ({type(error).__name__}), and its cache does not have "
+                "the model. Give a folder with config.json and safetensors, or 'tiny', the model inside the package"
+            ) from None
+        return str(Path(cached).parent)
+    return model

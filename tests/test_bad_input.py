@@ -1,0 +1,387 @@
+"""Everything that goes wrong from outside: each is said in one message with the way out, or the run goes on and counts it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from policygrad.algorithms import ALGORITHMS
+from policygrad.rollout.hub import ModelError, locate
+from policygrad.rollout.model import resolve
+from policygrad.rollout.types import Sampling
+from policygrad.track import Silent
+from policygrad.training.checkpoint import CheckpointError
+from policygrad.training.config import Checkpointing, Evaluation, LearnerConfig, Rewarding, Run
+from policygrad.training.session import RunError, measure_model, train
+
+REWARDS = """
+import math, os, time
+
+def odd(completion): return len(completion.encode()) % 2
+
+def fine(prompts, completions, **columns): return [float(odd(c)) for c in completions]
+def equal(prompts, completions, **columns): return [1.0 for c in completions]
+def raises(prompts, completions, **columns): return [1.0 / odd(c) for c in completions]
+def hangs(prompts, completions, **columns):
+    while "2" in prompts[0]: time.sleep(0.05)
+    return fine(prompts, completions)
+def dies(prompts, completions, **columns):
+    if "2" in prompts[0]: os._exit(3)
+    return fine(prompts, completions)
+def sometimes(value): return lambda prompts, completions, **columns: [1.0 if odd(c) else value for c in completions]
+nan, inf, minus_inf = sometimes(math.nan), sometimes(math.inf), sometimes(-math.inf)
+none, text, huge = sometimes(None), sometimes("1"), sometimes(10**400)
+def length(prompts, completions, **columns): return [1.0] * (1 + odd(completions[0]))
+def nothing(prompts, completions, **columns): return None
+def always_nan(prompts, completions, **columns): return [math.nan for c in completions]
+"""
+
+
+class Notes(Silent):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+
+@dataclass
+class Bench:
+    """A task, rewards and a run of one step on the tiny random model."""
+
+    folder: Path
+    run: Run
+
+    def reward(self, name: str) -> tuple[str, ...]:
+        return (f"{self.folder / 'mine.py'}:{name}",)
+
+    def task(self, *rows: Any) -> str:
+        path = self.folder / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    def go(self, **changes: Any) -> tuple[list[dict[str, Any]], str]:
+        """(rows of metrics.jsonl, all notes)."""
+        display = Notes()
+        run = replace(self.run, **changes)
+        result = train(run, display=display)
+        lines = (result.output / "metrics.jsonl").read_text().splitlines()
+        assert "NaN" not in "".join(lines)
+        return [json.loads(line) for line in lines], "\n".join(display.said)
+
+
+@pytest.fixture
+def bench(random_model: Path, tmp_path: Path) -> Bench:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    rows = [{"prompt": f"{i} + {i} =\n", "answer": str(2 * i)} for i in range(4)]
+    bench = Bench(tmp_path, Run())
+    bench.run = Run(
+        algorithm=ALGORITHMS["dr_grpo"],
+        model=str(random_model),
+        task=bench.task(*rows),
+        reward=bench.reward("fine"),
+        steps=1,
+        prompts_per_step=4,
+        samples_per_prompt=4,
+        sampling=Sampling(max_tokens=8),
+        evaluation=Evaluation(problems=0),
+        rewards=Rewarding(workers=1, budget=0.3),
+        output=str(tmp_path / "run"),
+    )
+    return bench
+
+
+@pytest.fixture
+def changed_model(random_model: Path, tmp_path: Path) -> Callable[..., str]:
+    """A copy of the random model with other entries in one of its JSON files."""
+
+    def change(**files: dict[str, Any]) -> str:
+        folder = tmp_path / "changed"
+        shutil.copytree(random_model, folder, dirs_exist_ok=True)
+        for name, changes in files.items():
+            path = folder / f"{name}.json"
+            old = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps({**old, **changes}))
+        return str(folder)
+
+    return change
+
+
+# --- rewards
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "says"),
+    [
+        ("raises", "raised", "raised ZeroDivisionError"),
+        ("hangs", "timeout", "took more than its budget of 0.3 s"),
+        ("dies", "crashed", "exit"),
+        ("nan", "nan", "returned nan"),
+        ("inf", "inf", "returned inf"),
+        ("minus_inf", "inf", "returned -inf"),
+        ("huge", "inf", "returned"),
+        ("none", "none", "None"),
+        ("text", "type", "returned '1'"),
+        ("length", "length", "returned 2 rewards for 1 completion"),
+        ("nothing", "type", "returned None"),
+    ],
+)
+def test_a_reward_that_fails_costs_its_sample(bench: Bench, name: str, reason: str, says: str) -> None:
+    if name in ("hangs", "dies"):  # for one prompt of four, one completion each, so that the test is short
+        bench.run = replace(bench.run, samples_per_prompt=2)
+    metrics, notes = bench.go(reward=bench.reward(name))
+    assert len(metrics) == bench.run.steps
+    assert says in notes
+    failed = sum(row.get(f"rewards/failed_{reason}", 0) for row in metrics)
+    assert 0 < failed <= 16 * bench.run.steps
+    assert all(0 < row["completions/failed_ratio"] <= 1 for row in metrics)
+
+
+def test_no_reward_at_all_teaches_nothing(bench: Bench) -> None:
+    metrics, notes = bench.go(reward=bench.reward("always_nan"), steps=2)
+    assert "no completion has a reward" in notes
+    assert all(row["updates/skipped"] == 1 and row["completions/failed_ratio"] == 1 for row in metrics)
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_equal_rewards(bench: Bench, name: str) -> None:
+    """Ψ is 0 for whatever compares a prompt's samples; counted, reported, and never NaN."""
+    metrics, _ = bench.go(reward=bench.reward("equal"), algorithm=ALGORITHMS[name])
+    assert all(row["frac_reward_zero_std"] == 1 and row["reward"] == 1 for row in metrics)
+    rows = [json.loads(line) for line in (bench.folder / "run" / "completions.jsonl").read_text().splitlines()]
+    if name != "reinforce":  # its baseline has seen nothing yet
+        assert all(row["advantage"] == 0 for row in rows)
+
+
+def test_dynamic_sampling_stops_when_every_prompt_is_solved(bench: Bench) -> None:
+    metrics, notes = bench.go(reward=bench.reward("equal"), algorithm=ALGORITHMS["dapo"], steps=2)
+    rounds = ALGORITHMS["dapo"].filters[0].max_rounds
+    assert "dynamic sampling" in notes
+    assert f"{rounds} rounds" in notes
+    assert all(16 * rounds < row["tokens/sampled"] <= 16 * 8 * rounds for row in metrics)
+    assert all(row["updates/skipped"] == 1 for row in metrics)
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("exactmatch", "did you mean 'exact_match'?"),
+        ("no.such.module.function", "there is no module 'no'"),
+        ("nosuch.py:function", "there is no file"),
+        ("mine.py:fien", "did you mean 'fine'?"),
+        ("broken.py:f", "raised SyntaxError"),
+    ],
+)
+def test_a_reward_that_cannot_be_found(
+    bench: Bench, reward: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    with pytest.raises((ValueError, ImportError)) as caught:
+        bench.go(reward=(reward,))
+    assert says in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_task_without_a_reward(bench: Bench) -> None:
+    with pytest.raises(RunError, match=r"choose one, e\.g\. --reward exact_match"):
+        bench.go(reward=())
+
+
+# --- tasks
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "rows.jsonl: no rows"),
+        (b"\n \n", "rows.jsonl: no rows"),
+        (b'{"prompt": "1"}\n{"prompt": "2', "rows.jsonl:2: not JSON at column 12"),
+        (b'{"prompt": "1"}\n\n{"prompt": "\xff"}', "rows.jsonl:3: byte 13 (0xff) is not UTF-8"),
+        (b"\xff\xfe{\x00", "rows.jsonl:1: this is UTF-16 text"),
+        (b'{"promt": "1"}', "rows.jsonl:1: no column 'prompt' (it has 'promt')"),
+        (b'{"prompt": ""}', "rows.jsonl:1: 'prompt' is empty"),
+        (b"[1]", "rows.jsonl:1: a JSON object is needed"),
+        (b'{"prompt": "1", "answer": "1"}\n{"prompt": "2"}', "rows.jsonl:2: no column 'answer'"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_line(bench: Bench, data: bytes, says: str) -> None:
+    Path(bench.run.task).write_bytes(data)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words are asserted below)
+        bench.go()
+    assert says in str(caught.value)
+
+
+def test_a_byte_order_mark_and_blank_lines_are_no_error(bench: Bench) -> None:
+    Path(bench.run.task).write_bytes(b'\xef\xbb\xbf{"prompt": "1"}\r\n\r\n{"prompt": "2"}\r\n')
+    metrics, _ = bench.go()
+    assert len(metrics) == 1
+
+
+def test_a_prompt_longer_than_the_context(bench: Bench) -> None:
+    task = bench.task({"prompt": "1 + 1 ="}, {"prompt": "word " * 200})
+    with pytest.raises(
+        ModelError, match=r"rows.jsonl:2 has \d+ tokens and max_tokens is 8: together more than the 256"
+    ):
+        bench.go(task=task)
+
+
+def test_messages_without_a_chat_template(bench: Bench, changed_model: Callable[..., str]) -> None:
+    model = changed_model(tokenizer_config={"chat_template": None})
+    (Path(model) / "chat_template.jinja").unlink(missing_ok=True)
+    task = bench.task({"prompt": [{"role": "user", "content": "1 + 1"}]})
+    with pytest.raises(ModelError, match=r"rows.jsonl:1 is a list of chat messages .* has no chat template: set"):
+        bench.go(model=model, task=task)
+
+
+# --- models and tokenizers
+
+
+def test_a_tokenizer_without_a_pad_token(bench: Bench, changed_model: Callable[..., str]) -> None:
+    model = changed_model(tokenizer_config={"pad_token": None}, config={"pad_token_id": None}, generation_config={})
+    metrics, _ = bench.go(model=model)
+    assert metrics[-1]["updates/taken"] == 1
+
+
+def test_a_tokenizer_without_an_end_token(bench: Bench, changed_model: Callable[..., str]) -> None:
+    model = changed_model(
+        tokenizer_config={"eos_token": None}, config={"eos_token_id": None}, generation_config={"eos_token_id": None}
+    )
+    with pytest.raises(ModelError, match="names an end token, so no completion could ever end: set `eos_token`"):
+        bench.go(model=model)
+
+
+def test_a_model_that_is_not_there(bench: Bench, tmp_path: Path) -> None:
+    for name in ("no/such/folder", "./nosuch", "/nosuch", "a b"):
+        with pytest.raises(ModelError, match="there is no model folder"):
+            bench.go(model=name)
+    with pytest.raises(ModelError, match="is a file: give the folder"):
+        bench.go(model=str(tmp_path / "mine.py"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One request, one short message; the cache is used when it has the model."""
+    import huggingface_hub
+
+    def refused(*_: Any, **options: Any) -> None:
+        assert 0 < options["timeout"] <= 10
+        raise ConnectionRefusedError("no network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refused)
+    with pytest.raises(ModelError, match=r"no folder 'org/no-such-model', the hub cannot be reached \(Conn") as caught:
+        resolve("org/no-such-model")
+    assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    assert locate("org/cached-model") == str(tmp_path)
+
+
+def test_a_damaged_model(bench: Bench, changed_model: Callable[..., str]) -> None:
+    model = Path(changed_model())
+    weights = model / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:1000])
+    with pytest.raises(ModelError, match="cannot load the model"):
+        bench.go(model=str(model))
+    weights.unlink()
+    with pytest.raises(ModelError, match="cannot load the model"):
+        bench.go(model=str(model))
+    weights.write_bytes(whole)
+    (model / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not a valid JSON file"):
+        bench.go(model=str(model))
+
+
+def test_a_device_that_is_not_there(bench: Bench) -> None:
+    with pytest.raises(RunError, match=r"learner.device 'nosuch' cannot be used here"):
+        bench.go(learner=LearnerConfig(device="nosuch"))
+
+
+@pytest.mark.parametrize("name", ["reinforce", "dr_grpo", "dapo"])
+def test_all_completions_empty(bench: Bench, changed_model: Callable[..., str], name: str) -> None:
+    """A model that ends at once: one token per completion, nothing to compare, no crash."""
+    from transformers import AutoModelForCausalLM
+
+    folder = changed_model(config={"tie_word_embeddings": False})
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.model.embed_tokens.weight.fill_(1)
+        model.model.norm.weight.fill_(1)
+        model.lm_head.weight[model.config.eos_token_id] = 10
+    model.save_pretrained(folder)
+    metrics, notes = bench.go(model=folder, algorithm=ALGORITHMS[name])
+    assert all(row["completions/mean_length"] == 1 and row["completions/truncated_ratio"] == 0 for row in metrics)
+    assert all(row["updates/skipped"] == 1 for row in metrics)
+    assert "nothing was learned" in notes
+
+
+def test_all_completions_truncated_and_masked(bench: Bench) -> None:
+    metrics, notes = bench.go(algorithm=ALGORITHMS["dapo"], sampling=Sampling(max_tokens=1))
+    assert all(row["completions/truncated_ratio"] > 0.9 for row in metrics)
+    assert "nothing was learned" in notes
+    assert "cut off" in notes
+
+
+# --- folders
+
+
+def test_an_output_folder_that_is_not_empty(bench: Bench) -> None:
+    folder = bench.folder / "run"
+    folder.mkdir()
+    (folder / "precious").write_text("data")
+    with pytest.raises(RunError, match="is not empty: go on with it by --resume"):
+        bench.go()
+    assert (folder / "precious").read_text() == "data"
+
+
+def test_resume_of_something_else(bench: Bench) -> None:
+    for folder in (bench.folder, bench.folder / "nosuch"):
+        with pytest.raises(RunError, match=r"is not a run's folder: it has no run.toml"):
+            train(resume=folder)
+
+
+def test_a_damaged_checkpoint(bench: Bench) -> None:
+    """The one before it is used, and that is said; when none is intact nothing is started over in silence."""
+    bench.go(steps=2, checkpoint=Checkpointing(every=1, keep=2))
+    folder = bench.folder / "run"
+    newest, before = sorted((folder / "checkpoints").iterdir(), reverse=True)
+    data = bytearray((newest / "tensors.safetensors").read_bytes())
+    data[-1] ^= 1
+    (newest / "tensors.safetensors").write_bytes(data)
+    shutil.copytree(folder, bench.folder / "other")
+    display = Notes()
+    assert train(resume=folder, display=display).steps == 2
+    assert any(f"using the one before it, {before.name}" in text for text in display.said)
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+    other = bench.folder / "other"
+    (other / "checkpoints" / before.name / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoint"):
+        train(resume=other)
+    assert len((other / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_measuring_with_a_reward_that_fails(bench: Bench) -> None:
+    """A completion without a reward counts as wrong, and is counted."""
+    outcome = measure_model(
+        bench.run.model,
+        bench.run.task,
+        reward=bench.reward("nan"),
+        problems=4,
+        samples=2,
+        sampling=Sampling(max_tokens=8),
+    )
+    assert 0 < outcome.failed < 8
+    assert outcome.mean == 1 - outcome.failed / 8
+    assert any("returned nan" in message for message in outcome.messages)

@@ -1,0 +1,359 @@
+"""The command line in-process; a subprocess only where what is imported, or a pipe, is the point."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policygrad import __version__, cli
+from policygrad.algorithms import ALGORITHMS, algorithm
+from policygrad.commands import describe, show
+from policygrad.commands.completion import script
+from policygrad.commands.options import take_algorithm
+from policygrad.training.config import Run
+from policygrad.training.toml import load, part_names
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """`run("show", "grpo")` -> (exit code, standard output, standard error)."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        code = cli.main(args)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def imported(*args: str) -> set[str]:
+    """The modules that a command has loaded when it is done."""
+    code = (
+        "import sys; from policygrad.cli import main; code = main(sys.argv[1:]); "
+        "print('\\n' + '\\n'.join(sys.modules)); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
+    return set(done.stdout.split("\n"))
+
+
+def dry_run(run: Any, folder: Path, *args: str) -> Run:
+    code, out, err = run("train", *args, "--dry-run")
+    assert code == 0, err
+    (folder / "dry.toml").write_text(out, encoding="utf-8")
+    return load(folder / "dry.toml")
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    for args in ((), ("--help",), ("--version",)):
+        assert not {"torch", "tyro", "rich", "transformers", "policygrad.algorithms"} & imported(*args)
+
+
+def test_dry_run_loads_no_model_code() -> None:
+    assert not {"transformers", "safetensors", "reasoning_gym", "numpy.random"} & imported(
+        "train", "dapo", "--dry-run"
+    ) - {
+        "numpy.random"  # torch may bring numpy along
+    }
+
+
+def test_module_runs_and_survives_a_closed_pipe() -> None:
+    done = subprocess.run([sys.executable, "-m", "policygrad", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"policygrad {__version__}\n"
+    with subprocess.Popen(
+        [sys.executable, "-m", "policygrad", "algorithms", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_help_of_every_command(run: Any) -> None:
+    for command in cli.COMMANDS:
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert f"policygrad {command}" in out
+    assert all(command in cli.HELP for command in cli.COMMANDS)
+    out = run("train", "dapo", "--help")[1]
+    for flag in ("--algorithm.gate.high", "--samples-per-prompt", "--stop-after", "--learner.device"):
+        assert flag in out
+    assert "(default: the algorithm's own)" in " ".join(out.replace("│", " ").split())
+
+
+# --- algorithms and show
+
+
+@pytest.mark.parametrize("width", [50, 80, 100, 120, 200, None])
+def test_matrix_fits(width: int | None) -> None:
+    lines = ["".join(text for text, _ in line).rstrip() for line in show.matrix(width)]
+    assert width is None or max(map(len, lines)) <= width
+    for name, a in ALGORITHMS.items():
+        row = next(line for line in lines if line.split() and line.split()[0] == name)
+        assert type(a.gate).__name__ in row
+    text = " ".join(" ".join(lines).split())
+    for _, part in (pair for a in ALGORITHMS.values() for pair in a.parts() if pair[0] not in ("step", "reference")):
+        assert type(part).__name__ in text
+    assert "Clip(3e-4, 4e-4)" in text  # what is not the default always stands there
+
+
+def test_algorithms_plain_and_json(run: Any) -> None:
+    code, out, _ = run("algorithms")
+    assert code == 0
+    assert len(out.splitlines()) == 1 + len(ALGORITHMS)
+    rows = json.loads(run("algorithms", "--json")[1])
+    assert list(rows) == list(ALGORITHMS)
+    assert rows["dapo"]["gate"] == {"part": "Clip", "low": 0.2, "high": 0.28}
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_show(run: Any, name: str) -> None:
+    code, out, _ = run("show", name)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    for word in ("∇J = Σ", "Parts", "Fixes", "Fails", "completions per prompt", *algorithm(name).equation()):
+        assert word in out
+    assert "Raises" not in out
+
+
+@pytest.mark.parametrize("name", part_names())
+def test_show_part(run: Any, name: str) -> None:
+    code, out, _ = run("show", name)
+    assert code == 0
+    assert out.startswith(name)
+    assert "Used by" in out
+
+
+def test_difference_is_complete() -> None:
+    changed = describe.difference(algorithm("rloo"), algorithm("grpo"))
+    assert set(changed) == {"advantage", "ratio", "gate", "average", "terms", "shaping", "samples"}
+    assert describe.difference(algorithm("grpo"), algorithm("grpo")) == {}
+
+
+def test_output_that_is_not_utf8() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "policygrad", "show", "grpo"],
+        capture_output=True,
+        env={"PYTHONIOENCODING": "ascii", "PATH": ""},
+        check=True,
+    )
+    assert b"?J = ? (" in done.stdout
+
+
+# --- train: what wins over what
+
+
+def test_dry_run_is_a_configuration(run: Any, tmp_path: Path) -> None:
+    made = dry_run(run, tmp_path, "dapo", "--steps", "7", "--reward", "math", "format*0.5", "--seed", "3")
+    assert (made.algorithm.name, made.steps, made.seed, made.reward) == ("dapo", 7, 3, ("math", "format*0.5"))
+    assert made == made.resolved()
+    out = run("train", "dapo", "--dry-run")[1]
+    assert "∇J = Σ" in out
+    assert tomllib.loads(out)["algorithm"]["name"] == "dapo"
+
+
+def test_precedence(run: Any, tmp_path: Path) -> None:
+    config = tmp_path / "my.toml"
+    config.write_text('steps = 5\nlr = 1e-3\nalgorithm = "rloo"\n[sampling]\nmax_tokens = 9\n')
+    made = dry_run(run, tmp_path, "--config", str(config), "--steps", "6")
+    assert (made.algorithm.name, made.steps, made.lr, made.sampling.max_tokens) == ("rloo", 6, 1e-3, 9)
+    assert made.samples_per_prompt == 4
+    assert dry_run(run, tmp_path, "gspo", "--config", str(config)).algorithm.name == "gspo"
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.toml").write_text('steps = 50\nseed = 7\nalgorithm = "dapo"\n')
+    made = dry_run(run, tmp_path, "--resume", str(folder), "--config", str(config))
+    assert (made.steps, made.seed, made.algorithm.name) == (5, 7, "rloo")
+    assert dry_run(run, tmp_path, "--resume", str(folder), "--steps", "60").steps == 60
+
+
+def test_only_the_outcome_has_to_make_sense(run: Any, tmp_path: Path) -> None:
+    """One sample per prompt is nothing for grpo, the default that a file starts from, and fine for reinforce."""
+    config = tmp_path / "my.toml"
+    config.write_text("samples_per_prompt = 1\n")
+    assert dry_run(run, tmp_path, "reinforce", "--config", str(config)).samples_per_prompt == 1
+    assert dry_run(run, tmp_path, "grpo", "--config", str(config), "--samples-per-prompt", "4").samples_per_prompt == 4
+    code, _, err = run("train", "--config", str(config))
+    assert code == 2
+    assert "set samples_per_prompt to 2 or more" in err
+
+
+def test_the_budget_of_a_written_configuration_follows_the_flag(run: Any, tmp_path: Path) -> None:
+    written = tmp_path / "run.toml"
+    written.write_text(run("train", "dr_grpo", "--max-tokens", "40", "--dry-run")[1], encoding="utf-8")
+    assert load(written).algorithm.aggregate.length == 40
+    made = dry_run(run, tmp_path, "--config", str(written), "--max-tokens", "90")
+    assert made.algorithm.aggregate.length == 90
+    made = dry_run(run, tmp_path, "--config", str(written), "--algorithm.aggregate.length", "55")
+    assert made.algorithm.aggregate.length == 55
+
+
+def test_a_runs_own_file_makes_another_run(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(f"steps = 3\noutput = {json.dumps(str(tmp_path))}\n")
+    assert dry_run(run, tmp_path, "--config", str(tmp_path / "run.toml")).output is None
+    assert dry_run(run, tmp_path, "--resume", str(tmp_path)).output == str(tmp_path)
+
+
+def test_parts_by_flag(run: Any, tmp_path: Path) -> None:
+    gate = ("--algorithm.gate", "WeightCap", "--algorithm.gate.high", "4")
+    made = dry_run(run, tmp_path, "grpo", *gate, "--algorithm.psi=GroupMean", "--algorithm.terms", "none").algorithm
+    assert [type(p).__name__ for p in made.psi] == ["GroupMean"]
+    assert (made.terms, type(made.gate).__name__, made.gate.high) == ((), "WeightCap", 4.0)
+    twice = ("--algorithm.terms", "KLToReference,KLToReference", "--algorithm.terms.kl-to-reference-2.beta", "0.1")
+    assert [t.beta for t in dry_run(run, tmp_path, "grpo", *twice).algorithm.terms] == [0.04, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "rest"),
+    [
+        ("dapo --steps 3", "dapo", "--steps 3"),
+        ("--steps 3 dapo", "dapo", "--steps 3"),
+        ("--dry-run DR-GRPO", "DR-GRPO", "--dry-run"),
+        ("--output dapo --steps 3", None, "--output dapo --steps 3"),
+        ("--reward math gspo", "gspo", "--reward math"),
+        ("--algorithm gspo --plain", "gspo", "--plain"),
+        ("--plain --algorithm=gspo", "gspo", "--plain"),
+        ("", None, ""),
+    ],
+)
+def test_where_the_algorithm_may_stand(args: str, name: str | None, rest: str) -> None:
+    assert take_algorithm(args.split()) == (name, rest.split())
+
+
+def test_values(run: Any, tmp_path: Path) -> None:
+    words = "--samples-per-prompt None --lr 1e-5 --learner.gradient-checkpointing --optimizer.betas 0.8 0.95"
+    made = dry_run(run, tmp_path, "rloo", *words.split(), "--stop_after", "2", "--prompts_per_step=8")
+    assert (made.samples_per_prompt, made.lr, made.prompts_per_step) == (4, 1e-5, 8)
+    assert made.learner.gradient_checkpointing
+    assert made.optimizer.betas == (0.8, 0.95)
+
+
+# --- what cannot be done: exit code 2, one message, no traceback
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("trian", "did you mean 'train'"),
+        ("train gprpo", "did you mean 'grpo'"),
+        ("train --dry-run gprpo", "did you mean 'grpo'"),
+        ("train grpo dapo", "one algorithm too many"),
+        ("train --step-s 4", "--steps"),
+        ("train --steps x", "--steps"),
+        ("train --steps 0", "steps must be at least 1"),
+        ("train --lr -1", "lr must be at least 0"),
+        ("train --lr nan", "lr must be at least 0"),
+        ("train --temperature -1", "temperature must be at least 0"),
+        ("train --stop-after 0", "--stop-after must be at least 1"),
+        ("train --checkpoint.every 0", "checkpoint.every"),
+        ("train --evaluation.samples 0", "evaluation.samples"),
+        ("train --optimizer.schedule slow", "constant, linear, cosine"),
+        ("train --algorithm.gate.hgh 0.3", "--algorithm.gate.high"),
+        ("train --algorithm.gate Clipp", "did you mean 'Clip'"),
+        ("train --algorithm.gate xyz", "WeightCap"),
+        ("train --algorithm.gate GroupMean", "GroupMean goes into 'psi'"),
+        ("train --algorithm.gate none", "cannot be none"),
+        ("train --algorithm.gate", "needs the name of a part"),
+        ("train --algorithm.psi no.such:Part", "cannot import the part"),
+        ("train --samples-per-prompt 1", "set samples_per_prompt to 2 or more"),
+        ("train --temperature 0", "set sampling.temperature above 0"),
+        ("train reinforce --temperature 0", "set --temperature above 0"),
+        ("train --top-p 0.9", "Leave top_p = 1"),
+        ("train --algorithm.reference none", "a KL term without a reference"),
+        ("train reinforce --algorithm.step.epochs 2", "one optimiser step per rollout"),
+        ("train --algorithm.step.minibatches 65", "as many prompts per step"),
+        ("train --algorithm.terms.kl-to-reference.form k1", "zero expected gradient"),
+        ("train rloo --algorithm.shaping.kl-in-reward.form k3", "KLInReward takes k1 only"),
+        ("train --resume no/such/run", "not a run's folder"),
+        ("train --config no/such.toml", "no/such.toml"),
+        ("show Clipp", "did you mean 'Clip'"),
+        ("show", "NAME"),
+        ("algorithms --jsn", "--json"),
+        ("completion fish", "bash"),
+        ("eval", "MODEL"),
+        ("eval tiny --samples 0", "--samples must be at least 1"),
+        ("eval tiny --task gdc", "did you mean gcd"),
+        ("eval tiny --task no/such.jsonl", "no/such.jsonl: no such file"),
+        ("eval no/such/model", "there is no model folder"),
+        ("eval tiny --reward exactmatch", "did you mean 'exact_match'"),
+        ("eval tiny --held-out x.jsonl", "goes with a JSONL task"),
+    ],
+)
+def test_refused(run: Any, command: str, says: str) -> None:
+    code, out, err = run(*command.split())
+    assert code == 2
+    assert says in " ".join(err.replace("│", " ").split())
+    assert "Traceback" not in out + err
+
+
+def test_resume_refuses_what_it_would_ignore(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(f"steps = 3\noutput = {json.dumps(str(tmp_path))}\n")
+    for flag in ("--model", "--output"):
+        code, _, err = run("train", "--resume", str(tmp_path), flag, "elsewhere")
+        assert code == 2
+        assert f"{flag} would mean nothing" in err
+
+
+def test_eval_of_an_unfinished_run(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("steps = 3\n")
+    code, _, err = run("eval", str(tmp_path))
+    assert code == 2
+    assert f"policygrad train --resume {tmp_path}" in err
+
+
+def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, run: Any, tmp_path: Path) -> None:
+    """A library's error, or an operation of ours that fails, is not passed off as the user's mistake."""
+
+    def fails(args: list[str]) -> int:
+        return int(args[0])
+
+    monkeypatch.setattr("policygrad.commands.show.show", fails)
+    with pytest.raises(ValueError, match="invalid literal"):
+        cli.main(["show", "x"])
+
+    def interrupted(args: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("policygrad.commands.show.show", interrupted)
+    assert run("show", "x")[0] == 130
+
+    def missing(args: list[str]) -> int:
+        return len((tmp_path / "gone").read_text())
+
+    monkeypatch.setattr("policygrad.commands.show.show", missing)
+    code, _, err = run("show", "x")
+    assert (code, err) == (2, f"error: {tmp_path / 'gone'}: No such file or directory\n")
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLICYGRAD_DEBUG", "1")
+    with pytest.raises(ValueError, match="did you mean 'grpo'"):
+        cli.main(["train", "gprpo"])
+
+
+# --- tab completion
+
+
+def complete(*words: str) -> list[str]:
+    """What bash offers for the last word."""
+    command = f'{script("bash")}\nCOMP_WORDS=(policygrad "$@")\nCOMP_CWORD=$#\n_policygrad\nprintf \'%s\\n\' "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", command, "bash", *words], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_completion() -> None:
+    assert complete("tr") == ["train"]
+    assert complete("train", "da") == ["dapo"]
+    assert complete("show", "Cl") == ["Clip"]
+    assert {"--algorithm.gate", "--algorithm.gate.high", "--algorithm.gate.tau-pos"} <= set(
+        complete("train", "--algorithm.g")
+    )
+    assert complete("train", "dapo", "--algorithm.gate", "W") == ["WeightCap"]
+    assert complete("train", "--config", "") == []  # the shell's own: files
+    assert "--threshold" in complete("eval", "--th")
+    assert "bashcompinit" in script("zsh")

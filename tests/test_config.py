@@ -1,0 +1,148 @@
+"""run.toml, both ways: what is written is read back; what is wrong is named with its file, its key and the way out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from policygrad.algorithms import ALGORITHMS, DAPO, GRPO, RLOO
+from policygrad.core.gates import Clip, WeightCap
+from policygrad.core.types import Batch
+from policygrad.rollout.types import Sampling
+from policygrad.training.config import Run
+from policygrad.training.toml import ConfigError, algorithm_from_dict, algorithm_to_dict, dumps, load
+
+
+@dataclass(frozen=True)
+class Halved:
+    """Somebody's own part."""
+
+    factor: float = 0.5
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        return psi * self.factor
+
+
+def read(folder: Path, text: str | bytes, base: Run | None = None) -> Run:
+    path = folder / "my.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load(path, base)
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("resolved", [False, True])
+def test_round_trip(tmp_path: Path, name: str, resolved: bool) -> None:
+    run = Run(algorithm=ALGORITHMS[name], reward=("math", "format*0.5"), output='a "quoted" Ψ', lr=1e-300)
+    run = run.resolved() if resolved else run
+    assert read(tmp_path, dumps(run)) == run
+    assert algorithm_from_dict(algorithm_to_dict(run.algorithm)) == run.algorithm
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.floats(min_value=0, allow_infinity=False),
+    st.integers(min_value=0, max_value=2**62),
+    st.text(st.characters(codec="utf-8", exclude_characters="\0")),
+    st.floats(min_value=1e-9, allow_nan=False, allow_infinity=False),
+)
+def test_round_trip_of_any_value(lr: float, seed: int, model: str, temperature: float) -> None:
+    import tomllib
+
+    from policygrad.training.toml import from_dict
+
+    run = Run(lr=lr, seed=seed, model=model, sampling=Sampling(temperature=temperature))
+    assert from_dict(tomllib.loads(dumps(run)), Run(), "text") == run
+
+
+def test_resolved_is_complete() -> None:
+    run = Run(algorithm=DAPO, sampling=Sampling(max_tokens=77)).resolved()
+    assert run.samples_per_prompt == run.algorithm.samples_per_prompt == 8
+    assert run.algorithm.shaping[0].length == 77
+    assert run.resolved() == run
+
+
+def test_algorithm_as_a_name_and_as_tables(tmp_path: Path) -> None:
+    assert read(tmp_path, 'algorithm = "dr-grpo"').algorithm.name == "dr_grpo"
+    made = read(tmp_path, '[algorithm]\nname = "dapo"\n[algorithm.gate]\nhigh = 0.4\n').algorithm
+    assert made == replace(DAPO, gate=Clip(0.2, 0.4))
+    made = read(tmp_path, '[algorithm]\nname = "mine"\nterms = []\ngate = { part = "WeightCap", high = 3 }\n').algorithm
+    assert made == replace(GRPO, name="mine", terms=(), gate=WeightCap(0.0, 3.0))
+    made = read(tmp_path, '[algorithm]\nname = "rloo"\nratio = "none"\n').algorithm
+    assert made == RLOO
+
+
+def test_a_part_of_ones_own(tmp_path: Path) -> None:
+    run = read(tmp_path, f'[[algorithm.psi]]\npart = "{__name__}:Halved"\nfactor = 0.25\n')
+    assert run.algorithm.psi == (Halved(0.25),)
+    assert read(tmp_path, dumps(run)) == run
+
+
+def test_base_is_changed_not_replaced(tmp_path: Path) -> None:
+    base = Run(steps=9, lr=1e-5, algorithm=DAPO)
+    made = read(tmp_path, "[sampling]\ntemperature = 2\n", base)
+    assert (made.steps, made.lr, made.algorithm, made.sampling) == (9, 1e-5, DAPO, Sampling(temperature=2.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("stesp = 3", "unknown key 'stesp': did you mean 'steps'?"),
+        ("[sampling]\ntemprature = 1.0", "unknown key 'sampling.temprature': did you mean 'temperature'?"),
+        ("sampling = 3", "'sampling' is a table, not 3"),
+        ('steps = "3"', "'steps' must be a whole number, not '3'"),
+        ("steps = 3.5", "'steps' must be a whole number, not 3.5"),
+        ("steps = true", "'steps' must be a whole number, not True"),
+        ("lr = true", "'lr' must be a number, not True"),
+        ("model = 3", "'model' must be text in quotes, not 3"),
+        ('reward = "math"', "'reward' must be a list of text in quotes, not 'math'"),
+        ("reward = [1]", "'reward[0]' must be text in quotes, not 1"),
+        ("[optimizer]\nbetas = [0.9]", "'optimizer.betas' must be a list of 2, not [0.9]"),
+        ("[learner]\ngradient_checkpointing = 1", "must be true or false, not 1"),
+        ("steps = 0", "steps must be at least 1, not 0"),
+        ("lr = inf", "lr must be at least 0 and finite, not inf"),
+        ("[checkpoint]\nkeep = 0", "checkpoint: checkpoint.every and checkpoint.keep must be at least 1"),
+        ('algorithm = "gprpo"', "unknown algorithm 'gprpo': did you mean 'grpo'?"),
+        ("algorithm = 3", "'algorithm' is a table, not 3"),
+        ("[algorithm]\ngat = 3", "unknown key 'algorithm.gat': did you mean 'gate'?"),
+        ('[algorithm]\npsi = "GroupMean"', "'algorithm.psi' is a list of parts: write [[algorithm.psi]]"),
+        ("[[algorithm.psi]]\nddof = 1", "'algorithm.psi' needs a `part`"),
+        ('[algorithm]\ngate = "Clipp"', "algorithm.gate: no part is called 'Clipp': did you mean 'Clip'?"),
+        ('[algorithm]\ngate = "grpo"', "algorithm.gate: no part is called 'grpo'"),
+        ('[algorithm]\ngate = "Batch"', "algorithm.gate: no part is called 'Batch'"),
+        ('[algorithm]\ngate = "TokenMean"', "TokenMean goes into 'aggregate', not 'gate', which takes Clip, "),
+        ('[algorithm]\nstep = "none"', "'algorithm.step' cannot be none"),
+        ("[algorithm.gate]\nhihg = 0.3", "unknown key 'algorithm.gate.hihg' of Clip: did you mean 'high'?"),
+        ('[algorithm.gate]\nhigh = "0.3"', "'algorithm.gate.high' must be a number, not '0.3'"),
+        ("[algorithm.gate]\nhigh = -1", "algorithm.gate: Clip.high must be at least 0, not -1.0"),
+        ('[algorithm]\nreference = "none"', "a KL term without a reference"),
+        ('[algorithm]\nname = "reinforce"\nstep = { epochs = 2 }', "one optimiser step per rollout, not 2"),
+        ('[[algorithm.terms]]\npart = "KLToReference"\nform = "k1"', "zero expected gradient"),
+        ('[[algorithm.shaping]]\npart = "KLInReward"\nform = "k2"', "KLInReward takes k1 only"),
+        ("samples_per_prompt = 1", "set samples_per_prompt to 2 or more"),
+        ('[algorithm]\ngate = "os:path"', "'os:path' is not a part"),
+        ('[algorithm]\ngate = "no.such.module:Part"', "cannot import the part 'no.such.module:Part'"),
+        ("steps = ", "is not valid TOML: "),
+        ("steps = 1\nsteps = 2", "is not valid TOML: "),
+        (b"model = '\xff'", "is not UTF-8 (byte 9)"),
+    ],
+)
+def test_refused(tmp_path: Path, text: str | bytes, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    assert says in str(caught.value)
+    assert "my.toml" in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nosuch.toml"):
+        with pytest.raises(ConfigError, match="cannot read the configuration"):
+            load(path)
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    assert read(tmp_path, b"\xef\xbb\xbfsteps = 3").steps == 3
