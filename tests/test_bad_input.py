@@ -19,7 +19,8 @@ from policygrad.rollout.types import Sampling
 from policygrad.track import Silent
 from policygrad.training.checkpoint import CheckpointError
 from policygrad.training.config import Checkpointing, Evaluation, LearnerConfig, Rewarding, Run
-from policygrad.training.session import RunError, measure_model, train
+from policygrad.training.session import train
+from policygrad.training.setup import RunError, measure_model
 
 REWARDS = """
 import math, os, time

@@ -69,7 +69,7 @@ def evaluate(args: list[str]) -> int:
     folder = Path(options.model)
     if (folder / "run.toml").is_file() and not (folder / "model" / "config.json").is_file():
         raise ConfigError(f"the run in {folder} has no model yet: finish it first, policygrad train --resume {folder}")
-    from policygrad.training.session import measure_model
+    from policygrad.training.setup import measure_model
 
     names = ("reward", "held_out", "problems", "samples", "sampling", "seed", "device", "dtype", "budget")
     outcome = measure_model(

@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from policygrad.training.manifest import CheckpointError, check, dump, seal, sync, verify
-from policygrad.training.tree import decode, encode, same_memory, tensors_to_tree, tree_to_tensors
+from policygrad.training.tree import decode, encode, same_memory
 
-__all__ = ["Checkpoint", "CheckpointError", "load", "load_latest", "save", "tensors_to_tree", "tree_to_tensors"]
+__all__ = ["Checkpoint", "CheckpointError", "load", "load_latest", "save"]
 
 FILES = (STATE, TENSORS) = ("state.json", "tensors.safetensors")
 _NAME = re.compile(r"step-(\d{6,})(\.old)?")  # .old: the one that a save of the same step is about to replace
@@ -103,7 +103,7 @@ def load(path: Path) -> Checkpoint:
         with safe_open(path / TENSORS, framework="pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
         tensors |= {name: tensors[target] for name, target in record["aliases"].items()}
-        checkpoint = Checkpoint(record["step"], tensors, decode(record["state"], {}), path)
+        checkpoint = Checkpoint(record["step"], tensors, decode(record["state"]), path)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
     if _step(path) not in (checkpoint.step, None):

@@ -1,0 +1,74 @@
+"""What a step tells the world: a line of metrics, its completions, notes, and the sample that people look at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from policygrad.track import Display, RunFiles, Sample
+from policygrad.training.loop import Done
+
+
+class Recorder:
+    """Writes a run's files and feeds its display; a note of one kind is shown once."""
+
+    def __init__(self, files: RunFiles, display: Display) -> None:
+        self.files, self.display = files, display
+        self._told: set[str] = set()
+
+    def note(self, text: str, kind: str | None = None) -> None:
+        """Shown the first time something of its kind is said."""
+        kind = text.partition(" (completion ")[0] if kind is None else kind
+        if kind not in self._told:
+            self._told.add(kind)
+            self.display.note(text)
+
+    def step(self, done: Done) -> None:
+        """One step: files first, so that what the display showed is also on disk."""
+        step = done.progress.step
+        values = {name: metric.value for name, metric in done.metrics.items()}
+        elapsed = values["time/rollout"] + values["time/update"]
+        values["tokens_per_second"] = values["tokens/sampled"] / elapsed if elapsed else 0.0
+        rows = _rows(done)
+        self.files.metrics(step, values)
+        self.files.completions(step, rows)
+        for message in done.rollout.messages:
+            self.note(message)
+        if not values.get("updates/taken"):
+            why = _why_nothing(done, values)
+            self.note(f"step {step}: nothing was learned; {why}", why)
+        shown = rows[step % len(rows)] if rows else None
+        sample = Sample(str(shown["prompt"]), str(shown["completion"]), shown["reward"]) if shown else None
+        self.display.step(step, values, sample)
+
+
+def _why_nothing(done: Done, values: dict[str, float]) -> str:
+    """Why no completion of a step could move the weights; how often it happens is the metric `updates/skipped`."""
+    truncated = done.batch.truncated
+    if values.get("completions/failed_ratio") == 1.0:
+        return "no completion has a reward: see the notes about the reward functions"
+    if values.get("frac_reward_zero_std") == 1.0:
+        return "in every group all rewards are equal: the task is too hard, too easy, or the samples too few"
+    if truncated is not None and bool(truncated.all()) and not bool(done.batch.mask.any()):
+        return "every completion was cut off by the token budget, and the overlong mask drops those: raise --max-tokens"
+    return "the filters left no completion that could move the weights"
+
+
+def _rows(done: Done) -> list[dict[str, Any]]:
+    """A step's completions, for the log: prompt, completion, reward, advantage (of the first token), truncated, tokens."""
+    batch, rollout = done.batch, done.rollout
+    counted, rewards = rollout.batch.counted.tolist(), rollout.batch.reward.tolist()
+    advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(counted)
+    truncated = batch.truncated.tolist() if batch.truncated is not None else [False] * len(counted)
+    return [
+        {
+            "prompt": prompt,
+            "completion": text,
+            "reward": reward if ok else None,
+            "advantage": advantage,
+            "tokens": tokens,
+            "truncated": cut,
+        }
+        for prompt, text, reward, ok, advantage, tokens, cut in zip(
+            rollout.prompts, rollout.texts, rewards, counted, advantages, batch.lengths.tolist(), truncated, strict=True
+        )
+    ]

@@ -1,0 +1,81 @@
+"""What a run puts on disk besides its logs: checkpoints of its progress, the trained model, small files, each atomically."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from policygrad.rollout.model import Codec
+from policygrad.training import checkpoint
+from policygrad.training.config import Run
+from policygrad.training.learner import Learner
+from policygrad.training.loop import Progress
+from policygrad.training.setup import RunError
+from policygrad.training.toml import algorithm_from_dict, algorithm_to_dict
+
+
+def save_progress(folder: Path, run: Run, learner: Learner, progress: Progress, extra: dict[str, Any]) -> None:
+    """A checkpoint of everything a resumed run needs: weights, optimiser, schedule, random numbers, place in the task."""
+    tensors, values = learner.state()
+    tensors["rng/torch"] = torch.get_rng_state()
+    state = {
+        "learner": values,
+        "algorithm": algorithm_to_dict(progress.algorithm),
+        "configured": algorithm_to_dict(run.algorithm),
+        "position": progress.position,
+        "extra": extra,
+    }
+    checkpoint.save(folder / "checkpoints", progress.step, tensors, state, keep=run.checkpoint.keep)
+
+
+def restore_progress(
+    folder: Path, run: Run, learner: Learner, note: Callable[[str], None]
+) -> tuple[Progress, dict[str, Any]] | None:
+    """The newest intact checkpoint, put into the learner; None when there is none.
+
+    Raises:
+        RunError: a checkpoint of another model.
+        CheckpointError: checkpoints, and none of them intact.
+    """
+    saved = checkpoint.load_latest(folder / "checkpoints", warn=note)
+    if saved is None:
+        return None
+    tensors = dict(saved.tensors)
+    torch.set_rng_state(tensors.pop("rng/torch"))
+    try:
+        learner.restore(tensors, saved.state["learner"])
+    except (KeyError, RuntimeError) as error:
+        raise RunError(f"{saved.path} does not fit the model {run.model!r}: {error}") from error
+    algorithm = algorithm_from_dict(saved.state["algorithm"], str(saved.path))
+    if saved.state["configured"] != algorithm_to_dict(run.algorithm):
+        note("the algorithm is not the one the checkpoint was made with: its parts start without their state")
+        algorithm = run.algorithm
+    return Progress(algorithm, saved.step, saved.state["position"]), saved.state["extra"]
+
+
+def save_model(folder: Path, model: nn.Module, codec: Codec) -> Path:
+    """`folder/model`, which AutoModelForCausalLM and AutoTokenizer load; whole, or not there."""
+    final, temporary = folder / "model", folder / ".tmp-model"
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)  # type: ignore[operator]
+    codec.tokenizer.save_pretrained(temporary)
+    if final.exists():
+        shutil.rmtree(final)
+    temporary.rename(final)
+    return final
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file whole, or as it was."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
