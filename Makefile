@@ -17,10 +17,10 @@ train: $(STAMP)
 	$(BIN)/policygrad train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not slow" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
