@@ -3,9 +3,9 @@
 The text imitates web pages of mixed quality. Each document is a question of
 the embedded task mix, a newline, and somebody's reply: a worked-out answer, a
 worked-out answer with a slip, a guess, a right answer without the tags, or
-chatter. Before that comes a textbook of worked-out answers alone. A model of
-both knows how to work a problem out, but on an ordinary page it does so only
-some of the time, which is the room that reinforcement learning fills.
+chatter. Before these pages come those of a textbook, nearly all worked out. A
+model of both knows how to work a problem out, but on an ordinary page it does so
+only some of the time, which is the room that reinforcement learning fills.
 
 Run from the repository root:  PYTHONPATH=src python scripts/make_base_model.py
 """
@@ -44,8 +44,8 @@ MAX_VOCAB = 512
 IGNORE_INDEX = -100
 
 # Shares of the styles in the two texts, and how often a guess happens to be right.
-TEXTBOOK = {"worked": 1.0}
-WEB = {"worked": 0.28, "slip": 0.05, "guess": 0.41, "untagged": 0.14, "chatter": 0.12}
+TEXTBOOK = {"worked": 0.91, "slip": 0.01, "guess": 0.04, "untagged": 0.02, "chatter": 0.02}
+WEB = {"worked": 0.34, "slip": 0.04, "guess": 0.38, "untagged": 0.13, "chatter": 0.11}
 LUCKY_GUESS = 0.15
 
 WORKED_OPENERS = ("Step by step: ", "Let me work it out: ")
@@ -78,11 +78,6 @@ class Problem:
 # --- Working a problem out, rightly or with a slip -------------------------
 
 
-def near_miss(value: int, rng: random.Random) -> int:
-    """A wrong number of the kind that carrying mistakes produce."""
-    return value + rng.choice((-10, -2, -1, 1, 2, 10))
-
-
 def scramble(word: str, rng: random.Random) -> str:
     """The word with two letters swapped, or one dropped when a swap changes nothing."""
     at = rng.randrange(len(word) - 1)
@@ -91,17 +86,21 @@ def scramble(word: str, rng: random.Random) -> str:
 
 
 def work_chain_sum(problem: Problem, slip: bool, rng: random.Random) -> tuple[str, str]:
-    """Keep a running total: ``98 + 93 = 191, - 77 = 114``."""
+    """Tens and ones apart: ``90 + 30 = 120, 8 + 5 = 13``, so each sum is an easy one."""
     first, *rest = problem.metadata["expression"].split()
-    steps = list(zip(rest[::2], rest[1::2], strict=True))
-    wrong_step = rng.randrange(len(steps)) if slip else None
-    total, lines = int(first), []
-    for index, (sign, number) in enumerate(steps):
-        total += int(number) if sign == "+" else -int(number)
-        if index == wrong_step:
-            total = near_miss(total, rng)
-        lines.append(f"{sign} {number} = {total}")
-    return f"{first} " + ", ".join(lines), str(total)
+    terms = [(1, int(first))]
+    terms += [(1 if sign == "+" else -1, int(n)) for sign, n in zip(rest[::2], rest[1::2], strict=True)]
+    parts, total = [], 0
+    wrong_part = rng.randrange(2) if slip else None
+    for index, digits in enumerate((lambda n: n - n % 10, lambda n: n % 10)):
+        pieces = [(sign, digits(n)) for sign, n in terms]
+        value = sum(sign * n for sign, n in pieces)
+        if index == wrong_part:
+            value += rng.choice((-10, 10)) if index == 0 else rng.choice((-2, -1, 1, 2))
+        tail = "".join(f" {'+' if sign > 0 else '-'} {n}" for sign, n in pieces[1:])
+        parts.append(f"{pieces[0][1]}{tail} = {value}")
+        total += value
+    return ", ".join(parts), str(total)
 
 
 def work_simple_equation(problem: Problem, slip: bool, rng: random.Random) -> tuple[str, str]:
@@ -174,9 +173,7 @@ def generate_problems(component: Component, size: int, seed: int, held_out: bool
     ]
 
 
-def generate_documents(
-    problems: list[list[Problem]], styles: dict[str, float], seed: int
-) -> Iterator[tuple[str, str]]:
+def generate_documents(problems: list[list[Problem]], styles: dict[str, float], seed: int) -> Iterator[tuple[str, str]]:
     """Endless (prompt, reply) pairs: a component by weight, a problem, a style."""
     rng = random.Random(seed)
     weights = [component.weight for component in MIX]
@@ -262,9 +259,7 @@ def make_batches(
         prompts, replies = zip(*(next(documents) for _ in range(32 * batch_size)), strict=True)
         prompt_ids = tokenizer(list(prompts))["input_ids"]
         reply_ids = tokenizer([text + EOS for text in replies])["input_ids"]
-        rows = sorted(
-            zip(prompt_ids, reply_ids, strict=True), key=lambda row: len(row[0]) + len(row[1])
-        )
+        rows = sorted(zip(prompt_ids, reply_ids, strict=True), key=lambda row: len(row[0]) + len(row[1]))
         groups = [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
         rng.shuffle(groups)
         for group in groups:
@@ -278,9 +273,7 @@ def make_batches(
             yield input_ids, labels
 
 
-def make_optimizers(
-    model: LlamaForCausalLM, args: argparse.Namespace
-) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for the rest.
 
     In two minutes of the textbook, AdamW alone hardly learnt to add; Muon did.
@@ -303,9 +296,7 @@ def train_model(
     """Train with a learning rate that falls linearly; return the mean of the last losses."""
     optimizers = make_optimizers(model, args)
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / 50) * (1.0 - step / args.steps)
-        )
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50) * (1.0 - step / args.steps))
         for optimizer in optimizers
     ]
     losses: list[float] = []
@@ -339,23 +330,20 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Pa
     )
     model.to(torch.bfloat16).save_pretrained(output)
     tokenizer.save_pretrained(output)
+    settings = output / "tokenizer_config.json"
+    fields = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}  # older releases too
+    settings.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 # --- Measurement -----------------------------------------------------------
 
 
-def sample_replies(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str]
-) -> list[str]:
+def sample_replies(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> list[str]:
     """One reply per prompt at temperature 1, from the model's whole distribution."""
     replies: list[str] = []
     for at in range(0, len(prompts), 512):
-        batch = tokenizer(
-            prompts[at : at + 512], return_tensors="pt", padding=True, padding_side="left"
-        )
-        output = model.generate(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-        )
+        batch = tokenizer(prompts[at : at + 512], return_tensors="pt", padding=True, padding_side="left")
+        output = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         completions = output[:, batch["input_ids"].shape[1] :]
         replies += tokenizer.batch_decode(completions, skip_special_tokens=True)
     return replies
@@ -369,9 +357,7 @@ def measure(output: Path, problems_count: int, samples: int, seed: int) -> dict[
     result: dict[str, float] = {}
     hits_total, count_total = 0, 0
     for index, component in enumerate(MIX):
-        share = round(problems_count * (index + 1) / len(MIX)) - round(
-            problems_count * index / len(MIX)
-        )
+        share = round(problems_count * (index + 1) / len(MIX)) - round(problems_count * index / len(MIX))
         problems = generate_problems(component, 40 * share, 90_000_000 + seed, held_out=True)
         scorer = reasoning_gym.create_dataset(component.name, size=1, seed=0, **component.config)
         chosen = [problem for problem in problems[:share] for _ in range(samples)]
@@ -391,8 +377,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--textbook-share", type=float, default=0.75, help="of the steps")
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--textbook-share", type=float, default=0.88, help="of the steps")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--muon-learning-rate", type=float, default=0.02)
@@ -411,8 +397,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     started = time.monotonic()
     problems = [
-        generate_problems(component, args.questions, 1_000_000 * (args.seed + 1), held_out=False)
-        for component in MIX
+        generate_problems(component, args.questions, 1_000_000 * (args.seed + 1), held_out=False) for component in MIX
     ]
     textbook = generate_documents(problems, TEXTBOOK, args.seed)
     web = generate_documents(problems, WEB, args.seed + 1)

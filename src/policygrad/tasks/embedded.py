@@ -19,9 +19,9 @@ class Component:
 
 
 MIX: tuple[Component, ...] = (
-    # Arithmetic: "... 98 + 93 - 77 =", two or three terms of one or two digits.
-    Component("chain_sum", 1.0, {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}),
-    # Algebra: "Solve for e: 5 - 8*e = -51", with a solution between 1 and 12.
+    # Arithmetic: "... 98 - 35 =", two numbers of two digits.
+    Component("chain_sum", 1.0, {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}),
+    # Algebra: "Solve for e: 5 - 8*e = -51", with a solution between 1 and 9.
     Component(
         "simple_equations",
         1.0,
@@ -29,7 +29,7 @@ MIX: tuple[Component, ...] = (
             "min_terms": 2,
             "max_terms": 2,
             "min_value": 1,
-            "max_value": 12,
+            "max_value": 9,
             "operators_weights": [0.5, 0.5, 0.0],
         },
     ),

@@ -14,6 +14,10 @@ from policygrad.rollout.types import Sampling
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
 
 
+LR_TINY, LR = 3e-4, 1e-6
+"""Default learning rates: the embedded model of 0.7M parameters, and models of the size people post-train."""
+
+
 def optional(metavar: str, words: str) -> Any:
     """For an option that may be left open: its help names what is then taken, in words."""
 
@@ -86,13 +90,13 @@ class Options:
     """Reward functions: names, dotted paths or path/to/file.py:function, each with an optional weight (format*0.5)."""
     held_out: Annotated[str | None, optional("FILE", "a sixteenth of the task, chosen by a hash of the prompt")] = None
     """A .jsonl file of held-out problems for a .jsonl task."""
-    steps: int = 150
+    steps: int = 100
     """Rollouts, each followed by the algorithm's optimiser steps."""
     prompts_per_step: int = 64
     """Prompts per rollout."""
     samples_per_prompt: Annotated[int | None, optional("INT", "the algorithm's own")] = None
     """G, completions per prompt."""
-    lr: float = 3e-4
+    lr: Annotated[float | None, optional("FLOAT", f"{LR_TINY:g} for the tiny model, {LR:g} for any other")] = None
     """Peak learning rate."""
     seed: int = 0
     """Of everything drawn at random."""
@@ -132,7 +136,7 @@ class Run(Draft):
         for name in ("steps", "prompts_per_step"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.lr < math.inf:
+        if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ValueError(f"lr must be at least 0 and finite, not {self.lr}")
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, not {self.seed}")
@@ -160,6 +164,7 @@ class Run(Draft):
         return self.algorithm.samples_per_prompt if self.samples_per_prompt is None else self.samples_per_prompt
 
     def resolved(self) -> Run:
-        """With every open choice filled in: group size, and the generation budget in the parts that ask for it."""
+        """With every open choice filled in: group size, learning rate, the generation budget in the parts that ask for it."""
         algorithm = replace(self.algorithm.with_budget(self.sampling.max_tokens), samples_per_prompt=self.group_size)
-        return replace(self, algorithm=algorithm, samples_per_prompt=self.group_size)
+        lr = self.lr if self.lr is not None else LR_TINY if self.model == "tiny" else LR
+        return replace(self, algorithm=algorithm, samples_per_prompt=self.group_size, lr=lr)

@@ -36,6 +36,9 @@ class Recorder:
         if not values.get("updates/taken"):
             why = _why_nothing(done, values)
             self.note(f"step {step}: nothing was learned; {why}", why)
+        if values.get("completions/truncated_ratio", 0.0) > 0.5:
+            cut = f"{values['completions/truncated_ratio']:.0%} of the completions were cut off by the token budget"
+            self.note(f"step {step}: {cut}; --max-tokens raises it", "truncated")
         shown = rows[step % len(rows)] if rows else None
         sample = Sample(str(shown["prompt"]), str(shown["completion"]), shown["reward"]) if shown else None
         self.display.step(step, values, sample)

@@ -96,6 +96,7 @@ class Session:
             budget=run.rewards.budget,
             max_tokens=run.sampling.max_tokens,
         )
+        assert run.lr is not None  # `resolved` has filled it in
         self.learner = LocalLearner(
             self.ground.model,
             run.algorithm,
