@@ -106,7 +106,7 @@ def _learner(model, batch, repeats, tokens) -> None:  # type: ignore[no-untyped-
     def keep_all(whole, psi, coefficients):  # type: ignore[no-untyped-def]
         return whole.mask.any(1)
 
-    def merge_none(whole, psi, rows):  # type: ignore[no-untyped-def]
+    def merge_none(whole, psi, rows, needs):  # type: ignore[no-untyped-def]
         return rows, torch.arange(len(rows))
 
     plain = replace(fast, share_prompts=False)

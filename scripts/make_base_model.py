@@ -7,7 +7,7 @@ chatter. Before these pages come those of a textbook, nearly all worked out. A
 model of both knows how to work a problem out, but on an ordinary page it does so
 only some of the time, which is the room that reinforcement learning fills.
 
-Run from the repository root:  PYTHONPATH=src python scripts/make_base_model.py
+Run from the repository root: make base-model
 """
 
 import argparse

@@ -19,7 +19,10 @@ _HOME = {
     "policygrad.core.terms": "Entropy KLToReference",
     "policygrad.core.types": "Batch Forward",
     "policygrad.rewards": "reward",
-    "policygrad.training": "Run train",
+    "policygrad.rollout.types": "Sampling",
+    "policygrad.training.config": "Checkpointing Evaluation Rewarding Run",
+    "policygrad.training.learner_config": "LearnerConfig OptimizerConfig",
+    "policygrad.training.session": "train",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 

@@ -13,7 +13,6 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.rollout.types import Sampling
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
 
-
 LR_TINY, LR = 3e-4, 1e-6
 """Default learning rates: the embedded model of 0.7M parameters, and models of the size people post-train."""
 

@@ -82,7 +82,7 @@ class LocalLearner:
         if not wanted:
             return batch
         rows = batch.mask.any(1).nonzero().squeeze(1)
-        bare = replace(batch, logp_sampler=None, logp_old=None, logp_ref=None, weight=None)
+        bare = replace(batch, logp_old=None, logp_ref=None, weight=None)
         unique, index = merge_equal(bare, torch.zeros(batch.mask.shape), rows)
         filled: dict[str, Any] = {}
         for name, scorer in wanted.items():
@@ -144,7 +144,7 @@ class LocalProblem:
         learner, batch = self.learner, self.batch
         coefficients = self.algorithm.all_coefficients(batch)
         rows = active(batch, self.psi, coefficients).nonzero().squeeze(1)
-        unique, index = merge_equal(batch, self.psi, rows)
+        unique, index = merge_equal(batch, self.psi, rows, self.algorithm.needs)
         summed = tuple(c.new_zeros(len(unique), c.shape[1]).index_add_(0, index, c[rows]) for c in coefficients)
         count = torch.zeros(len(unique)).index_add_(0, index, torch.ones(len(rows)))
         place = torch.zeros(len(batch.mask), dtype=torch.int64)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from policygrad.core.types import Batch
 
-_COMPARED = ("mask", "tokens", "logp_old", "logp_ref", "logp_sampler", "values", "weight")
+_COMPARED = ("mask", "tokens", "logp_old", "logp_ref", "values", "weight")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +49,18 @@ def active(batch: Batch, psi: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
     return moves.any(1)
 
 
-def merge_equal(batch: Batch, psi: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def merge_equal(
+    batch: Batch, psi: Tensor, rows: Tensor, needs: frozenset[str] = frozenset()
+) -> tuple[Tensor, Tensor]:
     """(representative rows [u], index [len(rows)] of each row's representative): equal completions of one prompt with equal
-    Ψ and equal log-probabilities have one gradient, times the sum of their coefficients."""
+    Ψ and equal log-probabilities have one gradient, times the sum of their coefficients.
+
+    `needs`: the fields an algorithm reads; what the sampler said (the same up to rounding) tells two apart only if it is read.
+    """
     if not len(rows):
         return rows, rows
-    columns = [psi, *(getattr(batch, name) for name in _COMPARED if getattr(batch, name) is not None)]
+    names = (*_COMPARED, *({"logp_sampler"} & needs))
+    columns = [psi, *(getattr(batch, name) for name in names if getattr(batch, name) is not None)]
     mask = batch.mask[rows]
     data = [
         torch.where(mask, c[rows], 0).contiguous() if c.dtype != torch.bool else c[rows].contiguous() for c in columns

@@ -1,0 +1,50 @@
+"""Draws what the terminal shows during a run, from the run's files, as an SVG.
+
+python scripts/make_picture.py RUN [--step N] [--output docs/train.svg]
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from policygrad.track import Sample
+from policygrad.track.terminal import RichDisplay
+from policygrad.training.toml import load
+
+
+def main() -> None:
+    """Feeds a run's files to the display, step by step, and saves the last picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--step", type=int, default=10**9, help="stop the picture at this step")
+    parser.add_argument("--output", type=Path, default=Path("docs/train.svg"))
+    args = parser.parse_args()
+    run = load(args.run / "run.toml")
+    clock = [0.0]
+    display = RichDisplay(Console(file=io.StringIO(), width=100, force_terminal=True), lambda: clock[0])
+    display.start("", {}, run.steps)
+    samples: dict[int, list[dict[str, object]]] = {}
+    for line in (args.run / "completions.jsonl").open(encoding="utf-8"):
+        row = json.loads(line)
+        samples.setdefault(row["step"], []).append(row)
+    for line in (args.run / "metrics.jsonl").open(encoding="utf-8"):
+        row = json.loads(line)
+        if "reward" in row and row["step"] <= args.step:
+            clock[0] += row["time/rollout"] + row["time/update"]
+            shown = samples[row["step"]][row["step"] % len(samples[row["step"]])]
+            sample = Sample(str(shown["prompt"]), str(shown["completion"]), float(str(shown["reward"])))
+            display.step(row["step"], row, sample)
+    display.close()
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
+    console.print(f"[bold]policygrad · {run.algorithm.name} on {run.task}[/bold]")
+    console.print(display)
+    console.save_svg(str(args.output), title="policygrad train")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The public names, pinned; and that they cost nothing until they are used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import policygrad as pg
+
+PUBLIC = """
+ALGORITHMS Algorithm Batch BatchMean BatchStd CISPO Checkpointing Clip DAPO DR_GRPO DropNoSpread DualClip Entropy Evaluation
+FirstOrder FixedLength Forward GRPO GSPO GroupMean GroupStd GroupTokenMean Importance KLInReward KLToReference LearnerConfig
+LeaveOneOut MaskTruncated OnPolicy OptimizerConfig REINFORCE RLOO Reference Rewarding Run RunningMean SAPO Sampling Sequence
+SequenceMean SequenceProduct SequenceSum SoftGate SoftOverlong Token TokenMean WeightCap algorithm objective reward surrogate train
+"""
+
+
+def test_public_names_are_these() -> None:
+    names = sorted(PUBLIC.split())
+    assert names == pg.__all__ == dir(pg)
+    for name in names:
+        assert getattr(pg, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'grpo'"):
+        pg.grpo  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("code", "unwanted"),
+    [
+        ("import policygrad", ("torch", "numpy", "transformers")),
+        ("import policygrad.rewards, policygrad.tasks", ("torch", "transformers", "reasoning_gym")),
+        ("import policygrad as pg; pg.GRPO, pg.surrogate, pg.Batch", ("transformers", "safetensors", "rich", "tyro")),
+        ("import policygrad.cli", ("torch", "tyro", "rich")),
+    ],
+)
+def test_imports_only_what_is_used(code: str, unwanted: tuple[str, ...]) -> None:
+    check = f"{code}\nimport sys\nprint([m for m in {unwanted!r} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_the_readme_example_on_plain_tensors() -> None:
+    """What docs/own-model-and-data.md shows: the same objects in any other training loop, share by share."""
+    torch.manual_seed(0)
+    logp = torch.randn(8, 5, dtype=torch.float64, requires_grad=True)
+    batch = pg.Batch(
+        mask=torch.arange(5) < torch.randint(1, 6, (8, 1)),
+        group=torch.arange(2).repeat_interleave(4),
+        reward=torch.rand(8, dtype=torch.float64),
+        logp_old=logp.detach() + 0.1,
+        logp_ref=logp.detach() - 0.1,
+    )
+    psi, coef = pg.GRPO.advantages(batch), pg.GRPO.coefficients(batch)
+    (whole,) = torch.autograd.grad(pg.surrogate(logp, batch, psi, pg.GRPO), logp)
+    for rows in (torch.arange(0, 3), torch.arange(3, 8)):
+        pg.surrogate(logp[rows], batch.select(rows), psi[rows], pg.GRPO, coef[rows]).backward()
+    assert logp.grad is not None
+    assert torch.allclose(logp.grad, whole, atol=1e-15)
+    wider = replace(pg.GRPO, gate=pg.Clip(0.2, 0.28))
+    assert wider.gate.high == 0.28  # type: ignore[attr-defined]
