@@ -49,9 +49,7 @@ def active(batch: Batch, psi: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
     return moves.any(1)
 
 
-def merge_equal(
-    batch: Batch, psi: Tensor, rows: Tensor, needs: frozenset[str] = frozenset()
-) -> tuple[Tensor, Tensor]:
+def merge_equal(batch: Batch, psi: Tensor, rows: Tensor, needs: frozenset[str] = frozenset()) -> tuple[Tensor, Tensor]:
     """(representative rows [u], index [len(rows)] of each row's representative): equal completions of one prompt with equal
     Ψ and equal log-probabilities have one gradient, times the sum of their coefficients.
 
