@@ -85,6 +85,15 @@ def test_neighbours_chunks_and_budget_do_not_matter(sampler: LocalSampler, promp
     assert all(a == b[: len(a)] for a, b in zip(together, longer, strict=True))
 
 
+def test_the_cache_takes_more_room_when_it_is_used_up(
+    sampler: LocalSampler, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = Sampling(max_tokens=16)
+    whole = _rows(sampler.sample(prompts, 4, sampling))
+    monkeypatch.setattr("policygrad.rollout.cache.ROOM", 3)
+    assert _rows(sampler.sample(prompts, 4, sampling)) == whole
+
+
 def test_restarts_from_a_prefix(sampler: LocalSampler, prompts: list[Prompt]) -> None:
     """A prompt may end in the beginning of an answer; greedy decoding then goes on as if it had never stopped."""
     greedy = Sampling(temperature=0, max_tokens=12)

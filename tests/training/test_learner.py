@@ -11,7 +11,9 @@ from test_packing import make_batch  # type: ignore[import-not-found]
 from torch import nn
 
 import policygrad as pg
+from policygrad.rollout.local import LocalSampler
 from policygrad.rollout.model import load_model
+from policygrad.rollout.types import Prompt, Sampling
 from policygrad.training.learner import LocalLearner, LocalProblem
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
 from policygrad.training.optimizer import Optimizer
@@ -104,6 +106,20 @@ def test_update_moves_the_weights_alike(random_model: Path, options: dict[str, o
     assert other.version == 1
 
 
+def test_recomputed_activations_leave_the_cache_to_the_sampler(random_model: Path) -> None:
+    """Transformers recompute in training mode only, and keep no cache there; sampler and learner share one model."""
+    learner, batch = learner_for(random_model, gradient_checkpointing=True), float_batch()
+    calls: list[bool] = []
+    attention = learner.model.model.layers[0].self_attn  # type: ignore[union-attr, index]
+    attention.register_forward_hook(lambda *_: calls.append(learner.model.training))  # type: ignore[union-attr, operator]
+    LocalProblem(learner, batch, pg.DR_GRPO.advantages(batch), pg.DR_GRPO, seed=0).accumulate()
+    assert calls == [True, True]  # once forward, once more on the way back
+    assert not learner.model.training
+    sampler = LocalSampler(learner.model, frozenset({1}), 0)
+    (group,) = sampler.sample([Prompt(torch.tensor([3, 4]), (0,))], 2, Sampling(max_tokens=3))
+    assert len(group.completions) == 2
+
+
 def test_minibatches_are_whole_groups_and_each_epoch_sees_every_group_once(random_model: Path) -> None:
     batch = float_batch()
     problem = LocalProblem(learner_for(random_model), batch, torch.ones(batch.mask.shape), pg.DR_GRPO, seed=4)
@@ -116,6 +132,18 @@ def test_minibatches_are_whole_groups_and_each_epoch_sees_every_group_once(rando
         orders.append(str(groups))
     assert len(set(orders)) > 1
     assert problem.split(0, 1) == [problem]
+
+
+def test_the_objective_does_not_grow_with_the_number_of_updates(random_model: Path) -> None:
+    """At a learning rate of 0 every epoch measures the same objective, and that is what a rollout reports."""
+    batch, values = float_batch(), []
+    for epochs in (1, 3):
+        algorithm = replace(pg.DR_GRPO, step=pg.FirstOrder(epochs=epochs))
+        learner = LocalLearner(load_model(str(random_model)), algorithm, lr=0.0, steps=1)
+        scored = learner.score(batch, frozenset({"logp_old"}))
+        values.append(learner.update(scored, scored.reward[:, None] * batch.mask, algorithm)["objective"].value)
+    assert values[0] > 0.01
+    assert values[1] == pytest.approx(values[0], rel=1e-5)
 
 
 def test_holds_a_reference_only_when_a_part_needs_one(random_model: Path) -> None:

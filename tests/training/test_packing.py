@@ -59,6 +59,21 @@ def test_every_completion_once_and_within_budget(seed: int, budget: int, share: 
             assert p.attention.ndim == 2
 
 
+def test_rows_over_the_cap_stand_apart_and_padding_stays_small() -> None:
+    """A row over the cap keeps the plain mask, which a model may narrow to its window; uneven rows do not wait for the budget."""
+    batch = make_batch(5)
+    packs = list(pack(batch, batch.mask.any(1).nonzero().squeeze(1), 10_000, cap=8))
+    lengths = [(p.positions + 1).amax(1) for p in packs]
+    assert {p.attention.ndim for p in packs} == {2, 4}
+    assert all(p.input_ids.shape[1] <= 8 for p in packs if p.attention.ndim == 4)
+    assert all(int(n.min()) > 8 for p, n in zip(packs, lengths, strict=True) if p.input_ids.shape[1] > 8)
+    prompts = tuple(torch.zeros(n, dtype=torch.int64) for n in (100, 40, 38))
+    uneven = replace(make_batch(5), prompts=prompts)
+    rows = uneven.mask.any(1).nonzero().squeeze(1)
+    assert [p.input_ids.shape[0] for p in pack(uneven, rows, 600)] == [1, 2]
+    assert [p.input_ids.shape[0] for p in pack(uneven, rows, 10_000)] == [3]
+
+
 def naive_logp(model: nn.Module, batch: pg.Batch, temperature: float) -> Tensor:
     """One completion at a time, with nothing shared: the definition."""
     assert batch.tokens is not None
@@ -100,7 +115,7 @@ def test_chunked_head_is_the_same(model: nn.Module, monkeypatch: pytest.MonkeyPa
 
 
 def test_probe_finds_both_short_cuts_and_notices_when_they_do_not_hold(model: nn.Module) -> None:
-    found = probe(model, 1.0, VOCABULARY)
+    found = probe(model, 1.0)
     assert found.split_head
     assert found.share_prompts
 
@@ -114,6 +129,9 @@ def test_probe_finds_both_short_cuts_and_notices_when_they_do_not_hold(model: nn
         def get_decoder(self) -> nn.Module:
             return self.inner.get_decoder()  # type: ignore[operator, no-any-return]
 
+        def get_input_embeddings(self) -> nn.Module:
+            return self.inner.get_input_embeddings()  # type: ignore[operator, no-any-return]
+
         def get_output_embeddings(self) -> nn.Module:
             return self.inner.get_output_embeddings()  # type: ignore[operator, no-any-return]
 
@@ -123,7 +141,7 @@ def test_probe_finds_both_short_cuts_and_notices_when_they_do_not_hold(model: nn
             out.logits = out.logits / 2
             return out
 
-    refused = probe(Scaled(model), 1.0, VOCABULARY)
+    refused = probe(Scaled(model), 1.0)
     assert not refused.split_head
     assert not refused.share_prompts
 

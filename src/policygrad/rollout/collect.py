@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from policygrad.core.advantages import no_spread
 from policygrad.core.algorithm import Algorithm
@@ -38,22 +39,17 @@ class Rollout:
 def to_batch(groups: Sequence[Group], rewards: Sequence[float | None]) -> Batch:
     """Right-padded tensors; a completion without a reward (None) has an all-false mask: it takes no part in anything."""
     rows: list[Completion] = [c for g in groups for c in g.completions]
-    width = max((len(c.tokens) for c in rows), default=0)
-    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    logp = torch.zeros(len(rows), width)
-    for i, (completion, reward) in enumerate(zip(rows, rewards, strict=True)):
-        n = len(completion.tokens)
-        tokens[i, :n], logp[i, :n], mask[i, :n] = completion.tokens, completion.logp, reward is not None
+    tokens = pad_sequence([c.tokens for c in rows], batch_first=True)
+    scored = [0 if reward is None else len(c.tokens) for c, reward in zip(rows, rewards, strict=True)]
     return Batch(
-        mask=mask,
+        mask=torch.arange(tokens.shape[1]) < torch.tensor(scored)[:, None],
         group=torch.arange(len(groups)).repeat_interleave(
             torch.tensor([len(g.completions) for g in groups], dtype=torch.int64)
         ),
         reward=torch.tensor([0.0 if r is None else r for r in rewards]),
         tokens=tokens,
         prompts=tuple(g.prompt.tokens for g in groups),
-        logp_sampler=logp,
+        logp_sampler=pad_sequence([c.logp.float() for c in rows], batch_first=True),
         truncated=torch.tensor([c.truncated for c in rows], dtype=torch.bool),
     )
 

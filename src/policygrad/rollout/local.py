@@ -47,9 +47,12 @@ class LocalSampler:
         for start in range(0, len(order), size):
             yield order[start : start + size]
 
-    def _prefill(self, prompts: Sequence[Prompt], n: int, room: int) -> tuple[Tensor, Any, Tensor]:
-        """Reads each prompt once; logits [P·n, V], cache and attention mask [P·n, L + room] are then one row per completion."""
-        from policygrad.rollout.cache import expand
+    def _prefill(self, prompts: Sequence[Prompt], n: int, room: int) -> tuple[Tensor, dict[str, Any], Tensor]:
+        """Reads each prompt once; logits [P·n, V], cache and attention mask [P·n, L + room] are then one row per completion.
+
+        The cache stands under the name that the model's forward pass takes it by.
+        """
+        from policygrad.rollout.cache import cache_of, expand
 
         width = max(len(p.tokens) for p in prompts)
         ids = torch.full((len(prompts), width), self.pad)
@@ -68,13 +71,13 @@ class LocalSampler:
             logits_to_keep=1,
             return_dict=True,
         )
-        return (
-            out.logits[:, -1].repeat_interleave(n, 0),
-            expand(out.past_key_values, n, room),
-            attention.repeat_interleave(n, 0),
-        )
+        name, cache = cache_of(out)
+        expand(cache, len(prompts), n, room)
+        return out.logits[:, -1].repeat_interleave(n, 0), {name: cache}, attention.repeat_interleave(n, 0)
 
     def _decode(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Completion]:
+        from policygrad.rollout.cache import select
+
         budget, rows = sampling.max_tokens, len(prompts) * n
         logits, cache, attention = self._prefill(prompts, n, budget)
         width = attention.shape[1] - budget
@@ -97,13 +100,14 @@ class LocalSampler:
                 break
             if left < 0.8 * len(alive):
                 keep = going.nonzero().squeeze(1)
-                cache.batch_select_indices(keep)
+                for held in cache.values():
+                    select(held, keep)
                 alive, token, position, attention = alive[keep], token[keep], position[keep], attention[keep]
             out = self.model(
                 input_ids=token[:, None],
-                attention_mask=attention[:, : width + t + 1],
+                attention_mask=attention[:, : width + t + 1] if "past_key_values" in cache else None,
                 position_ids=position[:, None],
-                past_key_values=cache,
+                **cache,
                 use_cache=True,
                 return_dict=True,
             )

@@ -38,28 +38,46 @@ def load_model(model: str, *, dtype: str = "fp32", device: str = "cpu") -> nn.Mo
     Raises:
         ModelError: no such model.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     path = resolve(model)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype], attn_implementation="sdpa")
+        loaded = _pretrained(path, _DTYPES[dtype])
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _errors(model, error) from error
     for module in loaded.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+        _without_dropout(module)
     for parameter in loaded.parameters():
         parameter.requires_grad_(True)
     return loaded.to(device).eval()  # type: ignore[no-any-return]
 
 
+def _pretrained(path: str, dtype: torch.dtype) -> Any:
+    """With SDPA where the architecture has it, else (Gemma 2, BLOOM, Mamba) with what transformers chooses."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    except ValueError as error:
+        if "attention implementation" not in str(error):
+            raise
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+
+def _without_dropout(module: nn.Module) -> None:
+    """Modules and plain numbers (`attention_dropout`, `resid_pdrop`, `layerdrop`): recomputed activations are in training mode."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        module.p = 0.0
+    for name, value in list(vars(module).items()):
+        if "drop" in name and isinstance(value, float):
+            setattr(module, name, 0.0)
+
+
 def context_length(model: nn.Module) -> int | None:
     """Positions the model was made for, in tokens; None when its configuration does not say."""
-    return getattr(model.config, "max_position_embeddings", None)
+    config = model.config.get_text_config()  # that of the language model, where there is a vision tower beside it
+    return getattr(config, "max_position_embeddings", None)
 
 
 @dataclass(frozen=True)

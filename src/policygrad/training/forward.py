@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,15 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from policygrad.core.types import Batch
 from policygrad.rollout.draw import at_least_float32
-from policygrad.training.packing import Pack, pack
+from policygrad.training.packing import CAP, Pack, pack
 
 CHUNK = 2**26
 """Logits held at a time, in elements (256 MiB in float32)."""
+_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
 
 
 def selected_logp(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """log π(token) [n] from logits [n, V] at the sampling temperature, in float32 or better."""
-    logits = at_least_float32(logits) / temperature
+    logits = at_least_float32(logits)
+    logits = logits if temperature == 1 else logits / temperature
     return logits.gather(-1, tokens[:, None]).squeeze(1) - logits.logsumexp(-1)
 
 
@@ -34,6 +36,12 @@ class Scorer:
     """The head applied to the last hidden states gives the model's logits, so it need only see predicted positions."""
     share_prompts: bool
     """The model takes a 4D mask, so a group's completions can share one row."""
+    cap: int = CAP
+    """Tokens in a shared row. Within the window of local attention: transformers take a 4D mask as it is for every layer."""
+
+    def packs(self, batch: Batch, rows: Tensor, budget: int) -> Iterator[Pack]:
+        """The completions `rows` in micro-batches this model can be given."""
+        return pack(batch, rows, budget, share=self.share_prompts, cap=self.cap)
 
     def __call__(self, batch: Pack) -> Tensor:
         """[b, T] nats with graph; 0 off the mask."""
@@ -70,35 +78,50 @@ def _backbone(model: Any) -> nn.Module:
     )
 
 
+def _window(model: Any) -> int:
+    """Tokens that the narrowest local attention of the model looks back, as its configuration says."""
+    config = model.config.get_text_config() if hasattr(model, "config") else None
+    widths = [getattr(config, name, None) for name in _WINDOWS]
+    return min((w for w in widths if isinstance(w, int) and w > 0), default=CAP)
+
+
 @torch.no_grad()
-def probe(model: nn.Module, temperature: float, vocabulary: int) -> Scorer:
-    """Tries both short cuts on a small made-up group and keeps those that leave every log-probability as it was."""
+def probe(model: Any, temperature: float) -> Scorer:
+    """Tries both short cuts on a small made-up group and keeps those that leave every log-probability as it was.
+
+    "As it was" is measured against how much a prompt matters to this model, so that a model of small logits hides nothing.
+    """
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (3, 5), generator=generator)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    prompts = torch.randint(vocabulary, (2, 4), generator=generator)
     batch = Batch(
         mask=torch.ones(3, 5, dtype=torch.bool),
         group=torch.zeros(3, dtype=torch.int64),
         reward=torch.zeros(3),
-        tokens=tokens,
-        prompts=(torch.randint(vocabulary, (4,), generator=generator),),
+        tokens=torch.randint(vocabulary, (3, 5), generator=generator),
+        prompts=(prompts[0],),
     )
-    device = next(model.parameters()).device
-    plain = Scorer(model, temperature, split_head=False, share_prompts=False)
-    tolerance = 0.2 if next(model.parameters()).dtype == torch.bfloat16 else 1e-3
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
 
-    def scores(scorer: Scorer) -> Tensor:
+    def scores(scorer: Scorer, batch: Batch) -> Tensor:
         out = torch.zeros(3, 5)
-        for p in pack(batch, torch.arange(3), 10**6, share=scorer.share_prompts):
+        for p in scorer.packs(batch, torch.arange(3), 10**6):
             out[p.rows] = scorer(p.to(device)).cpu().float()
         return out
 
-    truth = scores(plain)
+    plain = Scorer(model, temperature, split_head=False, share_prompts=False)
+    truth = scores(plain, batch)
+    effect = float((scores(plain, replace(batch, prompts=(prompts[1],))) - truth).abs().max())
+    tolerance = (0.05 if dtype == torch.bfloat16 else 1e-4) * effect
 
     def holds(scorer: Scorer) -> bool:
         try:
-            return torch.allclose(scores(scorer), truth, atol=tolerance)
-        except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
-            return False  # the model does not take such a call: the plain path remains
+            return float((scores(scorer, batch) - truth).abs().max()) <= tolerance
+        except Exception:  # whatever an architecture says to a call it does not take: the plain path remains
+            return False
 
-    split = holds(Scorer(model, temperature, True, False))
-    return Scorer(model, temperature, split, holds(Scorer(model, temperature, split, True)))
+    split = replace(plain, split_head=True)
+    best = split if holds(split) else plain
+    shared = replace(best, share_prompts=True, cap=min(CAP, _window(model)))
+    row = 4 + 3 * (5 - 1)  # a window that the made-up group does not fit into would leave sharing untried
+    return shared if shared.cap >= row and holds(shared) else best

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from policygrad.rollout.types import Weights
 from policygrad.training.forward import Scorer, probe
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
 from policygrad.training.optimizer import Optimizer
-from policygrad.training.packing import active, merge_equal, pack
+from policygrad.training.packing import active, merge_equal
 
 
 class Learner(Protocol):
@@ -66,8 +67,7 @@ class LocalLearner:
         self.device = next(model.parameters()).device
         if config.gradient_checkpointing:
             _recompute_activations(model)
-            model.train()  # transformers recompute only in training mode; dropout is 0 (see load_model)
-        self.scorer = probe(model, temperature, model.config.vocab_size)
+        self.scorer = probe(model, temperature)
         self.optimizer = Optimizer(model, optimizer or OptimizerConfig(), lr, steps * algorithm.step.updates)
         self.reference: Scorer | None = None
         if "logp_ref" in algorithm.needs:
@@ -87,7 +87,7 @@ class LocalLearner:
         filled: dict[str, Any] = {}
         for name, scorer in wanted.items():
             out = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
-            for part in pack(batch, unique, self.config.micro_tokens, share=scorer.share_prompts):
+            for part in scorer.packs(batch, unique, self.config.micro_tokens):
                 out[part.rows] = scorer(part.to(self.device)).cpu()
             out[rows] = out[unique[index]]
             filled[name] = out
@@ -96,6 +96,18 @@ class LocalLearner:
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """One rollout's optimiser steps, as `algorithm.step` takes them."""
         return algorithm.step(LocalProblem(self, batch, psi, algorithm, seed=self.version))
+
+    @contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """Transformers recompute activations only in training mode, in which they keep no cache: sampling needs the other.
+
+        Dropout is 0 in both (see `load_model`).
+        """
+        self.model.train(self.config.gradient_checkpointing)
+        try:
+            yield
+        finally:
+            self.model.eval()
 
     def publish(self) -> Weights:
         """The model's own tensors: a sampler that decodes with the same model copies nothing."""
@@ -117,6 +129,12 @@ def _recompute_activations(model: Any) -> None:
         enable()
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def average_objective(metrics: Metrics) -> Metrics:
+    """The shares of one optimiser step add up to its objective; a rollout's steps are averaged, however many there are."""
+    found = metrics.get("objective")
+    return metrics if found is None else metrics | {"objective": Mean(found.value)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,15 +172,16 @@ class LocalProblem:
             "completions/offered": Sum(float(batch.mask.any(1).sum())),
         }
         bare = replace(batch, prompts=None, tokens=None)  # the equation does not read them
-        for part in pack(batch, unique, learner.config.micro_tokens, share=learner.scorer.share_prompts):
+        for part in learner.scorer.packs(batch, unique, learner.config.micro_tokens):
             at = place[part.rows]
             share = bare.select(part.rows).to(learner.device)
             psi, coef = self.psi[part.rows].to(learner.device), tuple(c[at].to(learner.device) for c in summed)
-            out = Forward(learner.scorer(part.to(learner.device)))
-            surrogate(out, share, psi, self.algorithm, coef).backward()
+            with learner.differentiating():
+                out = Forward(learner.scorer(part.to(learner.device)))
+                surrogate(out, share, psi, self.algorithm, coef).backward()
             learner.optimizer.collect()
             metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef, count[at].to(learner.device)))
-        return metrics
+        return average_objective(metrics)
 
     def descend(self) -> Metrics:
         """One AdamW step; without any gradient (no completion could move the weights) none is taken, and that is counted."""

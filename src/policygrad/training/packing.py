@@ -14,6 +14,8 @@ from torch import Tensor
 
 from policygrad.core.types import Batch
 
+CAP = 1024
+"""Tokens in a row that several completions share: attention over it costs the square."""
 _COMPARED = ("mask", "tokens", "logp_old", "logp_ref", "values", "weight")
 
 
@@ -83,32 +85,40 @@ def _extents(mask: Tensor) -> list[int]:
     return torch.where(mask.any(1), last, 0).tolist()
 
 
-def _plan(batch: Batch, rows: Tensor, budget: int, share: bool, cap: int) -> Iterator[list[tuple[int, list[int]]]]:
-    """Micro-batches as lists of (group, completions): a row's completions share their prompt as long as it stays under `cap`
-    tokens, and a micro-batch takes rows of like length up to `budget` padded tokens (at least one row)."""
+def _bins(batch: Batch, rows: Tensor, extent: Sequence[int], cap: int) -> list[tuple[int, int, list[int]]]:
+    """(length, group, completions) of each row, longest first: completions share their prompt while the row stays within `cap`."""
     assert batch.prompts is not None
-    extent = _extents(batch.mask)
     bins: list[tuple[int, int, list[int]]] = []  # (length, group, completions)
     by_group: dict[int, list[int]] = {}
-    for row in rows.tolist():
+    for row, group in zip(rows.tolist(), batch.group[rows].tolist(), strict=True):
         if extent[row]:
-            by_group.setdefault(int(batch.group[row]), []).append(row)
+            by_group.setdefault(group, []).append(row)
     for group, members in by_group.items():
         prompt = len(batch.prompts[group])
         length, current = prompt, list[int]()
         for row in members:
-            size = extent[row] - 1  # nothing is predicted after the last token, so it is not read
-            if current and (not share or length + size > cap):
+            size = extent[row] - 1
+            if current and length + size > cap:
                 bins.append((length, group, current))
                 length, current = prompt, []
             length += size
             current.append(row)
         bins.append((length, group, current))
-    bins.sort(key=lambda b: -b[0])
+    return sorted(bins, key=lambda b: -b[0])
+
+
+def _plan(bins: Sequence[tuple[int, int, list[int]]], budget: int, cap: int) -> Iterator[list[tuple[int, list[int]]]]:
+    """Micro-batches as lists of (group, completions), up to `budget` padded tokens (at least one row).
+
+    One ends early where it is an eighth full and the next row is shorter by a fifth, since padding costs as much as tokens
+    do; and where rows over `cap` end: those hold one completion, and take a mask that a model may narrow to its window.
+    """
     micro: list[tuple[int, list[int]]] = []
     longest = 0
     for length, group, members in bins:
-        if micro and (len(micro) + 1) * longest > budget:
+        full = (len(micro) + 1) * longest > budget
+        uneven = 8 * len(micro) * longest >= budget and 5 * length < 4 * longest
+        if micro and (full or uneven or length <= cap < longest):
             yield micro
             micro = []
         longest = length if not micro else longest
@@ -117,8 +127,10 @@ def _plan(batch: Batch, rows: Tensor, budget: int, share: bool, cap: int) -> Ite
         yield micro
 
 
-def pack(batch: Batch, rows: Tensor, budget: int, *, share: bool = True, cap: int = 1024) -> Iterator[Pack]:
+def pack(batch: Batch, rows: Tensor, budget: int, *, share: bool = True, cap: int = CAP) -> Iterator[Pack]:
     """Micro-batches of at most `budget` padded tokens (or one row) covering the completions `rows`.
+
+    share: a group's completions may stand in one row, of at most `cap` tokens.
 
     Raises:
         ValueError: a batch without tokens or prompts.
@@ -126,7 +138,8 @@ def pack(batch: Batch, rows: Tensor, budget: int, *, share: bool = True, cap: in
     if batch.tokens is None or batch.prompts is None:
         raise ValueError("a learner needs Batch.tokens and Batch.prompts (token ids); they are None")
     extent = _extents(batch.mask)
-    for plan in _plan(batch, rows, budget, share, cap):
+    cap = cap if share else 0
+    for plan in _plan(_bins(batch, rows, extent, cap), budget, cap):
         yield _lay_out(batch, plan, extent)
 
 
@@ -135,33 +148,33 @@ def _lay_out(batch: Batch, plan: list[tuple[int, list[int]]], extent: list[int])
     assert batch.prompts is not None
     lengths = [len(batch.prompts[g]) + sum(extent[m] - 1 for m in members) for g, members in plan]
     height, width, steps = len(plan), max(lengths), batch.mask.shape[1]
-    members = [m for _, row in plan for m in row]
     ids = torch.zeros(height, width, dtype=torch.int64)
     positions = torch.zeros_like(ids)
     segment = torch.full_like(ids, -1)  # 0 = prompt, j = the row's j-th completion, -1 = padding
-    predictor = torch.zeros(len(members), steps, dtype=torch.int64)
-    b = 0
+    placed: list[tuple[int, int, int, int, int]] = []  # completion, its prompt's size and last index, first index, j
     for r, (group, row) in enumerate(plan):
         prompt = batch.prompts[group]
         size = len(prompt)
         ids[r, :size], positions[r, :size], segment[r, :size] = prompt, torch.arange(size), 0
-        at = size
+        at = r * width + size
         for j, member in enumerate(row, 1):
-            n = extent[member] - 1
-            ids[r, at : at + n] = batch.tokens[member, :n]
-            positions[r, at : at + n] = torch.arange(size, size + n)
-            segment[r, at : at + n] = j
-            predictor[b, 0] = r * width + size - 1
-            predictor[b, 1 : n + 1] = torch.arange(at, at + n) + r * width
-            at, b = at + n, b + 1
-    chosen = torch.tensor(members)
+            placed.append((member, size, r * width + size - 1, at, j))
+            at += extent[member] - 1
+    chosen, size, last, first, j = (column[:, None] for column in torch.tensor(placed).T)
+    chosen = chosen.squeeze(1)
+    t = torch.arange(steps - 1)
+    read = t < torch.tensor(extent)[chosen, None] - 1  # nothing is predicted after the last token, so it is not read
+    where = (first + t)[read]
+    ids.view(-1)[where] = batch.tokens[chosen, :-1][read]
+    positions.view(-1)[where] = (size + t)[read]
+    segment.view(-1)[where] = j.expand(read.shape)[read]
     mask = batch.mask[chosen]
     return Pack(
         chosen,
         ids,
         positions,
         _attention(segment, shared=any(len(row) > 1 for _, row in plan)),
-        torch.where(mask, predictor, 0),
+        torch.where(mask, torch.cat([last, first + t], 1), 0),
         torch.where(mask, batch.tokens[chosen], 0),
         mask,
     )

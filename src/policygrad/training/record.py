@@ -7,6 +7,9 @@ from typing import Any
 from policygrad.track import Display, RunFiles, Sample
 from policygrad.training.loop import Done
 
+MISMATCH = 1.0
+"""Nats; bfloat16 rounding stays below, a model that decodes otherwise than it is trained does not."""
+
 
 class Recorder:
     """Writes a run's files and feeds its display; a note of one kind is shown once."""
@@ -36,6 +39,9 @@ class Recorder:
         if not values.get("updates/taken"):
             why = _why_nothing(done, values)
             self.note(f"step {step}: nothing was learned; {why}", why)
+        if values.get("mismatch/logp_max", 0.0) > MISMATCH:
+            gap = f"a token's log-probability differs by {values['mismatch/logp_max']:.1f} nats between sampler and learner"
+            self.note(f"step {step}: {gap}; the gradient is not the policy's. Try --learner.dtype fp32", "mismatch")
         if values.get("completions/truncated_ratio", 0.0) > 0.5:
             cut = f"{values['completions/truncated_ratio']:.0%} of the completions were cut off by the token budget"
             self.note(f"step {step}: {cut}; --max-tokens raises it", "truncated")

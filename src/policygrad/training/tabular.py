@@ -14,6 +14,7 @@ from policygrad.core.metrics import Max, Metrics
 from policygrad.core.objective import measure, surrogate
 from policygrad.core.types import Batch, Forward
 from policygrad.rollout.types import Weights
+from policygrad.training.learner import average_objective
 
 
 class TabularLearner:
@@ -71,7 +72,8 @@ class TabularProblem:
     def accumulate(self) -> Metrics:
         out = Forward(self.learner.logp(self.learner.table, self.batch))
         surrogate(out, self.batch, self.psi, self.algorithm).backward()
-        return measure(out, self.batch, self.psi, self.algorithm, self.algorithm.all_coefficients(self.batch))
+        coef = self.algorithm.all_coefficients(self.batch)
+        return average_objective(measure(out, self.batch, self.psi, self.algorithm, coef))
 
     def descend(self) -> Metrics:
         table = self.learner.table
