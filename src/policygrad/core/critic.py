@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.metrics import Metric
 from policygrad.core.terms import required
 from policygrad.core.types import Batch
 from policygrad.core.values import GAE
@@ -31,13 +33,23 @@ class Critic:
     clip: float = 0.2
     """The error counts from V_old ± clip where that is worse; 0 = no clipping."""
     pretrain: int = 0
+    """Rollouts of value pre-training still to come, at most; the policy stands still meanwhile."""
     explained: float = 0.5
+    """Explained variance of fresh returns at which pre-training ends early."""
 
     def __post_init__(self) -> None:
         GAE(self.gamma, self.lam)  # refuses what is outside [0, 1]
         for name in ("lr", "coefficient", "clip", "pretrain"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"Critic.{name} must be at least 0, not {getattr(self, name)}")
+
+    def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> Critic:
+        """The critic for the next rollout: one rollout of pre-training less, or none left once it explains enough."""
+        if not self.pretrain:
+            return self
+        seen = metrics.get("explained_variance")
+        enough = seen is not None and seen.value >= self.explained
+        return replace(self, pretrain=0 if enough else self.pretrain - 1)
 
     @property
     def formula(self) -> str:

@@ -42,7 +42,7 @@ class Scorer:
         if batch.attention.ndim == 2 and bool(batch.attention.all()):
             inputs["attention_mask"] = None
         if self.split_head:
-            hidden = _backbone(self.model)(**inputs, use_cache=False).last_hidden_state
+            hidden = backbone(self.model)(**inputs, use_cache=False).last_hidden_state
             logp = self._chunked(hidden.flatten(0, 1)[where], tokens)
         else:
             logits = self.model(**inputs, use_cache=False).logits
@@ -64,7 +64,8 @@ class Scorer:
         return torch.cat([recompute(h, t) for h, t in zip(hidden.split(size), tokens.split(size), strict=True)])
 
 
-def _backbone(model: Any) -> nn.Module:
+def backbone(model: Any) -> nn.Module:
+    """The model without its head."""
     return (
         model.get_decoder() if hasattr(model, "get_decoder") and model.get_decoder() is not None else model.base_model
     )
