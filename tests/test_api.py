@@ -13,11 +13,11 @@ import policygrad as pg
 
 PUBLIC = """
 A2C ALGORITHMS Algorithm Batch BatchMean BatchStd CISPO Checkpointing Clip Critic DAPO DR_GRPO DropNoSpread DualClip
-Entropy Evaluation FirstOrder FixedLength Forward GAE GRPO GSPO GroupMean GroupStd GroupTokenMean Importance
-KLInReward KLToOld KLToReference LearnerConfig LeaveOneOut LengthAdaptiveGAE MaskTruncated MaskedIS NStep OnPolicy
-OptimizerConfig PPO PPO_PENALTY PositiveNLL REINFORCE RLOO Reference Rewarding Run RunningMean SAPO Sampling Sequence
-SequenceMean SequenceProduct SequenceSum SoftGate SoftOverlong Token TokenMean TruncatedIS VAPO WeightCap Whiten
-algorithm objective reward surrogate train
+Entropy Evaluation FirstOrder FixedLength Forward GAE GRPO GSPO GSPO_TOKEN GroupMean GroupStd GroupTokenMean
+ITERATIVE_GRPO Importance KLInReward KLToOld KLToReference LearnerConfig LeaveOneOut LengthAdaptiveGAE MAGISTRAL
+MaskTruncated MaskedIS NStep OnPolicy OptimizerConfig PPO PPO_PENALTY PRORL PositiveNLL REINFORCE RLOO Reference
+Rewarding Run RunningMean SAPO Sampling Sequence SequenceMean SequenceProduct SequenceSum SoftGate SoftOverlong Token
+TokenMean TruncatedIS VAPO WeightCap Whiten algorithm objective reward surrogate train
 """
 
 

@@ -6,16 +6,20 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "policygrad.algorithms": "A2C ALGORITHMS CISPO DAPO DR_GRPO GRPO GSPO PPO PPO_PENALTY REINFORCE RLOO SAPO VAPO algorithm",
+    "policygrad.algorithms": (
+        "A2C ALGORITHMS CISPO DAPO DR_GRPO GRPO GSPO GSPO_TOKEN ITERATIVE_GRPO MAGISTRAL PPO PPO_PENALTY PRORL REINFORCE RLOO "
+        "SAPO VAPO algorithm"
+    ),
     "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut RunningMean",
     "policygrad.core.aggregates": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
-    "policygrad.core.algorithm": "Algorithm Reference",
+    "policygrad.core.algorithm": "Algorithm",
     "policygrad.core.corrections": "MaskedIS TruncatedIS",
     "policygrad.core.critic": "Critic",
     "policygrad.core.filters": "DropNoSpread MaskTruncated",
     "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
     "policygrad.core.objective": "objective surrogate",
     "policygrad.core.ratios": "Sequence SequenceProduct Token",
+    "policygrad.core.reference": "Reference",
     "policygrad.core.shaping": "KLInReward SoftOverlong",
     "policygrad.core.steps": "FirstOrder",
     "policygrad.core.terms": "Entropy KLToOld KLToReference PositiveNLL",

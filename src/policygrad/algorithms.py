@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 
-from policygrad.core.advantages import GroupMean, GroupStd, LeaveOneOut, RunningMean
-from policygrad.core.aggregates import FixedLength, SequenceMean, SequenceSum, TokenMean
+from policygrad.core.advantages import BatchStd, GroupMean, GroupStd, LeaveOneOut, RunningMean
+from policygrad.core.aggregates import FixedLength, GroupTokenMean, SequenceMean, SequenceSum, TokenMean
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.critic import Critic
 from policygrad.core.filters import DropNoSpread, MaskTruncated
 from policygrad.core.gates import Clip, Importance, OnPolicy, SoftGate, WeightCap
 from policygrad.core.ratios import Sequence, Token
+from policygrad.core.reference import Reference
 from policygrad.core.shaping import KLInReward, SoftOverlong
 from policygrad.core.steps import FirstOrder
 from policygrad.core.terms import Entropy, KLToOld, KLToReference, PositiveNLL
@@ -69,8 +70,28 @@ VAPO = replace(
     samples_per_prompt=16,
 )
 
-_ALL = (REINFORCE, RLOO, A2C, PPO, PPO_PENALTY, VAPO, GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO)
-ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in _ALL}
+ITERATIVE_GRPO = replace(GRPO, name="iterative_grpo", step=FirstOrder(epochs=2), reference=Reference(every=100))
+GSPO_TOKEN = replace(GSPO, name="gspo_token")
+PRORL = replace(
+    DAPO,
+    name="prorl",
+    gate=Clip(0.2, 0.4),
+    terms=(KLToReference(1e-4, "k2"),),
+    reference=Reference(every=200, reset=True),
+)
+MAGISTRAL = replace(
+    GRPO,
+    name="magistral",
+    psi=(GroupMean(), BatchStd()),
+    gate=Clip(0.2, 0.28),
+    aggregate=GroupTokenMean(),
+    terms=(),
+    filters=(DropNoSpread(),),
+)
+
+_CRITICS = (A2C, PPO, PPO_PENALTY, VAPO)
+_GROUPS = (GRPO, ITERATIVE_GRPO, DR_GRPO, DAPO, PRORL, MAGISTRAL, GSPO, GSPO_TOKEN, CISPO, SAPO)
+ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, RLOO, *_CRITICS, *_GROUPS)}
 
 
 @dataclass(frozen=True)
@@ -126,6 +147,34 @@ ABOUT: dict[str, About] = {
         "rloo",
         "No critic in memory; clipped ratio allows several updates per rollout; KL to the reference in the loss.",
         "The std over-weights very easy and very hard prompts; the sequence mean favours short right and long wrong answers.",
+    ),
+    "iterative_grpo": About(
+        "Iterative GRPO",
+        "Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, algorithm 1",
+        "grpo",
+        "The KL no longer holds the policy at where it started: the reference follows it, every M rollouts.",
+        "Each refresh forgives all drift so far; nothing holds the run near its initial model any more.",
+    ),
+    "prorl": About(
+        "Prolonged reinforcement learning",
+        "Liu et al. 2025 (ProRL), arXiv:2505.24864, sec. 2",
+        "dapo",
+        "Long runs that stall: a light KL keeps entropy up, and reference and optimiser start anew every M rollouts.",
+        "The reset's period is one more choice; just after it the KL says nothing.",
+    ),
+    "magistral": About(
+        "Magistral's GRPO",
+        "Mistral AI 2025 (Magistral), arXiv:2506.10910, sec. 2.1",
+        "grpo",
+        "The std of the whole batch instead of the group's: prompts with almost equal rewards are not blown up.",
+        "One scale for easy and hard prompts alike; sources differ on the upper clip (0.28, or about 0.25).",
+    ),
+    "gspo_token": About(
+        "GSPO with token-level advantages",
+        "Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14",
+        "gspo",
+        "The sequence's ratio with an advantage per token, for rewards that say where; GSPO itself when they do not.",
+        "As GSPO: whole completions are clipped at once.",
     ),
     "dr_grpo": About(
         "GRPO done right",

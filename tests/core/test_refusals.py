@@ -11,7 +11,7 @@ import torch
 from random_batches import Shape, make, policy
 
 import policygrad as pg
-from policygrad.core.algorithm import Reference
+from policygrad.core.reference import Reference
 from policygrad.core.metrics import Max, Sum, merge
 
 TWO_STEPS = pg.FirstOrder(epochs=2)

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from random_batches import Random, Shape, close, gradients, make, policy, shapes
 from torch import Tensor
 from transcriptions_critic import CRITIC, corrected
-from transcriptions_parts import EXTRA_FIELDS, PARTS
+from transcriptions_parts import EXTRA_FIELDS, PARTS, ROWS
 
 import policygrad as pg
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
-NAMED = transcriptions.NAMED | CRITIC
+NAMED = transcriptions.NAMED | CRITIC | ROWS
 CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
 TABLE = {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()} | PARTS | {"truncated IS": (CORRECTED, corrected)}
 # Π_t r_t belongs to the completion, and the metric adds it up once per token: only its gradient is the paper's.

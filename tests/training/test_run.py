@@ -129,16 +129,18 @@ def test_learns(small: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "reinforce", "ppo"])
+@pytest.mark.parametrize("name", ["grpo", "reinforce", "ppo", "prorl"])
 def test_resume_at_every_step_is_bitwise_equal(small: Run, tmp_path: Path, name: str) -> None:
     """Stopped after every step and taken up again, the weights and the files are those of a run never stopped.
 
     GRPO needs its reference again and refits several updates; REINFORCE's baseline is state of the algorithm itself; PPO has
-    a critic, and here a phase in which only the critic is fitted, which ends within the run.
+    a critic, and here a phase in which only the critic is fitted, which ends within the run; ProRL's reference has moved.
     """
     algorithm = pg.algorithm(name)
     if name == "grpo":
         algorithm = replace(algorithm, step=pg.FirstOrder(epochs=2, minibatches=2))
+    if name == "prorl":
+        algorithm = replace(algorithm, filters=(), reference=pg.Reference(every=2, reset=True))
     if name == "ppo":
         algorithm = replace(algorithm, critic=pg.Critic(pretrain=2, explained=1.0))
     whole = train(replace(small, algorithm=algorithm, output=str(tmp_path / "whole")))

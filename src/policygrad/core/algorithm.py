@@ -15,17 +15,9 @@ from policygrad.core.critic import Critic
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric
 from policygrad.core.objective import Coefficients
+from policygrad.core.reference import Reference
 from policygrad.core.steps import FirstOrder
 from policygrad.core.types import Advantage, Aggregation, Batch, BatchTransform, Correction, Gate, Ratio, Term
-
-
-@dataclass(frozen=True)
-class Reference:
-    """π_ref: the model the run started from, frozen. It is held in memory only when a part needs `logp_ref`."""
-
-    @property
-    def formula(self) -> str:
-        return "the initial policy, frozen"
 
 
 @dataclass(frozen=True)
@@ -94,6 +86,10 @@ class Algorithm:
         if late:
             raise ValueError(
                 f"{late[0]} starts from the rewards and would ignore what stands before it: put it first in psi"
+            )
+        if self.reference is not None and self.reference.every and "logp_ref" not in self._declared():
+            raise ValueError(
+                "a reference that is refreshed and that no part reads: add KLToReference(), or set every=0"
             )
         if self.reference is None and "logp_ref" in self._declared():
             raise ValueError(

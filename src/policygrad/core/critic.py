@@ -45,11 +45,10 @@ class Critic:
 
     def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> Critic:
         """The critic for the next rollout: one rollout of pre-training less, or none left once it explains enough."""
-        if not self.pretrain:
-            return self
         seen = metrics.get("explained_variance")
-        enough = seen is not None and seen.value >= self.explained
-        return replace(self, pretrain=0 if enough else self.pretrain - 1)
+        if not self.pretrain or seen is None:
+            return self
+        return replace(self, pretrain=0 if seen.value >= self.explained else self.pretrain - 1)
 
     @property
     def formula(self) -> str:

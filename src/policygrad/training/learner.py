@@ -63,7 +63,7 @@ class LocalLearner:
     ) -> None:
         """`steps`: rollouts of the run, for the schedule; `temperature`: the one completions are sampled at."""
         config = config or LearnerConfig()
-        self.model, self.config, self.version = model, config, 0
+        self.model, self.config, self.version, self.rollouts = model, config, 0, 0
         self.device = next(model.parameters()).device
         if config.gradient_checkpointing:
             _recompute_activations(model)
@@ -77,6 +77,7 @@ class LocalLearner:
                 model, self.scorer, algorithm.critic, config, optimizer or OptimizerConfig(), total
             )
         self.reference: Scorer | None = None
+        self.refreshed = False  # a reference that is no longer the initial model is part of a checkpoint
         if "logp_ref" in algorithm.needs:
             frozen = copy.deepcopy(model).eval().requires_grad_(False)
             self.reference = replace(self.scorer, model=frozen)
@@ -105,6 +106,13 @@ class LocalLearner:
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """One rollout's optimiser steps, as `algorithm.step` takes them."""
         metrics = algorithm.step(LocalProblem(self, batch, psi, algorithm, seed=self.version))
+        self.rollouts += 1
+        if algorithm.reference is not None and self.reference is not None and algorithm.reference.due(self.rollouts):
+            self.reference.model.load_state_dict(self.model.state_dict())
+            self.refreshed = True
+            if algorithm.reference.reset:
+                self.optimizer.forget()
+            metrics |= {"reference/refreshed": Sum(1.0)}
         return metrics if self.critic is None else metrics | measure_values(batch)
 
     def publish(self) -> Weights:
@@ -113,7 +121,9 @@ class LocalLearner:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, values = self.optimizer.state()
-        state = {"version": self.version, "optimizer": values}
+        state = {"version": self.version, "rollouts": self.rollouts, "refreshed": self.refreshed, "optimizer": values}
+        if self.refreshed and self.reference is not None:
+            tensors |= {f"reference/{n}": p.detach() for n, p in self.reference.model.named_parameters()}
         if self.critic is not None:
             more, state["critic"] = self.critic.optimizer.state()
             tensors |= {f"critic/{name}": tensor for name, tensor in more.items()}
@@ -123,9 +133,12 @@ class LocalLearner:
         if self.critic is not None:
             own = {n.removeprefix("critic/"): t for n, t in tensors.items() if n.startswith("critic/")}
             self.critic.optimizer.restore(own, values["critic"])
-        mine = {name: tensor for name, tensor in tensors.items() if not name.startswith("critic/")}
+        if values["refreshed"] and self.reference is not None:
+            for name, parameter in self.reference.model.named_parameters():
+                parameter.data.copy_(tensors[f"reference/{name}"])
+        mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(("critic/", "reference/"))}
         self.optimizer.restore(mine, values["optimizer"])
-        self.version = values["version"]
+        self.version, self.rollouts, self.refreshed = values["version"], values["rollouts"], values["refreshed"]
 
 
 def _recompute_activations(model: Any) -> None:

@@ -22,7 +22,7 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "shaping": "shaping",
     "filters": "filters",
     "steps": "step",
-    "algorithm": "reference",
+    "reference": "reference",
 }
 
 
