@@ -12,10 +12,12 @@ import torch
 import policygrad as pg
 
 PUBLIC = """
-ALGORITHMS Algorithm Batch BatchMean BatchStd CISPO Checkpointing Clip DAPO DR_GRPO DropNoSpread DualClip Entropy Evaluation
-FirstOrder FixedLength Forward GRPO GSPO GroupMean GroupStd GroupTokenMean Importance KLInReward KLToReference LearnerConfig
-LeaveOneOut MaskTruncated OnPolicy OptimizerConfig REINFORCE RLOO Reference Rewarding Run RunningMean SAPO Sampling Sequence
-SequenceMean SequenceProduct SequenceSum SoftGate SoftOverlong Token TokenMean WeightCap algorithm objective reward surrogate train
+A2C ALGORITHMS Algorithm Batch BatchMean BatchStd CISPO Checkpointing Clip Critic DAPO DR_GRPO DropNoSpread DualClip
+Entropy Evaluation FirstOrder FixedLength Forward GAE GRPO GSPO GSPO_TOKEN GroupMean GroupStd GroupTokenMean
+ITERATIVE_GRPO Importance KLInReward KLToOld KLToReference LearnerConfig LeaveOneOut LengthAdaptiveGAE MAGISTRAL
+MaskTruncated MaskedIS NStep OnPolicy OptimizerConfig PPO PPO_PENALTY PRORL PositiveNLL REINFORCE RLOO Reference
+Rewarding Run RunningMean SAPO Sampling Sequence SequenceMean SequenceProduct SequenceSum SoftGate SoftOverlong Token
+TokenMean TruncatedIS VAPO WeightCap Whiten algorithm objective reward surrogate train
 """
 
 

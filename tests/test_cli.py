@@ -95,7 +95,7 @@ def test_matrix_fits(width: int | None) -> None:
     assert width is None or max(map(len, lines)) <= width
     for name, a in ALGORITHMS.items():
         row = next(line for line in lines if line.split() and line.split()[0] == name)
-        assert type(a.gate).__name__ in row
+        assert type(a.psi[0]).__name__ in row
     text = " ".join(" ".join(lines).split())
     for _, part in (pair for a in ALGORITHMS.values() for pair in a.parts() if pair[0] not in ("step", "reference")):
         assert type(part).__name__ in text

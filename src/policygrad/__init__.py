@@ -6,18 +6,25 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "policygrad.algorithms": "ALGORITHMS CISPO DAPO DR_GRPO GRPO GSPO REINFORCE RLOO SAPO algorithm",
+    "policygrad.algorithms": (
+        "A2C ALGORITHMS CISPO DAPO DR_GRPO GRPO GSPO GSPO_TOKEN ITERATIVE_GRPO MAGISTRAL PPO PPO_PENALTY PRORL REINFORCE RLOO "
+        "SAPO VAPO algorithm"
+    ),
     "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut RunningMean",
     "policygrad.core.aggregates": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
-    "policygrad.core.algorithm": "Algorithm Reference",
+    "policygrad.core.algorithm": "Algorithm",
+    "policygrad.core.corrections": "MaskedIS TruncatedIS",
+    "policygrad.core.critic": "Critic",
     "policygrad.core.filters": "DropNoSpread MaskTruncated",
     "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
     "policygrad.core.objective": "objective surrogate",
     "policygrad.core.ratios": "Sequence SequenceProduct Token",
+    "policygrad.core.reference": "Reference",
     "policygrad.core.shaping": "KLInReward SoftOverlong",
     "policygrad.core.steps": "FirstOrder",
-    "policygrad.core.terms": "Entropy KLToReference",
+    "policygrad.core.terms": "Entropy KLToOld KLToReference PositiveNLL",
     "policygrad.core.types": "Batch Forward",
+    "policygrad.core.values": "GAE LengthAdaptiveGAE NStep Whiten",
     "policygrad.rewards": "reward",
     "policygrad.rollout.types": "Sampling",
     "policygrad.training.config": "Checkpointing Evaluation Rewarding Run",

@@ -5,14 +5,18 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 
-from policygrad.core.advantages import GroupMean, GroupStd, LeaveOneOut, RunningMean
-from policygrad.core.aggregates import FixedLength, SequenceMean, SequenceSum, TokenMean
+from policygrad.core.advantages import BatchStd, GroupMean, GroupStd, LeaveOneOut, RunningMean
+from policygrad.core.aggregates import FixedLength, GroupTokenMean, SequenceMean, SequenceSum, TokenMean
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.critic import Critic
 from policygrad.core.filters import DropNoSpread, MaskTruncated
-from policygrad.core.gates import Clip, OnPolicy, SoftGate, WeightCap
+from policygrad.core.gates import Clip, Importance, OnPolicy, SoftGate, WeightCap
 from policygrad.core.ratios import Sequence, Token
+from policygrad.core.reference import Reference
 from policygrad.core.shaping import KLInReward, SoftOverlong
-from policygrad.core.terms import KLToReference
+from policygrad.core.steps import FirstOrder
+from policygrad.core.terms import Entropy, KLToOld, KLToReference, PositiveNLL
+from policygrad.core.values import GAE, LengthAdaptiveGAE, NStep, Whiten
 
 REINFORCE = Algorithm("reinforce", psi=(RunningMean(),), gate=OnPolicy(), aggregate=SequenceSum())
 RLOO = replace(REINFORCE, name="rloo", psi=(LeaveOneOut(),), shaping=(KLInReward(0.05),), samples_per_prompt=4)
@@ -40,7 +44,54 @@ CISPO = replace(
 )
 SAPO = replace(GRPO, name="sapo", gate=SoftGate(1.0, 1.05), terms=())
 
-ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, RLOO, GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO)}
+A2C = replace(
+    REINFORCE, name="a2c", psi=(NStep(5),), aggregate=TokenMean(), terms=(Entropy(0.01),), critic=Critic(clip=0.0)
+)
+PPO = Algorithm(
+    "ppo",
+    psi=(GAE(1.0, 0.95), Whiten()),
+    ratio=Token(),
+    gate=Clip(0.2, 0.2),
+    aggregate=TokenMean(),
+    shaping=(KLInReward(0.05),),
+    step=FirstOrder(epochs=4),
+    critic=Critic(),
+)
+PPO_PENALTY = replace(PPO, name="ppo_penalty", gate=Importance(), terms=(KLToOld(1.0, target=0.01),), shaping=())
+VAPO = replace(
+    PPO,
+    name="vapo",
+    psi=(LengthAdaptiveGAE(0.05),),
+    gate=Clip(0.2, 0.28),
+    terms=(PositiveNLL(0.1),),
+    shaping=(),
+    step=FirstOrder(),
+    critic=Critic(lam=1.0, pretrain=20),
+    samples_per_prompt=16,
+)
+
+ITERATIVE_GRPO = replace(GRPO, name="iterative_grpo", step=FirstOrder(epochs=2), reference=Reference(every=100))
+GSPO_TOKEN = replace(GSPO, name="gspo_token")
+PRORL = replace(
+    DAPO,
+    name="prorl",
+    gate=Clip(0.2, 0.4),
+    terms=(KLToReference(1e-4, "k2"),),
+    reference=Reference(every=200, reset=True),
+)
+MAGISTRAL = replace(
+    GRPO,
+    name="magistral",
+    psi=(GroupMean(), BatchStd()),
+    gate=Clip(0.2, 0.28),
+    aggregate=GroupTokenMean(),
+    terms=(),
+    filters=(DropNoSpread(),),
+)
+
+_CRITICS = (A2C, PPO, PPO_PENALTY, VAPO)
+_GROUPS = (GRPO, ITERATIVE_GRPO, DR_GRPO, DAPO, PRORL, MAGISTRAL, GSPO, GSPO_TOKEN, CISPO, SAPO)
+ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, RLOO, *_CRITICS, *_GROUPS)}
 
 
 @dataclass(frozen=True)
@@ -69,12 +120,61 @@ ABOUT: dict[str, About] = {
         "A baseline per prompt from the other samples: still unbiased, far less variance, no critic.",
         "Needs several samples per prompt; a prompt that is always solved or never solved teaches nothing.",
     ),
+    "a2c": About(
+        "Advantage actor-critic",
+        "Mnih et al. 2016 (A3C), arXiv:1602.01783, sec. 4",
+        "reinforce",
+        "Credit per token: what a token adds to the value of what was written so far, instead of one number per completion.",
+        "The advantage is only as good as the critic; bootstrapping from a poor one is biased, and early in a run all are poor.",
+    ),
+    "ppo": About(
+        "Proximal policy optimisation",
+        "Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9",
+        "a2c",
+        "Several updates per rollout: beyond the clip's range moving on earns nothing; GAE trades bias for variance.",
+        "A second model in memory; whitening hides the reward's scale; the clip bounds the incentive, not the step.",
+    ),
+    "ppo_penalty": About(
+        "PPO with an adaptive KL penalty",
+        "Schulman et al. 2017, arXiv:1707.06347, eq. 8",
+        "ppo",
+        "Bounds the step by the KL itself, at the β that keeps it near a target.",
+        "β follows the last rollout's KL, so that one step may still go far; the paper found clipping better.",
+    ),
     "grpo": About(
         "Group relative policy optimisation",
         "Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, eq. 3 and 4",
         "rloo",
         "No critic in memory; clipped ratio allows several updates per rollout; KL to the reference in the loss.",
         "The std over-weights very easy and very hard prompts; the sequence mean favours short right and long wrong answers.",
+    ),
+    "iterative_grpo": About(
+        "Iterative GRPO",
+        "Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, algorithm 1",
+        "grpo",
+        "The KL no longer holds the policy at where it started: the reference follows it, every M rollouts.",
+        "Each refresh forgives all drift so far; nothing holds the run near its initial model any more.",
+    ),
+    "prorl": About(
+        "Prolonged reinforcement learning",
+        "Liu et al. 2025 (ProRL), arXiv:2505.24864, sec. 2",
+        "dapo",
+        "Long runs that stall: a light KL keeps entropy up, and reference and optimiser start anew every M rollouts.",
+        "The reset's period is one more choice; just after it the KL says nothing.",
+    ),
+    "magistral": About(
+        "Magistral's GRPO",
+        "Mistral AI 2025 (Magistral), arXiv:2506.10910, sec. 2.1",
+        "grpo",
+        "The std of the whole batch instead of the group's: prompts with almost equal rewards are not blown up.",
+        "One scale for easy and hard prompts alike; sources differ on the upper clip (0.28, or about 0.25).",
+    ),
+    "gspo_token": About(
+        "GSPO with token-level advantages",
+        "Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14",
+        "gspo",
+        "The sequence's ratio with an advantage per token, for rewards that say where; GSPO itself when they do not.",
+        "As GSPO: whole completions are clipped at once.",
     ),
     "dr_grpo": About(
         "GRPO done right",
@@ -104,6 +204,13 @@ ABOUT: dict[str, About] = {
         "grpo",
         "Rare, decisive tokens keep their gradient: the weight is capped, never the token dropped.",
         "No trust region: nothing stops the ratio from drifting when a rollout feeds many updates.",
+    ),
+    "vapo": About(
+        "Value-based augmented PPO",
+        "Yue et al. 2025, arXiv:2504.05118; AIME 2024: 60.4 against DAPO's 50 and DeepSeek-R1-Zero-Qwen-32B's 47",
+        "ppo",
+        "A critic that holds for long answers: fitted before training, Monte-Carlo targets, λ that grows with the length.",
+        "At α = 0.05 answers below 20 tokens get λ = 0, one-step advantages from the critic alone: short tasks need a larger α.",
     ),
     "sapo": About(
         "Soft adaptive policy optimisation",

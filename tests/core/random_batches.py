@@ -82,6 +82,8 @@ def make(shape: Shape, off_policy: float | None = None, extra: str | None = None
         tokens=tokens,
         logp_ref=logp + 0.3 * random.normal(rows, shape.width),
         truncated=random.uniform(rows) < 0.25,
+        values=torch.where(mask, random.normal(rows, shape.width), NAN),
+        logp_sampler=logp + 0.5 * random.normal(rows, shape.width),
     )
     if off_policy is not None:
         batch = replace(batch, logp_old=logp + off_policy * random.normal(rows, shape.width))

@@ -32,7 +32,7 @@ def rows_of(coef: Coefficients, rows: Tensor, width: int) -> Coefficients:
 
 def narrowed(batch: pg.Batch, width: int) -> pg.Batch:
     """The same completions with less padding."""
-    names = ("mask", "tokens", "logp_old", "logp_ref")
+    names = ("mask", "tokens", "logp_old", "logp_ref", "logp_sampler", "values")
     return replace(batch, **{name: getattr(batch, name)[:, :width] for name in names})
 
 

@@ -224,6 +224,7 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
         reward=torch.full((4,), math.nan),
         logp_old=nan,
         logp_ref=nan,
+        values=nan,
     )
     batch = algorithm.filtered(batch)
     logp = nan.clone().requires_grad_()

@@ -11,8 +11,8 @@ import torch
 from random_batches import Shape, make, policy
 
 import policygrad as pg
-from policygrad.core.algorithm import Reference
 from policygrad.core.metrics import Max, Sum, merge
+from policygrad.core.reference import Reference
 
 TWO_STEPS = pg.FirstOrder(epochs=2)
 

@@ -10,19 +10,22 @@ import transcriptions
 from hypothesis import given, settings
 from random_batches import Random, Shape, close, gradients, make, policy, shapes
 from torch import Tensor
-from transcriptions_parts import EXTRA_FIELDS, PARTS
+from transcriptions_critic import CRITIC, corrected
+from transcriptions_parts import EXTRA_FIELDS, PARTS, ROWS
 
 import policygrad as pg
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
-TABLE = {name: (pg.ALGORITHMS[name], f) for name, f in transcriptions.NAMED.items()} | PARTS
+NAMED = transcriptions.NAMED | CRITIC | ROWS
+CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
+TABLE = {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()} | PARTS | {"truncated IS": (CORRECTED, corrected)}
 # Π_t r_t belongs to the completion, and the metric adds it up once per token: only its gradient is the paper's.
 ONLY_GRADIENT = {"sequence product"}
 
 
 def test_the_table_is_complete() -> None:
-    assert set(transcriptions.NAMED) == set(pg.ALGORITHMS)
+    assert set(NAMED) == set(pg.ALGORITHMS)
 
 
 def both(name: str, shape: Shape, off_policy: float | None) -> tuple[list[Tensor], list[Tensor]]:
@@ -35,7 +38,7 @@ def both(name: str, shape: Shape, off_policy: float | None) -> tuple[list[Tensor
 
     rollout = algorithm.filtered(known(batch, algorithm, logp))
     psi = algorithm.advantages(rollout)
-    step = replace(rollout, logp_old=batch.logp_old)
+    step = rollout if algorithm.corrections else replace(rollout, logp_old=batch.logp_old)
     loss = pg.surrogate(logp, step, psi, algorithm)
     actual = [pg.objective(logp, step, psi, algorithm), *gradients(-loss, logp, logits)]
     return actual, expected
@@ -98,7 +101,7 @@ def padded_with(batch: pg.Batch, padding: float) -> pg.Batch:
     def fill(x: Tensor | None) -> Tensor | None:
         return None if x is None else torch.where(batch.mask, x, padding)
 
-    names = ("logp_old", "logp_ref", "weight", "token_reward")
+    names = ("logp_old", "logp_ref", "logp_sampler", "values", "weight", "token_reward")
     return replace(batch, **{name: fill(getattr(batch, name)) for name in names})
 
 

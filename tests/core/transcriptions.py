@@ -26,6 +26,8 @@ class Completion:
     ref: list[Tensor]
     weight: list[Tensor]
     token_reward: list[Tensor]
+    value: list[Tensor]
+    sampler: list[Tensor]
     truncated: bool
 
     def __len__(self) -> int:
@@ -59,6 +61,8 @@ def read(batch: Any, logp: Tensor) -> Prompts:
                 ref=tokens(i, batch.logp_ref, []),
                 weight=tokens(i, batch.weight, [torch.ones((), dtype=torch.float64)] * len(chosen)),
                 token_reward=tokens(i, batch.token_reward, [torch.zeros((), dtype=torch.float64)] * len(chosen)),
+                value=tokens(i, batch.values, []),
+                sampler=tokens(i, batch.logp_sampler, []),
                 truncated=bool(batch.truncated[i]) if batch.truncated is not None else False,
             )
             prompts[int(batch.group[i])].append(o)

@@ -14,6 +14,8 @@ from transcriptions import (
     clip,
     count,
     count_tokens,
+    grpo,
+    gspo,
     gspo_token,
     mean,
     overlong_penalty,
@@ -174,10 +176,10 @@ PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
         replace(GRPO, ratio=pg.SequenceProduct(), gate=pg.Importance(), aggregate=pg.SequenceSum()),
         sequence_product,
     ),
-    "gspo_token": (pg.GSPO, gspo_token),
+    "gspo_token, token rewards": (pg.GSPO, gspo_token),
     **{f"KL {form}": (replace(GRPO, terms=(term,)), kl_in_loss(form)) for form, term in KL.items()},
     "entropy": (replace(GRPO, terms=(pg.Entropy(0.02),)), entropy),
-    "magistral": (
+    "magistral, spelt out": (
         replace(
             GRPO,
             psi=(pg.GroupMean(), pg.BatchStd()),
@@ -204,4 +206,20 @@ PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
     "token rewards": (pg.REINFORCE, reinforce),
     "KL in reward, large": (replace(pg.RLOO, shaping=(pg.KLInReward(0.7),)), lambda p, w: rloo(p, w, 0.7)),
 }
-EXTRA_FIELDS = {"weight": "weight", "gspo_token": "token_reward", "token rewards": "token_reward"}
+EXTRA_FIELDS = {"weight": "weight", "gspo_token, token rewards": "token_reward", "token rewards": "token_reward"}
+
+
+def prorl(prompts: Prompts, width: int) -> Tensor:
+    """DAPO with clip 0.2 / 0.4 and −1e-4·u²/2 on the tokens that take part."""
+    prompts = without_truncated(without_no_spread(prompts))
+    J = zero(prompts)
+    for outputs in prompts:
+        punished = [replace(o, reward=o.reward + overlong_penalty(len(o), width)) for o in outputs]
+        for o in punished:
+            A = zscore(o, punished)
+            for t in range(len(o)):
+                J = J + ppo_clip(o, t, A, 0.2, 0.4) - 1e-4 * o.u(t) ** 2 / 2
+    return J / max(1, count_tokens(prompts))
+
+
+ROWS = {"iterative_grpo": grpo, "gspo_token": gspo, "prorl": prorl, "magistral": magistral}

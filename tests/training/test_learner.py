@@ -198,3 +198,56 @@ def test_state_round_trip_continues_bit_for_bit(random_model: Path) -> None:
 def test_refuses(make: object, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make()  # type: ignore[operator]
+
+
+def test_a_policy_step_never_moves_the_critic_nor_the_critic_the_policy(random_model: Path) -> None:
+    """Both start from one model; with either learning rate at 0 that one stands still while the other moves."""
+    batch = float_batch()
+    for policy_lr, critic_lr in ((1e-2, 0.0), (0.0, 1e-2)):
+        algorithm = replace(pg.PPO, shaping=(), critic=pg.Critic(lr=critic_lr))
+        model = load_model(str(random_model))
+        learner = LocalLearner(model, algorithm, lr=policy_lr, steps=4)
+        assert learner.critic is not None
+        network = learner.critic.network
+        before = [[p.detach().clone() for p in m.parameters()] for m in (model, network)]
+        scored = algorithm.with_targets(learner.score(batch, algorithm.needs))
+        assert scored.values is not None
+        assert float(scored.values.abs().max()) == 0.0  # a head of zeros says V = 0
+        metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
+        after = [list(model.parameters()), list(network.parameters())]
+        moved = [
+            any(not torch.equal(a, b) for a, b in zip(x, y, strict=True)) for x, y in zip(before, after, strict=True)
+        ]
+        assert moved == [policy_lr > 0, critic_lr > 0]
+        assert {"value_loss", "explained_variance", "value"} <= metrics.keys()
+
+
+def test_a_critic_learns_the_returns_and_pretraining_ends_when_it_explains_them(random_model: Path) -> None:
+    """Rewards that depend on the prompt alone can be foreseen; the policy stands still until they are."""
+    batch = float_batch()
+    batch = replace(batch, reward=(batch.group % 2).float())
+    algorithm = replace(pg.PPO, shaping=(), critic=pg.Critic(lr=1e-2, lam=1.0, clip=0, pretrain=60, explained=0.9))
+    learner = LocalLearner(load_model(str(random_model)), algorithm, lr=1e-2, steps=60)
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    while algorithm.critic is not None and algorithm.critic.pretrain:
+        scored = algorithm.with_targets(learner.score(batch, algorithm.needs))
+        metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
+        assert "updates/taken" not in metrics
+        assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+        algorithm = algorithm.observe(scored, metrics)
+    assert metrics["explained_variance"].value >= 0.9
+
+
+def test_the_value_is_the_one_before_the_token_is_taken(random_model: Path) -> None:
+    """V_t reads the prompt and the tokens before t, not t itself: changing the last token changes no value."""
+    learner = learner_for(random_model, replace(pg.PPO, shaping=()))
+    assert learner.critic is not None
+    torch.nn.init.normal_(learner.critic.network.head.weight)
+    batch = float_batch(3)
+    last = batch.lengths.clamp(min=1) - 1
+    assert batch.tokens is not None
+    other = replace(batch, tokens=batch.tokens.scatter(1, last[:, None], 7))
+    values, again = learner.critic.score(batch).values, learner.critic.score(other).values
+    assert values is not None
+    assert torch.allclose(values, again, atol=1e-5)  # type: ignore[arg-type]
+    assert float(values.abs().max()) > 0.1

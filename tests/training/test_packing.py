@@ -170,8 +170,10 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
         near = logp + 0.3 * noise
         for row in range(0, 11, 4):
             near[row + 1] = near[row]
-    batch = algorithm.filtered(replace(batch, logp_old=near, logp_ref=near.flip(1)))
-    psi = algorithm.advantages(batch)
+    batch = algorithm.filtered(replace(batch, logp_old=near, logp_ref=near.flip(1), values=near / 9))
+    psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
+    if algorithm.critic is not None:  # a policy that moves, also where its critic is fitted first
+        algorithm = replace(algorithm, critic=replace(algorithm.critic, pretrain=0))
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30))
     learner.optimizer.adam.zero_grad()
     metrics = LocalProblem(learner, batch, psi, algorithm, seed=0).accumulate()

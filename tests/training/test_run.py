@@ -129,15 +129,20 @@ def test_learns(small: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "reinforce"])
+@pytest.mark.parametrize("name", ["grpo", "reinforce", "ppo", "prorl"])
 def test_resume_at_every_step_is_bitwise_equal(small: Run, tmp_path: Path, name: str) -> None:
     """Stopped after every step and taken up again, the weights and the files are those of a run never stopped.
 
-    GRPO needs its reference again and refits several updates; REINFORCE's baseline is state of the algorithm itself.
+    GRPO needs its reference again and refits several updates; REINFORCE's baseline is state of the algorithm itself; PPO has
+    a critic, and here a phase in which only the critic is fitted, which ends within the run; ProRL's reference has moved.
     """
     algorithm = pg.algorithm(name)
     if name == "grpo":
         algorithm = replace(algorithm, step=pg.FirstOrder(epochs=2, minibatches=2))
+    if name == "prorl":
+        algorithm = replace(algorithm, filters=(), reference=pg.Reference(every=2, reset=True))
+    if name == "ppo":
+        algorithm = replace(algorithm, critic=pg.Critic(pretrain=2, explained=1.0))
     whole = train(replace(small, algorithm=algorithm, output=str(tmp_path / "whole")))
     pieces = tmp_path / "pieces"
     result = train(replace(small, algorithm=algorithm, output=str(pieces)), stop_after=1)
@@ -182,7 +187,8 @@ def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> 
     )
     result = train(run, display=record)
     assert load(result.output / "run.toml") == replace(run.resolved(), output=str(result.output))
-    assert not same(weights(result.output), load_file(Path(resolve("tiny")) / "model.safetensors"))
+    still = run.algorithm.critic is not None and run.algorithm.critic.pretrain > 0  # VAPO fits its critic first
+    assert same(weights(result.output), load_file(Path(resolve("tiny")) / "model.safetensors")) is still
     for _, metrics in record.steps:
         assert all(value == value and abs(value) != float("inf") for value in metrics.values())
 

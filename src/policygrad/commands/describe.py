@@ -23,7 +23,9 @@ COLUMNS = {  # field of an algorithm -> its symbol in the equation, and what it 
     "psi": ("Ψ", "advantage"),
     "ratio": ("r", "ratio"),
     "gate": ("w", "gate"),
+    "corrections": ("ρ", "corrections"),
     "aggregate": ("c", "average"),
+    "critic": ("V", "critic"),
     "terms": ("k", "terms"),
     "step": ("", "step"),
     "reference": ("", "reference"),
@@ -74,9 +76,12 @@ def part_name(part: Any, *, names: bool = False, changed: bool = False) -> str:
     kind = type(part)
     if changed and settings(part) == settings(replace(part, **_defaults(kind))):
         return kind.__name__
+    shown, usual = settings(part), _defaults(kind)
+    if not names and len(shown) > 3:  # positions say nothing any more: names, and only of what is not the default
+        names, shown = True, [(name, v) for name, v in shown if v != usual.get(name)]
     written = [
         (f"{name}=" if names else "") + (part_name(v, names=names) if is_dataclass(v) else number(v))
-        for name, v in settings(part)
+        for name, v in shown
     ]
     return f"{kind.__name__}({', '.join(written)})" if written else kind.__name__
 
@@ -152,9 +157,11 @@ def _parts(a: Algorithm, width: int) -> Iterator[Line]:
 def matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, ...]]:
     """One row of the matrix: the algorithm's parts by column, in the equation's order."""
     row: dict[str, tuple[str, ...]] = {}
-    for name in ("psi", "ratio", "gate", "aggregate", "terms", "shaping", "filters"):
+    for name in ("psi", "ratio", "gate", "aggregate", "critic", "terms", "shaping", "filters"):
         value = getattr(a, name)
         parts = value if isinstance(value, tuple) else () if value is None else (value,)
+        if name == "gate":
+            parts += a.corrections  # they multiply w
         symbol, label = COLUMNS[name]
         row[f"{symbol} {label}".strip()] = tuple(part_name(p, changed=changed) for p in parts)
     return row

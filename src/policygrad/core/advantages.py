@@ -7,6 +7,7 @@ completions that count (`Batch.counted`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.metrics import Metric
 from policygrad.core.ragged import Groups
 from policygrad.core.types import Batch
 
@@ -75,7 +77,7 @@ class RunningMean:
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         return ragged.masked(psi - self.mean, batch.mask)
 
-    def observe(self, batch: Batch) -> RunningMean:
+    def observe(self, batch: Batch, metrics: Mapping[str, Metric] | None = None) -> RunningMean:
         """b ← b + (mean R − b)·(1 − decay)/(1 − decay^n): the exponential mean without its start-up bias."""
         if not bool(batch.counted.any()):
             return self

@@ -11,19 +11,13 @@ from torch import Tensor
 from policygrad.core import ragged
 from policygrad.core.advantages import reward_to_go
 from policygrad.core.aggregates import SequenceSum
+from policygrad.core.critic import Critic
 from policygrad.core.gates import OnPolicy
+from policygrad.core.metrics import Metric
 from policygrad.core.objective import Coefficients
+from policygrad.core.reference import Reference
 from policygrad.core.steps import FirstOrder
-from policygrad.core.types import Advantage, Aggregation, Batch, BatchTransform, Gate, Ratio, Term
-
-
-@dataclass(frozen=True)
-class Reference:
-    """π_ref: the model the run started from, frozen. It is held in memory only when a part needs `logp_ref`."""
-
-    @property
-    def formula(self) -> str:
-        return "the initial policy, frozen"
+from policygrad.core.types import Advantage, Aggregation, Batch, BatchTransform, Correction, Gate, Ratio, Term
 
 
 @dataclass(frozen=True)
@@ -50,8 +44,12 @@ class Algorithm:
     """From the task's score to the reward: KL in the reward, overlong penalty."""
     filters: tuple[BatchTransform, ...] = ()
     """Which completions take part: dynamic sampling, overlong mask."""
+    corrections: tuple[Correction, ...] = ()
+    """Factors on w for a sampler that is not π_old."""
     step: FirstOrder = field(default_factory=FirstOrder)
     """How the parameters move."""
+    critic: Critic | None = None
+    """V, for the advantages that need values."""
     reference: Reference | None = field(default_factory=Reference)
     """π_ref, for the parts that need it."""
     samples_per_prompt: int = 8
@@ -78,6 +76,21 @@ class Algorithm:
             raise ValueError(
                 f"{type(self.gate).__name__} gates a ratio, and ratio is None: set ratio=Token() or Sequence()"
             )
+        if self.critic is None and "values" in self._declared():
+            raise ValueError(
+                "an advantage from values without a critic: set critic=Critic(), or use a group baseline such as LeaveOneOut()"
+            )
+        if self.critic is not None and "values" not in self._declared():
+            raise ValueError("a critic that no advantage reads: put GAE() or NStep() first in psi, or set critic=None")
+        late = [type(link).__name__ for link in self.psi[1:] if getattr(link, "starts", False)]
+        if late:
+            raise ValueError(
+                f"{late[0]} starts from the rewards and would ignore what stands before it: put it first in psi"
+            )
+        if self.reference is not None and self.reference.every and "logp_ref" not in self._declared():
+            raise ValueError(
+                "a reference that is refreshed and that no part reads: add KLToReference(), or set every=0"
+            )
         if self.reference is None and "logp_ref" in self._declared():
             raise ValueError(
                 "a KL term without a reference: set reference=Reference(), or drop the KL from `terms` and `shaping`"
@@ -85,7 +98,19 @@ class Algorithm:
 
     def parts(self) -> Iterator[tuple[str, Any]]:
         """(field, part) for every part, in the order of the data's way."""
-        for name in ("filters", "shaping", "psi", "ratio", "gate", "aggregate", "terms", "step", "reference"):
+        for name in (
+            "filters",
+            "shaping",
+            "psi",
+            "ratio",
+            "gate",
+            "corrections",
+            "aggregate",
+            "terms",
+            "step",
+            "critic",
+            "reference",
+        ):
             value = getattr(self, name)
             for part in value if isinstance(value, tuple) else (value,):
                 if part is not None:
@@ -138,6 +163,16 @@ class Algorithm:
             psi = link(psi, batch)
         return ragged.masked(psi, batch.mask)
 
+    def with_targets(self, batch: Batch) -> Batch:
+        """The batch with the critic's targets, from the rewards after shaping; computed once per rollout, like Ψ."""
+        return batch if self.critic is None else replace(batch, returns=self.critic.targets(self.shaped(batch)))
+
+    def corrected(self, weight: Tensor, batch: Batch) -> Tensor:
+        """w times the corrections for μ ≠ π_old [B, T]."""
+        for correction in self.corrections:
+            weight = weight * correction(batch)
+        return weight
+
     def coefficients(self, batch: Batch) -> Tensor:
         """c [B, T] of the policy term over one whole optimiser step, `batch.weight` included; 0 off the mask."""
         return self._coefficients(batch, self.aggregate)
@@ -147,17 +182,26 @@ class Algorithm:
         policy = self.coefficients(batch)
         return (
             policy,
-            *(policy if t.aggregate is None else self._coefficients(batch, t.aggregate) for t in self.terms),
+            *(self._term_coefficients(batch, t, policy) for t in self.terms),
         )
 
+    def _term_coefficients(self, batch: Batch, term: Term, policy: Tensor) -> Tensor:
+        where = getattr(term, "where", None)
+        if where is None and term.aggregate is None:
+            return policy
+        mask = batch.mask if where is None else batch.mask & where(batch)
+        return self._coefficients(batch, term.aggregate or self.aggregate, mask)
+
     @staticmethod
-    def _coefficients(batch: Batch, aggregate: Aggregation) -> Tensor:
-        c = aggregate(batch.mask, batch.group).to(batch.reward.dtype)
+    def _coefficients(batch: Batch, aggregate: Aggregation, mask: Tensor | None = None) -> Tensor:
+        c = aggregate(batch.mask if mask is None else mask, batch.group).to(batch.reward.dtype)
         return c if batch.weight is None else c * ragged.masked(batch.weight, batch.mask)
 
-    def observe(self, batch: Batch) -> Algorithm:
-        """The algorithm for the next step: parts with state (a running mean) have seen this batch. Data in, data out."""
-        return self._map(lambda part: part.observe(self.shaped(batch)) if hasattr(part, "observe") else part)
+    def observe(self, batch: Batch, metrics: Mapping[str, Metric] | None = None) -> Algorithm:
+        """The algorithm for the next step: parts with state (a running mean, an adaptive β) have seen this batch and what
+        its updates measured. Data in, data out."""
+        shaped, seen = self.shaped(batch), metrics or {}
+        return self._map(lambda part: part.observe(shaped, seen) if hasattr(part, "observe") else part)
 
     def with_budget(self, max_tokens: int) -> Algorithm:
         """The same with every open `length` set to the generation budget (fixed length, soft overlong penalty)."""
@@ -185,7 +229,9 @@ class Algorithm:
         lines = {"Ψ": chain, "w": _formula(self.gate), "c": _formula(self.aggregate)}
         if self.ratio is not None:
             lines["r"] = _formula(self.ratio)
-        for name, label in (("terms", "k"), ("shaping", "reward"), ("filters", "filter")):
+        if self.critic is not None:
+            lines["V"] = _formula(self.critic)
+        for name, label in (("corrections", "ρ"), ("terms", "k"), ("shaping", "reward"), ("filters", "filter")):
             for part in getattr(self, name):
                 lines[label] = f"{lines[label]};  {_formula(part)}" if label in lines else _formula(part)
         lines["step"] = _formula(self.step)

@@ -73,7 +73,7 @@ def surrogate(
     psi = ragged.masked(psi, batch.mask)
     with torch.no_grad():
         weight, _ = gate_weight(out, batch, psi, algorithm)
-        score = policy * weight * psi
+        score = policy * algorithm.corrected(weight, batch) * psi
         for term, c in zip(algorithm.terms, per_term, strict=True):
             if not isinstance(term, LossTerm):
                 score = score + c * term.score(out, batch)
@@ -98,7 +98,8 @@ def objective(
     policy, *per_term = _step_coefficients(batch, algorithm, coef)
     psi = ragged.masked(psi, batch.mask)
     _, ratio = gate_weight(out, batch, psi, algorithm)
-    total = ragged.masked(policy * algorithm.gate.value(ratio, psi), batch.mask).sum()
+    value = algorithm.corrected(algorithm.gate.value(ratio, psi), batch)
+    total = ragged.masked(policy * value, batch.mask).sum()
     for term, c in zip(algorithm.terms, per_term, strict=True):
         value = term.objective(out, batch) if isinstance(term, LossTerm) else term.value(out, batch)
         total = total + ragged.masked(c * value, batch.mask).sum()

@@ -31,7 +31,10 @@ class FirstOrder:
 
     def __call__(self, problem: Problem) -> Metrics:
         measured: Metrics = {}
+        this: Metrics = {}
         for epoch in range(self.epochs):
+            this = {}
             for minibatch in problem.split(epoch, self.minibatches):
-                measured = merge(measured, minibatch.accumulate(), minibatch.descend())
-        return measured
+                this = merge(this, minibatch.accumulate(), minibatch.descend())
+            measured = merge(measured, this)
+        return measured | ({"kl_old/last": this["kl_old"]} if "kl_old" in this else {})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.aggregates import TokenMean
+from policygrad.core.metrics import Metric
 from policygrad.core.ratios import bounded_exp, bounded_expm1
 from policygrad.core.types import Aggregation, Batch, Forward
 
@@ -106,3 +109,68 @@ class Entropy:
 
     def value(self, out: Forward, batch: Batch) -> Tensor:
         return self.score(out, batch)
+
+
+@dataclass(frozen=True)
+class KLToOld:
+    """−β·KL(π_old‖π_θ) from the sampled tokens: k = β(1 − r), the derivative of −β(r − 1 − log r).
+
+    target (nats a token): β doubles when a rollout's updates end above 1.5 × target and halves below target/1.5.
+    Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
+    """
+
+    beta: float = 1.0
+    target: float | None = None
+    aggregate: Aggregation | None = None
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
+
+    def __post_init__(self) -> None:
+        if not self.beta >= 0:
+            raise ValueError(f"KLToOld.beta must be at least 0, not {self.beta}")
+        if self.target is not None and not self.target > 0:
+            raise ValueError(f"KLToOld.target must be greater than 0 nats a token, or none, not {self.target}")
+
+    @property
+    def formula(self) -> str:
+        return f"{self.beta:g}·(1 − r)" + ("" if self.target is None else f",  β adapted to a KL of {self.target:g}")
+
+    def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> KLToOld:
+        """The term for the next rollout, by the KL that the last epoch measured (`kl_old/last`)."""
+        if self.target is None or "kl_old/last" not in metrics:
+            return self
+        kl = metrics["kl_old/last"].value
+        factor = 2.0 if kl > 1.5 * self.target else 0.5 if kl < self.target / 1.5 else 1.0
+        return replace(self, beta=min(max(self.beta * factor, 1e-4), 1e4))
+
+    def score(self, out: Forward, batch: Batch) -> Tensor:
+        return -self.beta * bounded_expm1(log_ratio(out.logp, batch.logp_old, batch.mask))
+
+    def value(self, out: Forward, batch: Batch) -> Tensor:
+        change = log_ratio(out.logp, batch.logp_old, batch.mask)
+        return -self.beta * (bounded_expm1(change) - change)
+
+
+@dataclass(frozen=True)
+class PositiveNLL:
+    """μ·log π_θ on the tokens of correct completions (reward ≥ threshold), c = 1/Σ of those tokens.
+
+    Source: Yue et al. 2025 (VAPO), sec. 4.3.
+    """
+
+    mu: float = 0.1
+    threshold: float = 1.0
+    aggregate: Aggregation | None = field(default_factory=TokenMean)
+
+    @property
+    def formula(self) -> str:
+        return f"{self.mu:g} where R ≥ {self.threshold:g}"
+
+    def where(self, batch: Batch) -> Tensor:
+        """[B, 1] bool; the completions whose tokens count, in k and in its denominators."""
+        return (batch.reward >= self.threshold)[:, None]
+
+    def score(self, out: Forward, batch: Batch) -> Tensor:
+        return self.mu * self.where(batch).expand(batch.mask.shape).to(batch.reward.dtype)
+
+    def value(self, out: Forward, batch: Batch) -> Tensor:
+        return self.score(out, batch) * ragged.masked(out.logp.detach(), batch.mask)

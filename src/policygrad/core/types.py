@@ -12,7 +12,18 @@ from torch import Tensor
 if TYPE_CHECKING:
     from policygrad.core.metrics import Metrics
 
-PER_TOKEN = ("mask", "tokens", "logp_old", "logp_ref", "logp_sampler", "values", "token_reward", "step_end", "weight")
+PER_TOKEN = (
+    "mask",
+    "tokens",
+    "logp_old",
+    "logp_ref",
+    "logp_sampler",
+    "values",
+    "returns",
+    "token_reward",
+    "step_end",
+    "weight",
+)
 PER_COMPLETION = ("group", "reward", "bootstrap", "truncated", "in_statistics")
 
 
@@ -46,6 +57,8 @@ class Batch:
     """[B, T] nats, log μ: what the engine that sampled says."""
     values: Tensor | None = None
     """[B, T] critic's value before each token is taken."""
+    returns: Tensor | None = None
+    """[B, T] the critic's targets."""
     bootstrap: Tensor | None = None
     """[B] value after the last token of an episode that was cut off."""
     token_reward: Tensor | None = None
@@ -148,6 +161,14 @@ class Gate(Protocol):
 
     def value(self, ratio: Tensor, psi: Tensor) -> Tensor:
         """[B, T]; the paper's objective per token."""
+        ...
+
+
+class Correction(Protocol):
+    """A factor on w where the sampler is not π_old."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """[B, T]."""
         ...
 
 

@@ -46,14 +46,10 @@ class Scorer:
     def __call__(self, batch: Pack) -> Tensor:
         """[b, T] nats with graph; 0 off the mask."""
         where, tokens = batch.predictor[batch.mask], batch.tokens[batch.mask]
-        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention, "position_ids": batch.positions}
-        if batch.attention.ndim == 2 and bool(batch.attention.all()):
-            inputs["attention_mask"] = None
         if self.split_head:
-            hidden = _backbone(self.model)(**inputs, use_cache=False).last_hidden_state
-            logp = self._chunked(hidden.flatten(0, 1)[where], tokens)
+            logp = self._chunked(predicting_states(backbone(self.model), batch), tokens)
         else:
-            logits = self.model(**inputs, use_cache=False).logits
+            logits = self.model(**inputs(batch), use_cache=False).logits
             logp = selected_logp(logits.flatten(0, 1)[where], tokens, self.temperature)
         return logp.new_zeros(batch.mask.shape).masked_scatter(batch.mask, logp)
 
@@ -72,7 +68,21 @@ class Scorer:
         return torch.cat([recompute(h, t) for h, t in zip(hidden.split(size), tokens.split(size), strict=True)])
 
 
-def _backbone(model: Any) -> nn.Module:
+def inputs(batch: Pack) -> dict[str, Tensor | None]:
+    """What a transformers model is called with; without padding it needs no mask."""
+    whole = batch.attention.ndim == 2 and bool(batch.attention.all())
+    mask = None if whole else batch.attention
+    return {"input_ids": batch.input_ids, "attention_mask": mask, "position_ids": batch.positions}
+
+
+def predicting_states(network: nn.Module, batch: Pack) -> Tensor:
+    """[n, H] last hidden states at the positions that predict the sampled tokens, in the order of `batch.mask`."""
+    states = network(**inputs(batch), use_cache=False).last_hidden_state
+    return states.flatten(0, 1)[batch.predictor[batch.mask]]
+
+
+def backbone(model: Any) -> nn.Module:
+    """The model without its head."""
     return (
         model.get_decoder() if hasattr(model, "get_decoder") and model.get_decoder() is not None else model.base_model
     )

@@ -21,6 +21,7 @@ from policygrad.training.forward import Scorer, probe
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
 from policygrad.training.optimizer import Optimizer
 from policygrad.training.packing import active, merge_equal
+from policygrad.training.value_model import ValueModel, measure_values
 
 
 class Learner(Protocol):
@@ -63,20 +64,29 @@ class LocalLearner:
     ) -> None:
         """`steps`: rollouts of the run, for the schedule; `temperature`: the one completions are sampled at."""
         config = config or LearnerConfig()
-        self.model, self.config, self.version = model, config, 0
+        self.model, self.config, self.version, self.rollouts = model, config, 0, 0
         self.device = next(model.parameters()).device
         if config.gradient_checkpointing:
             _recompute_activations(model)
         self.scorer = probe(model, temperature)
         self.optimizer = Optimizer(model, optimizer or OptimizerConfig(), lr, steps * algorithm.step.updates)
+        self.critic: ValueModel | None = None
+        if algorithm.critic is not None:
+            total = steps * algorithm.step.updates
+            self.critic = ValueModel.of(
+                model, self.scorer, algorithm.critic, config, optimizer or OptimizerConfig(), total
+            )
         self.reference: Scorer | None = None
+        self.refreshed = False  # a reference that is no longer the initial model is part of a checkpoint
         if "logp_ref" in algorithm.needs:
             frozen = copy.deepcopy(model).eval().requires_grad_(False)
             self.reference = replace(self.scorer, model=frozen)
 
     @torch.no_grad()
     def score(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """logp_old from the policy, logp_ref from the reference; equal completions are computed once."""
+        """logp_old from the policy, logp_ref from the reference, values from the critic; equal completions once."""
+        if self.critic is not None and "values" in needs:
+            batch = self.critic.score(batch)
         scorers = {"logp_old": self.scorer, "logp_ref": self.reference}
         wanted = {name: scorer for name, scorer in scorers.items() if name in needs and scorer is not None}
         if not wanted:
@@ -95,7 +105,15 @@ class LocalLearner:
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """One rollout's optimiser steps, as `algorithm.step` takes them."""
-        return algorithm.step(LocalProblem(self, batch, psi, algorithm, seed=self.version))
+        metrics = algorithm.step(LocalProblem(self, batch, psi, algorithm, seed=self.version))
+        self.rollouts += 1
+        if algorithm.reference is not None and self.reference is not None and algorithm.reference.due(self.rollouts):
+            self.reference.model.load_state_dict(self.model.state_dict())
+            self.refreshed = True
+            if algorithm.reference.reset:
+                self.optimizer.forget()
+            metrics |= {"reference/refreshed": Sum(1.0)}
+        return metrics if self.critic is None else metrics | measure_values(batch)
 
     @contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -115,11 +133,24 @@ class LocalLearner:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, values = self.optimizer.state()
-        return tensors, {"version": self.version, "optimizer": values}
+        state = {"version": self.version, "rollouts": self.rollouts, "refreshed": self.refreshed, "optimizer": values}
+        if self.refreshed and self.reference is not None:
+            tensors |= {f"reference/{n}": p.detach() for n, p in self.reference.model.named_parameters()}
+        if self.critic is not None:
+            more, state["critic"] = self.critic.optimizer.state()
+            tensors |= {f"critic/{name}": tensor for name, tensor in more.items()}
+        return tensors, state
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        self.optimizer.restore(tensors, values["optimizer"])
-        self.version = values["version"]
+        if self.critic is not None:
+            own = {n.removeprefix("critic/"): t for n, t in tensors.items() if n.startswith("critic/")}
+            self.critic.optimizer.restore(own, values["critic"])
+        if values["refreshed"] and self.reference is not None:
+            for name, parameter in self.reference.model.named_parameters():
+                parameter.data.copy_(tensors[f"reference/{name}"])
+        mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(("critic/", "reference/"))}
+        self.optimizer.restore(mine, values["optimizer"])
+        self.version, self.rollouts, self.refreshed = values["version"], values["rollouts"], values["refreshed"]
 
 
 def _recompute_activations(model: Any) -> None:
@@ -157,8 +188,20 @@ class LocalProblem:
         rows = [torch.isin(self.batch.group, share).nonzero().squeeze(1) for share in shares]
         return [replace(self, batch=self.batch.select(r), psi=self.psi[r]) for r in rows]
 
+    @property
+    def pretraining(self) -> bool:
+        """Whether the policy stands still while its critic is fitted."""
+        return self.algorithm.critic is not None and self.algorithm.critic.pretrain > 0
+
     def accumulate(self) -> Metrics:
-        """Forward and backward over the completions that can move the weights; gradients add up in the learner."""
+        """Forward and backward of the policy and of its critic; gradients add up in the learner."""
+        metrics = {} if self.pretraining else self._policy()
+        if self.learner.critic is not None and self.algorithm.critic is not None:
+            metrics |= self.learner.critic.accumulate(self.batch, self.algorithm.critic)
+        return metrics
+
+    def _policy(self) -> Metrics:
+        """The policy's share, over the completions that can move the weights."""
         learner, batch = self.learner, self.batch
         coefficients = self.algorithm.all_coefficients(batch)
         rows = active(batch, self.psi, coefficients).nonzero().squeeze(1)
@@ -185,8 +228,11 @@ class LocalProblem:
 
     def descend(self) -> Metrics:
         """One AdamW step; without any gradient (no completion could move the weights) none is taken, and that is counted."""
+        metrics = {} if self.learner.critic is None else self.learner.critic.descend()
         norm, lr = self.learner.optimizer.step()
         self.learner.version += 1
+        if self.pretraining:
+            return metrics | {"value_pretraining": Mean(1.0)}
         if norm is None:
-            return {"updates/skipped": Sum(1.0)}
-        return {"grad_norm": Max(norm), "lr": Mean(lr), "updates/taken": Sum(1.0)}
+            return metrics | {"updates/skipped": Sum(1.0)}
+        return metrics | {"grad_norm": Max(norm), "lr": Mean(lr), "updates/taken": Sum(1.0)}

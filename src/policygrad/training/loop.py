@@ -67,10 +67,10 @@ def loop(
         )
         sampled = time.perf_counter()
         batch = learner.score(rollout.batch, algorithm.needs)
-        psi = algorithm.advantages(batch)
+        psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
         measured = learner.update(batch, psi, algorithm)
         sampler.load(learner.publish())
-        progress = replace(progress, algorithm=algorithm.observe(batch), step=step, position=rollout.position)
+        progress = replace(progress, algorithm=algorithm.observe(batch, measured), step=step, position=rollout.position)
         clock = {"time/rollout": Sum(sampled - began), "time/update": Sum(time.perf_counter() - sampled)}
         if not watch(Done(progress, rollout, batch, psi, merge(rollout.metrics, measured, clock))):
             break

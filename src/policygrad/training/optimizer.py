@@ -75,6 +75,10 @@ class Optimizer:
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
 
+    def forget(self) -> None:
+        """AdamW's moments, as if no step had been taken; the schedule goes on."""
+        self.adam.state.clear()
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Master weights, AdamW's moments and the step count."""
         tensors = {f"weights/{name}": master.detach() for name, master in self.masters.items()}

@@ -12,6 +12,9 @@ from policygrad.core.algorithm import Algorithm
 
 _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts go into
     "advantages": "psi",
+    "corrections": "corrections",
+    "critic": "critic",
+    "values": "psi",
     "ratios": "ratio",
     "gates": "gate",
     "aggregates": "aggregate",
@@ -19,7 +22,7 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "shaping": "shaping",
     "filters": "filters",
     "steps": "step",
-    "algorithm": "reference",
+    "reference": "reference",
 }
 
 

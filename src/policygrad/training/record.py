@@ -36,7 +36,7 @@ class Recorder:
         self.files.completions(step, rows)
         for message in done.rollout.messages:
             self.note(message)
-        if not values.get("updates/taken"):
+        if not values.get("updates/taken") and "value_pretraining" not in values:
             why = _why_nothing(done, values)
             self.note(f"step {step}: nothing was learned; {why}", why)
         if values.get("mismatch/logp_max", 0.0) > MISMATCH:

@@ -1,0 +1,179 @@
+"""LEVER 1 with a critic: advantages from values V_t, the value before token t is taken.
+
+A chain may start with one of these instead of the reward. All of them run over a completion's *sampled* tokens: the
+state after token t is the one before the next sampled token, so tool output between two actions costs no step. The
+terminal reward sits on the last sampled token, after which the value is 0, or `Batch.bootstrap` where an episode was
+cut off. `δ_t = r_t + γV_{t'} − V_t`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from policygrad.core import ragged
+from policygrad.core.terms import required
+from policygrad.core.types import Batch
+
+NEEDS = frozenset({"values"})
+
+
+def _unit(part: object, **values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{type(part).__name__}.{name} must be in [0, 1], not {value}")
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A batch's sampled tokens moved to the left, so that the next action is the next column."""
+
+    reward: Tensor
+    """[B, N] per token, the terminal reward on the last one."""
+    value: Tensor
+    """[B, N]."""
+    after: Tensor
+    """[B, N] V_{t'}: the next token's value; after the last one 0 or the bootstrap."""
+    mask: Tensor
+    """[B, N] which columns are tokens."""
+    order: Tensor
+    """[B, T] where each column came from."""
+
+    @classmethod
+    def of(cls, batch: Batch, part: object) -> Packed:
+        """Raises ValueError when the batch has no values."""
+        values = ragged.masked(required(batch.values, part, "values"), batch.mask).to(batch.reward.dtype)
+        order = torch.sort((~batch.mask).int(), dim=1, stable=True).indices
+        mask = batch.mask.gather(1, order)
+        last = mask & (torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1)
+        reward = ragged.masked(batch.reward[:, None].expand(mask.shape), last)
+        if batch.token_reward is not None:
+            reward = reward + ragged.masked(batch.token_reward, batch.mask).gather(1, order)
+        value = values.gather(1, order)
+        after = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], 1)
+        if batch.bootstrap is not None:
+            after = torch.where(last, batch.bootstrap[:, None].to(value.dtype), after)
+        return cls(reward, value, after, mask, order)
+
+    def back(self, x: Tensor) -> Tensor:
+        """Columns back to their positions [B, T]; 0 elsewhere."""
+        return torch.zeros_like(x).scatter(1, self.order, ragged.masked(x, self.mask))
+
+
+def _discounted(delta: Tensor, rate: Tensor | float) -> Tensor:
+    """Σ_l rate^l δ_{t+l} [B, N]; `rate` a number or one per completion [B]."""
+    total, columns = torch.zeros_like(delta[:, 0]) if delta.shape[1] else delta.sum(1), list[Tensor]()
+    for t in reversed(range(delta.shape[1])):
+        total = delta[:, t] + rate * total
+        columns.append(total)
+    return torch.stack(columns[::-1], 1) if columns else delta
+
+
+@dataclass(frozen=True)
+class NStep:
+    """A_t = Σ_{k<n} γ^k r_{t+k} + γ^n V_{t+n} − V_t. n = 1 is TD(0); n = 0 takes every reward to the end: Monte Carlo.
+
+    Source: Mnih et al. 2016 (A3C), sec. 4, where k counts the steps after the first: n = k + 1.
+    """
+
+    n: int = 5
+    gamma: float = 1.0
+    needs: ClassVar[frozenset[str]] = NEEDS
+    starts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _unit(self, gamma=self.gamma)
+        if self.n < 0:
+            raise ValueError(f"NStep.n must be at least 1, or 0 for Monte Carlo, not {self.n}")
+
+    @property
+    def formula(self) -> str:
+        if self.n == 0:
+            return "Σ_k γ^k r_{t+k} − V_t"
+        return f"Σ_{{k<{self.n}}} γ^k r_{{t+k}} + γ^{self.n} V_{{t+{self.n}}} − V_t,  γ = {self.gamma:g}"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        p = Packed.of(batch, self)
+        width = p.mask.shape[1]
+        if self.n == 0 or self.n >= width:
+            return p.back(_discounted(_delta(p, self.gamma), self.gamma))
+        delta = _delta(p, self.gamma)
+        padded = torch.cat([delta, delta.new_zeros(len(delta), self.n)], 1)
+        total = torch.zeros_like(delta)
+        for k in range(self.n):  # the values in between cancel: Σ_{k<n} γ^k δ_{t+k} is the n-step advantage
+            total = total + self.gamma**k * padded[:, k : k + width]
+        return p.back(total)
+
+
+def _delta(p: Packed, gamma: float) -> Tensor:
+    return ragged.masked(p.reward + gamma * p.after - p.value, p.mask)
+
+
+@dataclass(frozen=True)
+class GAE:
+    """A_t = Σ_l (γλ)^l δ_{t+l}: the geometric mixture of n-step advantages. Source: Schulman et al. 2016, eq. 16."""
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    needs: ClassVar[frozenset[str]] = NEEDS
+    starts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _unit(self, gamma=self.gamma, lam=self.lam)
+
+    @property
+    def formula(self) -> str:
+        return f"Σ_l ({self.gamma:g}·{self.lam:g})^l δ_{{t+l}},  δ_t = r_t + {self.gamma:g}·V_{{t+1}} − V_t"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        p = Packed.of(batch, self)
+        return p.back(_discounted(_delta(p, self.gamma), self.gamma * self.lam))
+
+
+@dataclass(frozen=True)
+class LengthAdaptiveGAE:
+    """GAE with λ = max(0, 1 − 1/(α·l)), l the completion's sampled tokens. Source: Yue et al. 2025 (VAPO), sec. 4.2.
+
+    λ is 0 up to l = 1/α tokens (20 at α = 0.05): short answers need a larger α.
+    """
+
+    alpha: float = 0.05
+    gamma: float = 1.0
+    needs: ClassVar[frozenset[str]] = NEEDS
+    starts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _unit(self, gamma=self.gamma)
+        if not self.alpha > 0:
+            raise ValueError(f"LengthAdaptiveGAE.alpha must be greater than 0, not {self.alpha}")
+
+    @property
+    def formula(self) -> str:
+        return f"Σ_l ({self.gamma:g}·λ)^l δ_{{t+l}},  λ = max(0, 1 − 1/({self.alpha:g}·|o|))"
+
+    def lam(self, batch: Batch) -> Tensor:
+        """λ [B]."""
+        length = batch.lengths.clamp(min=1).to(batch.reward.dtype)
+        return (1 - 1 / (self.alpha * length)).clamp(min=0)
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        p = Packed.of(batch, self)
+        return p.back(_discounted(_delta(p, self.gamma), self.gamma * self.lam(batch)))
+
+
+@dataclass(frozen=True)
+class Whiten:
+    """Ψ ← (Ψ − mean)/(std + eps), ddof 1, over the sampled tokens of the rollout. Source: Huang et al. 2022 (PPO details)."""
+
+    eps: float = 1e-8
+
+    @property
+    def formula(self) -> str:
+        return "whitened over the rollout"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        centred = psi - ragged.mean(psi, batch.mask)
+        return ragged.masked(centred / (ragged.std(psi, batch.mask, 1) + self.eps), batch.mask)

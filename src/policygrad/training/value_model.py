@@ -1,0 +1,107 @@
+"""V_φ: a copy of the initial model with a value head, its own parameters and its own AdamW. A policy step never moves it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from policygrad.core.aggregates import TokenMean
+from policygrad.core.critic import Critic, explained_variance
+from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
+from policygrad.core.types import Batch
+from policygrad.training.forward import Scorer, backbone, predicting_states
+from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
+from policygrad.training.optimizer import Optimizer
+from policygrad.training.packing import Pack, merge_equal
+
+
+class ValueNetwork(nn.Module):
+    """The backbone of a causal model and a linear head on its last hidden states; the head starts at 0, so V = 0."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.backbone = copy.deepcopy(backbone(policy)).requires_grad_(True)
+        first = next(policy.parameters())
+        width = policy.get_output_embeddings().weight.shape[1]  # type: ignore[operator]
+        self.head = nn.Linear(width, 1, dtype=first.dtype, device=first.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, part: Pack) -> Tensor:
+        """[b, T] the value before each token is taken: at the position that predicts it. 0 off the mask."""
+        values = self.head(predicting_states(self.backbone, part)).squeeze(-1).float()
+        return values.new_zeros(part.mask.shape).masked_scatter(part.mask, values)
+
+
+@dataclass(eq=False)
+class ValueModel:
+    """Scores and fits the value network, micro-batch by micro-batch, equal completions once."""
+
+    network: ValueNetwork
+    optimizer: Optimizer
+    scorer: Scorer
+    config: LearnerConfig
+
+    @classmethod
+    def of(
+        cls, policy: nn.Module, scorer: Scorer, critic: Critic, config: LearnerConfig, adam: OptimizerConfig, total: int
+    ) -> ValueModel:
+        """A critic that starts from the policy's weights; `total` optimiser steps, for the schedule."""
+        network = ValueNetwork(policy)
+        return cls(network, Optimizer(network, adam, critic.lr, total), scorer, config)
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> Batch:
+        """The batch with `values` [B, T], float32."""
+        rows = batch.mask.any(1).nonzero().squeeze(1)
+        bare = replace(batch, logp_old=None, logp_ref=None, weight=None, values=None)
+        unique, index = merge_equal(bare, torch.zeros(batch.mask.shape), rows)
+        out = torch.zeros(batch.mask.shape)
+        device = next(self.network.parameters()).device
+        for part in self.scorer.packs(batch, unique, self.config.micro_tokens):
+            out[part.rows] = self.network(part.to(device)).cpu()
+        out[rows] = out[unique[index]]
+        return replace(batch, values=out)
+
+    def accumulate(self, batch: Batch, critic: Critic) -> Metrics:
+        """Adds the gradient of the value loss, a mean over the step's sampled tokens."""
+        assert batch.returns is not None
+        assert batch.values is not None
+        rows = batch.mask.any(1).nonzero().squeeze(1)
+        unique, index = merge_equal(batch, batch.returns, rows)
+        each = TokenMean()(batch.mask, batch.group).to(batch.reward.dtype)
+        coefficient = each.new_zeros(len(unique), each.shape[1]).index_add_(0, index, each[rows])
+        place = torch.zeros(len(batch.mask), dtype=torch.int64)
+        place[unique] = torch.arange(len(unique))
+        bare = replace(batch, prompts=None, tokens=None)
+        device = next(self.network.parameters()).device
+        metrics: Metrics = {}
+        self.network.train(self.config.gradient_checkpointing)
+        for part in self.scorer.packs(batch, unique, self.config.micro_tokens):
+            share, c = bare.select(part.rows).to(device), coefficient[place[part.rows]].to(device)
+            assert share.returns is not None
+            loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
+            loss.backward()
+            self.optimizer.collect()
+            metrics = merge(metrics, {"value_loss": Sum(loss.detach().double())})
+        self.network.eval()
+        return {"value_loss": Mean(metrics["value_loss"].value)} if metrics else {}
+
+    def descend(self) -> Metrics:
+        """One AdamW step of the critic."""
+        norm, _ = self.optimizer.step()
+        return {} if norm is None else {"value_grad_norm": Max(norm)}
+
+
+def measure_values(batch: Batch) -> Metrics:
+    """How much of the fresh returns the critic foresaw, before it is fitted to them."""
+    assert batch.returns is not None
+    assert batch.values is not None
+    seen = batch.values[batch.mask].double()
+    return {
+        "explained_variance": Mean(explained_variance(batch.values, batch.returns, batch.mask)),
+        "value": Mean(float(seen.sum()), float(len(seen))),
+    }
