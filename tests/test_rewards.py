@@ -129,9 +129,9 @@ def test_reasoning_gym_scorer_that_cannot_read_the_answer_says_wrong():
 
     entry = create_dataset("prime_factorization", seed=1, size=1)[0]
     assert one(reasoning_gym, "zzz", dataset="prime_factorization", entry=entry) == 0.0
-    broken = {"question": "?", "answer": "zzz", "metadata": {}}
+    exploding = {"question": "?", "answer": "zzz", "metadata": {}}
     with pytest.raises((ValueError, KeyError)):
-        one(reasoning_gym, "zzz", dataset="prime_factorization", entry=broken)
+        one(reasoning_gym, "zzz", dataset="prime_factorization", entry=exploding)
     with pytest.raises(ValueError, match="'nope', which is no reasoning-gym dataset"):
         one(reasoning_gym, "1", dataset="nope", entry=entry)
 
@@ -191,7 +191,7 @@ def test_functions_of_a_file_and_of_the_current_folder(tmp_path, monkeypatch):
         "@reward(batch=True, budget=7)\n"
         "def mine(prompts, completions, **_):\n    return [VALUE for _ in completions]\n"
     )
-    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "exploding.py").write_text("1 / 0\n")
     (tmp_path / "needs.py").write_text("import a_missing_dependency\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
     found = resolve(f"{tmp_path}/my_rewards.py:mine*2")
@@ -200,10 +200,10 @@ def test_functions_of_a_file_and_of_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
     monkeypatch.chdir(tmp_path)
     assert resolve("my_rewards.mine").function(["a"], ["b"]) == [0.25]
-    with pytest.raises(ImportError, match=r"broken\.py raised ZeroDivisionError"):
-        resolve("broken.py:f")
-    with pytest.raises(ImportError, match="importing broken raised ZeroDivisionError"):
-        resolve("broken.f")
+    with pytest.raises(ImportError, match=r"exploding\.py raised ZeroDivisionError"):
+        resolve("exploding.py:f")
+    with pytest.raises(ImportError, match="importing exploding raised ZeroDivisionError"):
+        resolve("exploding.f")
     with pytest.raises(ImportError, match="needs needs the module 'a_missing_dependency'"):
         resolve("needs.f")
     with pytest.raises(ValueError, match=r"no function 'mine2' in .*my_rewards.py; did you mean 'mine'"):

@@ -143,3 +143,8 @@ def test_one_metric_name_has_one_reduction() -> None:
 
 def test_a_reference_is_there_by_default() -> None:
     assert pg.Algorithm().reference == Reference()
+
+
+def test_filters_in_an_order_that_cannot_be_meant() -> None:
+    with pytest.raises(ValueError, match="put it first in filters"):
+        replace(pg.DAPO, filters=(pg.MaskTruncated(), pg.DropNoSpread()))

@@ -12,6 +12,7 @@ from policygrad.core import ragged
 from policygrad.core.advantages import reward_to_go
 from policygrad.core.aggregates import SequenceSum
 from policygrad.core.critic import Critic
+from policygrad.core.filters import DropNoSpread
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric
 from policygrad.core.objective import Coefficients
@@ -82,6 +83,9 @@ class Algorithm:
             )
         if self.critic is not None and "values" not in self._declared():
             raise ValueError("a critic that no advantage reads: put GAE() or NStep() first in psi, or set critic=None")
+        order = [isinstance(part, DropNoSpread) for part in self.filters]
+        if True in order[1:]:
+            raise ValueError("DropNoSpread looks at the task's score of whole groups: put it first in filters")
         late = [type(link).__name__ for link in self.psi[1:] if getattr(link, "starts", False)]
         if late:
             raise ValueError(

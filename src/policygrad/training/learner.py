@@ -224,6 +224,11 @@ class LocalProblem:
                 surrogate(out, share, psi, self.algorithm, coef).backward()
             learner.optimizer.collect()
             metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef, count[at].to(learner.device)))
+        if (
+            "clip_ratio/low" in metrics
+        ):  # completions that were skipped have Ψ = 0: their tokens are not clipped, but count
+            skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))
+            metrics = merge(metrics, {"clip_ratio/low": skipped, "clip_ratio/high": skipped})
         return average_objective(metrics)
 
     def descend(self) -> Metrics:

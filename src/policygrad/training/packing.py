@@ -55,7 +55,8 @@ def merge_equal(batch: Batch, psi: Tensor, rows: Tensor, needs: frozenset[str] =
     """(representative rows [u], index [len(rows)] of each row's representative): equal completions of one prompt with equal
     Ψ and equal log-probabilities have one gradient, times the sum of their coefficients.
 
-    `needs`: the fields an algorithm reads; what the sampler said (the same up to rounding) tells two apart only if it is read.
+    The batch is on the CPU. `needs`: the fields an algorithm reads; what the sampler said (the same up to rounding) tells two
+    completions apart only if it is read.
     """
     if not len(rows):
         return rows, rows
@@ -66,11 +67,11 @@ def merge_equal(batch: Batch, psi: Tensor, rows: Tensor, needs: frozenset[str] =
         torch.where(mask, c[rows], 0).contiguous() if c.dtype != torch.bool else c[rows].contiguous() for c in columns
     ]
     raw = [d.view(torch.uint8).reshape(len(rows), -1).numpy() for d in data if d.shape[1]]
-    groups = batch.group[rows].tolist()
-    seen: dict[tuple[int, bytes], int] = {}
+    each = zip(batch.group[rows].tolist(), batch.reward[rows].tolist(), strict=True)  # a term may read the reward
+    seen: dict[tuple[int, float, bytes], int] = {}
     index, first = [], []
-    for i in range(len(rows)):
-        key = (groups[i], b"".join(r[i].tobytes() for r in raw))
+    for i, (group, reward) in enumerate(each):
+        key = (group, reward, b"".join(r[i].tobytes() for r in raw))
         if key not in seen:
             seen[key] = len(first)
             first.append(i)
