@@ -251,3 +251,22 @@ def test_the_value_is_the_one_before_the_token_is_taken(random_model: Path) -> N
     assert values is not None
     assert torch.allclose(values, again, atol=1e-5)  # type: ignore[arg-type]
     assert float(values.abs().max()) > 0.1
+
+
+def test_a_gradient_is_the_same_twice_to_the_last_bit() -> None:
+    """At the size of a real step, where several threads work on one sum: what a bitwise resume stands on."""
+    from policygrad.rollout.model import resolve
+
+    model = load_model(resolve("tiny"))
+    learner = LocalLearner(model, pg.DR_GRPO, lr=0.0, steps=1)
+    batch = make_batch(3, groups=64, size=8, width=16, holes=False)
+    batch = replace(batch, reward=torch.rand(512, generator=torch.Generator().manual_seed(0)))
+    psi = pg.DR_GRPO.advantages(batch)
+
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        LocalProblem(learner, batch, psi, pg.DR_GRPO, seed=0).accumulate()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    first = gradient()
+    assert all(torch.equal(first, gradient()) for _ in range(10))

@@ -82,7 +82,7 @@ def flags(name: str) -> list[str]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         _parse(Draft(algorithm=algorithm(name)), ["--help"])
-    return re.findall(r"^\W+(--[a-z0-9.-]+)", out.getvalue(), re.MULTILINE)
+    return re.findall(r"^\W+(--[a-z][a-z0-9.-]*[a-z0-9])(?=\s|$)", out.getvalue(), re.MULTILINE)
 
 
 def _shape(base: Draft) -> Any:

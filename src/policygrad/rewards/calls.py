@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _CLIP = 120  # characters of a sample or an exception quoted in a message
+LARGEST = 1e18  # a reward beyond ±this counts as infinite: its square, in a group's standard deviation, leaves float32
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ class Caller:
         outcomes = []
         for value, completion in zip(result, completions, strict=True):
             number, reason = to_number(value)
-            said = self._tell(f"returned {quote(value)}", [completion]) if reason else ""
+            beyond = f", beyond ±{LARGEST:g}" if reason == "inf" else ""
+            said = self._tell(f"returned {quote(value)}{beyond}", [completion]) if reason else ""
             outcomes.append(Outcome(number, reason, said))
         return outcomes
 
@@ -140,7 +142,7 @@ def to_number(value: Any) -> tuple[float | None, str | None]:
         return None, "type"
     if math.isnan(number):
         return None, "nan"
-    return (None, "inf") if math.isinf(number) else (number, None)
+    return (None, "inf") if abs(number) > LARGEST else (number, None)
 
 
 def describe(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from policygrad.rewards.calls import Caller, Outcome, Signature, quote, tell
+from policygrad.rewards.calls import LARGEST, Caller, Outcome, Signature, quote, tell
 from policygrad.rewards.dispatch import Dispatcher, Slot, Work
 from policygrad.rewards.resolve import resolve
 from policygrad.rewards.types import Reward, RewardError, RewardFunction, Scores
@@ -188,7 +188,12 @@ def _summarise(rewards: Sequence[Reward], table: list[list[Outcome]], completion
             messages.setdefault(
                 (-1, "none", ""), f"no reward: all functions returned None (completion {quote(completion)})"
             )
-        total.append(sum(values) if values and not failed else None)
+        whole = sum(values) if values and not failed else None
+        if whole is not None and abs(whole) > LARGEST:
+            failures["inf"] += 1
+            messages.setdefault((-1, "inf", ""), f"no reward: the weighted sum {whole:g} is beyond ±{LARGEST:g}")
+            whole = None
+        total.append(whole)
     parts = {reward.name: [o.value for o in row] for reward, row in zip(rewards, table, strict=True)}
     return Scores(total, parts, dict(failures), list(messages.values()))
 

@@ -73,17 +73,19 @@ def _function(name: str) -> RewardFunction:
     raise ValueError(f"unknown reward {name!r}: {hint} Your own is package.module.function or path/to/file.py:function")
 
 
+def look_here(module_name: str) -> None:
+    """Puts the current folder on the import path if it holds the module, as it would be for a script there."""
+    top, here = module_name.partition(".")[0], Path.cwd()
+    if top in sys.modules or str(here) in sys.path:
+        return
+    if (here / f"{top}.py").exists() or (here / top).is_dir():
+        sys.path.append(str(here))
+
+
 def _import(dotted: str) -> RewardFunction:
     """A function by its dotted path; a module in the current folder counts, as it would for a script there."""
     module_name, _, function = dotted.rpartition(".")
-    top = module_name.partition(".")[0]
-    here = Path.cwd()
-    if (
-        top not in sys.modules
-        and str(here) not in sys.path
-        and ((here / f"{top}.py").exists() or (here / top).is_dir())
-    ):
-        sys.path.append(str(here))
+    look_here(module_name)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -59,7 +59,7 @@ def _check_name(name: str) -> None:
     if name == "composite":
         raise ValueError("the task 'composite' is spelt as a mix here: join datasets with '+', as in gcd+2*chain_sum")
     near = difflib.get_close_matches(name, known_tasks(), n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(near)}?" if near else "policygrad.tasks.known_tasks() lists the names"
+    hint = f"did you mean {', '.join(near)}?" if near else "policygrad.tasks.known_tasks() lists the names."
     raise ValueError(
         f"unknown task {name!r}: {hint} A file of your own prompts is a task by its path, ending in .jsonl"
     )

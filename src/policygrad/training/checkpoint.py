@@ -159,11 +159,16 @@ def _install(temporary: Path, final: Path) -> None:
     sync(final.parent)
 
 
+def is_full(error: Exception) -> bool:
+    """Whether it was for want of space that something could not be written; safetensors wraps the OSError in its own."""
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    return full or re.search(r"os error (28|122)\b", str(error)) is not None
+
+
 def _not_written(final: Path, error: Exception) -> str:
     before = [path.name for path in _found(final.parent) if _intact(path)]
-    reason, full = str(error), getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-    if full or re.search(r"os error (28|122)\b", reason):  # safetensors wraps the OSError in its own
-        reason, full = "the disk is full", True
+    full = is_full(error)
+    reason = "the disk is full" if full else str(error)
     kept = f"the previous checkpoint, {before[0]}, is intact" if before else "there is no earlier checkpoint"
     way_out = f"{'free some space' if full else 'see to the cause'} and start the run again with the same folder"
     return f"{final} was not written: {reason}; {kept}: {way_out}" + (", it goes on from there" if before else "")

@@ -132,6 +132,7 @@ class Run(Draft):
     """
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name in ("steps", "prompts_per_step"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -155,6 +156,21 @@ class Run(Draft):
             raise ValueError(
                 f"{self.algorithm.step.minibatches} minibatches of whole groups need as many prompts per step, "
                 f"not {self.prompts_per_step}"
+            )
+
+    def _check_types(self) -> None:
+        """From Python it is easy to give a name where an object or several names belong."""
+        if not isinstance(self.algorithm, Algorithm):
+            way_out = f"pg.algorithm({self.algorithm!r})" if isinstance(self.algorithm, str) else "pg.GRPO"
+            raise ValueError(f"algorithm must be an Algorithm, such as {way_out}, not {self.algorithm!r}")
+        for reward in self.reward if not isinstance(self.reward, str) else ():
+            if not isinstance(reward, str):
+                raise ValueError(
+                    f"a run names its rewards, so that run.toml can hold them: 'module.function' or 'file.py:function', not {reward!r}"
+                )
+        if isinstance(self.reward, str):
+            raise ValueError(
+                f"reward must be a tuple of names, reward=({self.reward!r},), not the text {self.reward!r}"
             )
 
     @property

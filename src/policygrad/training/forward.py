@@ -50,7 +50,7 @@ class Scorer:
             logp = self._chunked(predicting_states(backbone(self.model), batch), tokens)
         else:
             logits = self.model(**inputs(batch), use_cache=False).logits
-            logp = selected_logp(logits.flatten(0, 1)[where], tokens, self.temperature)
+            logp = selected_logp(_rows(logits.flatten(0, 1), where), tokens, self.temperature)
         return logp.new_zeros(batch.mask.shape).masked_scatter(batch.mask, logp)
 
     def _chunked(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -78,7 +78,13 @@ def inputs(batch: Pack) -> dict[str, Tensor | None]:
 def predicting_states(network: nn.Module, batch: Pack) -> Tensor:
     """[n, H] last hidden states at the positions that predict the sampled tokens, in the order of `batch.mask`."""
     states = network(**inputs(batch), use_cache=False).last_hidden_state
-    return states.flatten(0, 1)[batch.predictor[batch.mask]]
+    return _rows(states.flatten(0, 1), batch.predictor[batch.mask])
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index]. The backward pass of indexing adds up atomically, in the threads' order, where an index repeats (a shared
+    prompt's last position does), so that a gradient would not be the same twice; that of `index_select` is, on the CPU."""
+    return x.index_select(0, index)
 
 
 def backbone(model: Any) -> nn.Module:

@@ -58,11 +58,17 @@ def part_class(name: str, where: str, dotted: str) -> type:
         ConfigError: no such class, or not a dataclass.
     """
     if ":" in name:
+        from policygrad.rewards.resolve import look_here
+
         module, _, qualname = name.partition(":")
+        look_here(module)
         try:
             kind = getattr(import_module(module), qualname)
         except (ImportError, AttributeError) as error:
-            raise ConfigError(f"{where}: {dotted}: cannot import the part {name!r}: {error}") from error
+            script = (
+                "; it was defined in a script: move the class to a module of its own" if module == "__main__" else ""
+            )
+            raise ConfigError(f"{where}: {dotted}: cannot import the part {name!r}: {error}{script}") from error
         if not (isinstance(kind, type) and is_dataclass(kind)):
             raise ConfigError(f"{where}: {dotted}: {name!r} is not a part: a part is a dataclass")
         return kind

@@ -46,8 +46,15 @@ class Recorder:
             cut = f"{values['completions/truncated_ratio']:.0%} of the completions were cut off by the token budget"
             self.note(f"step {step}: {cut}; --max-tokens raises it", "truncated")
         shown = rows[step % len(rows)] if rows else None
-        sample = Sample(str(shown["prompt"]), str(shown["completion"]), shown["reward"]) if shown else None
+        sample = Sample(_in_words(shown["prompt"]), str(shown["completion"]), shown["reward"]) if shown else None
         self.display.step(step, values, sample)
+
+
+def _in_words(prompt: Any) -> str:
+    """A prompt for people: chat messages as `role: content`."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def _why_nothing(done: Done, values: dict[str, float]) -> str:

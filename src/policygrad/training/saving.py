@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from policygrad.rollout.model import Codec
@@ -60,11 +61,24 @@ def restore_progress(
 
 
 def save_model(folder: Path, model: nn.Module, codec: Codec) -> Path:
-    """`folder/model`, which AutoModelForCausalLM and AutoTokenizer load; whole, or not there."""
+    """`folder/model`, which AutoModelForCausalLM and AutoTokenizer load; whole, or not there.
+
+    Raises:
+        RunError: a full disk, say; the checkpoint of the last step still holds the weights.
+    """
     final, temporary = folder / "model", folder / ".tmp-model"
     shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)  # type: ignore[operator]
-    codec.tokenizer.save_pretrained(temporary)
+    try:
+        model.save_pretrained(temporary)  # type: ignore[operator]
+        codec.tokenizer.save_pretrained(temporary)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        full = checkpoint.is_full(error)
+        reason, first = ("the disk is full", "free some space") if full else (str(error), "see to the cause")
+        raise RunError(
+            f"{final} was not written: {reason}; the trained weights are in the last checkpoint: {first}, then "
+            f"policygrad train --resume {folder}"
+        ) from error
     if final.exists():
         shutil.rmtree(final)
     temporary.rename(final)
@@ -72,10 +86,14 @@ def save_model(folder: Path, model: nn.Module, codec: Codec) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file whole, or as it was."""
+    """The file whole, or as it was. Raises OSError with the file's name."""
     temporary = path.with_name(f".tmp-{path.name}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error

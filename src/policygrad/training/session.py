@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from policygrad.track import Display, RunFiles, Silent, change
 from policygrad.training.checkpoint import CheckpointError
 from policygrad.training.config import Run
@@ -83,6 +85,7 @@ class Session:
     def __init__(self, run: Run, folder: Path, display: Display, stack: ExitStack) -> None:
         self.run, self.folder, self.display = run, folder, display
         display.phase("loading the model")
+        torch.manual_seed(run.seed)  # what a model or a reward may draw here; completions have generators of their own
         self.ground = prepare(
             stack,
             model=run.model,
@@ -107,7 +110,11 @@ class Session:
             optimizer=run.optimizer,
         )
         self.held_out = self.ground.task.held_out(run.evaluation.problems) if run.evaluation.problems else []
+        for example in self.held_out:  # before there is a folder: a prompt that leaves no room for the completion
+            self.ground.codec.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
         folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "run.toml").exists():  # first of all, so that a folder with anything in it can be resumed
+            write_atomically(folder / "run.toml", dumps(run))
         self.recorder = Recorder(stack.enter_context(RunFiles(folder)), display)
         self.stopping = False
         self.before: float | None = None
@@ -173,6 +180,10 @@ class Session:
         )
         for message in outcome.messages:
             self.recorder.note(message)
+        if outcome.failed:
+            total = len(self.held_out) * run.evaluation.samples
+            failed = f"{outcome.failed} of {total} held-out completions have no reward and count as 0"
+            self.recorder.note(failed, "held-out completions without a reward")
         self.binary = self.binary and outcome.binary
         files.metrics(step, {"held_out": outcome.mean, "held_out_stderr": outcome.standard_error()})
         self.display.phase("")

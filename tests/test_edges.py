@@ -1,0 +1,190 @@
+"""Small things at the edges that an audit found: each was once a traceback, a dead end or an untrue word."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import policygrad as pg
+from policygrad.commands.train import flags
+from policygrad.rewards import RewardPool
+from policygrad.rewards.calls import to_number
+from policygrad.rollout.model import load_codec, load_model
+from policygrad.tasks import load_task
+from policygrad.track import Silent
+from policygrad.training import saving
+from policygrad.training.parts import ConfigError, part_class
+from policygrad.training.record import _in_words
+from policygrad.training.setup import RunError
+
+
+class Notes(Silent):
+    """Remembers what was noted."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+
+def huge(prompts, completions, **columns):
+    return [1e39]
+
+
+def large(prompts, completions, **columns):
+    return [9e17]
+
+
+def test_a_finite_reward_that_float32_statistics_cannot_hold_counts_as_infinite():
+    assert to_number(1e39) == (None, "inf")
+    assert to_number(-1e19) == (None, "inf")
+    assert to_number(1e17) == (1e17, None)
+    # the largest that is let through gives finite advantages, also with the other extreme beside it
+    group = pg.Batch(
+        mask=torch.ones(4, 1, dtype=torch.bool),
+        group=torch.zeros(4, dtype=torch.int64),
+        reward=torch.tensor([1e18, 1e18, -1e18, 0.0]),
+    )
+    assert pg.GRPO.advantages(group).isfinite().all()
+    with RewardPool([huge], workers=1) as pool:
+        scores = pool.score(["p"], ["c"], {})
+    assert scores.total == [None]
+    assert scores.failures == {"inf": 1}
+    assert "1e+39, beyond ±1e+18" in scores.messages[0]
+
+
+def test_a_weighted_sum_beyond_the_largest_reward_is_a_failure_with_a_reason():
+    rewards = [pg_reward("one"), pg_reward("two")]
+    with RewardPool(rewards, workers=1) as pool:
+        scores = pool.score(["p"], ["c"], {})
+    assert scores.total == [None]
+    assert scores.failures == {"inf": 1}
+    assert "weighted sum" in scores.messages[0]
+
+
+def pg_reward(name: str):
+    from policygrad.rewards import Reward
+
+    return Reward(name, large)
+
+
+def test_names_given_where_objects_belong_are_refused_with_the_way_out():
+    with pytest.raises(ValueError, match=r"pg\.algorithm\('dapo'\)"):
+        pg.Run(algorithm="dapo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"reward=\('math',\)"):
+        pg.Run(reward="math")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"file\.py:function"):
+        pg.Run(reward=(huge,))  # type: ignore[arg-type]
+
+
+def test_a_part_of_ones_own_is_found_in_the_current_folder(tmp_path: Path, monkeypatch):
+    (tmp_path / "gates_of_mine.py").write_text(
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Open:\n    width: float = 1.0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    assert part_class("gates_of_mine:Open", "command line", "algorithm.gate").__name__ == "Open"
+    with pytest.raises(ConfigError, match="move the class to a module of its own"):
+        part_class("__main__:Nowhere", "run.toml", "algorithm.gate")
+
+
+def test_completion_offers_options_that_exist_and_nothing_else():
+    offered = flags("grpo")
+    assert "--steps" in offered
+    assert "--algorithm.gate.low" in offered
+    assert all(flag[2].isalpha() and flag[-1].isalnum() for flag in offered)
+    assert "--algorithm" not in offered  # from the help text's `--algorithm.FIELD`
+
+
+def test_an_unknown_task_is_told_in_sentences():
+    with pytest.raises(ValueError, match=r"lists the names\. A file"):
+        load_task("qqqqqqqq")
+
+
+def test_chat_prompts_are_shown_as_words():
+    assert _in_words("2 + 2 =") == "2 + 2 ="
+    assert _in_words(({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})) == (
+        "system: Be brief.\nuser: Hi"
+    )
+
+
+def test_a_full_disk_while_the_model_is_saved_names_the_way_to_go_on(random_model: Path, tmp_path: Path, monkeypatch):
+    model = load_model(str(random_model))
+    codec = load_codec(str(random_model), model)
+
+    def full(folder, *args, **kwargs):
+        Path(folder).mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(model, "save_pretrained", full)
+    with pytest.raises(RunError, match=r"model was not written: the disk is full; .*--resume"):
+        saving.save_model(tmp_path, model, codec)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_small_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saving.os, "fsync", full)
+    with pytest.raises(OSError, match=r"run\.toml") as caught:
+        saving.write_atomically(tmp_path / "run.toml", "steps = 1")
+    assert caught.value.filename == str(tmp_path / "run.toml")
+    assert list(tmp_path.iterdir()) == []
+
+
+SMALL = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2}
+
+
+def test_a_prompt_without_room_for_the_completion_is_refused_before_there_is_a_folder(tmp_path: Path):
+    run = pg.Run(**SMALL, sampling=pg.Sampling(max_tokens=5000), output=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="2048 positions"):
+        pg.train(run)
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_toml_is_the_first_file_of_a_run_so_that_a_killed_one_can_be_resumed(tmp_path: Path, monkeypatch):
+    from policygrad.training import session
+
+    def killed(folder: Path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "RunFiles", killed)
+    with pytest.raises(KeyboardInterrupt):
+        pg.train(pg.Run(**SMALL, evaluation=pg.Evaluation(problems=0), output=str(tmp_path / "run")))
+    monkeypatch.undo()
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["run.toml"]
+    assert pg.train(resume=tmp_path / "run").steps == 1
+
+
+def test_held_out_completions_without_a_reward_are_said_to_count_as_zero(tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1 ="}\n{"prompt": "1 + 2 ="}\n')
+    source = tmp_path / "mine.py"
+    source.write_text("def no_idea(prompts, completions, **columns):\n    return [None]\n")
+    display = Notes()
+    run = pg.Run(
+        **SMALL,
+        task=str(rows),
+        reward=(f"{source}:no_idea",),
+        evaluation=pg.Evaluation(problems=2, samples=2),
+        output=str(tmp_path / "run"),
+    )
+    pg.train(run, display=display)
+    assert "4 of 4 held-out completions have no reward and count as 0" in display.said
+
+
+def test_the_global_random_state_belongs_to_the_seed(tmp_path: Path):
+    states = []
+    for name in ("a", "b"):
+        torch.manual_seed(len(name) + len(states))
+        pg.train(pg.Run(**SMALL, evaluation=pg.Evaluation(problems=0), output=str(tmp_path / name)))
+        states.append(torch.get_rng_state())
+        shutil.rmtree(tmp_path / name)
+    assert torch.equal(*states)
