@@ -166,7 +166,8 @@ class Run(Draft):
         for reward in self.reward if not isinstance(self.reward, str) else ():
             if not isinstance(reward, str):
                 raise ValueError(
-                    f"a run names its rewards, so that run.toml can hold them: 'module.function' or 'file.py:function', not {reward!r}"
+                    "a run names its rewards, so that run.toml can hold them: 'module.function' or "
+                    f"'file.py:function', not {reward!r}"
                 )
         if isinstance(self.reward, str):
             raise ValueError(
