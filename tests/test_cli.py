@@ -297,6 +297,10 @@ def test_resume_refuses_what_it_would_ignore(run: Any, tmp_path: Path) -> None:
         code, _, err = run("train", "--resume", str(tmp_path), flag, "elsewhere")
         assert code == 2
         assert f"{flag} would mean nothing" in err
+    for flag, value in (("--task", "gcd"), ("--reward", "math"), ("--held-out", "other.jsonl")):
+        code, _, err = run("train", "--resume", str(tmp_path), flag, value)
+        assert code == 2
+        assert f"another {flag} would compare before and after on different things" in err
 
 
 def test_eval_of_an_unfinished_run(run: Any, tmp_path: Path) -> None:
