@@ -11,8 +11,8 @@ from torch import Tensor
 from policygrad.core import ragged
 from policygrad.core.advantages import reward_to_go
 from policygrad.core.aggregates import SequenceSum
+from policygrad.core.checks import check
 from policygrad.core.critic import Critic
-from policygrad.core.filters import DropNoSpread
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric
 from policygrad.core.objective import Coefficients
@@ -57,48 +57,7 @@ class Algorithm:
     """G, the default group size."""
 
     def __post_init__(self) -> None:
-        for name in ("gate", "aggregate", "step"):
-            if getattr(self, name) is None:
-                raise ValueError(
-                    f"an algorithm needs a part as its {name}; it is None. On-policy: OnPolicy(), SequenceSum(), FirstOrder()"
-                )
-        on_policy = getattr(self.gate, "on_policy", False)
-        if on_policy and self.step.updates > 1:
-            raise ValueError(
-                f"{type(self.gate).__name__} takes one optimiser step per rollout, not {self.step.updates}: from the second "
-                "on, the samples are another policy's. Set step to FirstOrder(1, 1), or a ratio and a gate such as Clip()"
-            )
-        if on_policy and self.ratio is not None:
-            raise ValueError(
-                f"{type(self.gate).__name__} ignores the ratio, and ratio is {type(self.ratio).__name__}: set ratio=None, "
-                "or a gate such as Importance() or Clip()"
-            )
-        if not on_policy and self.ratio is None:
-            raise ValueError(
-                f"{type(self.gate).__name__} gates a ratio, and ratio is None: set ratio=Token() or Sequence()"
-            )
-        if self.critic is None and "values" in self._declared():
-            raise ValueError(
-                "an advantage from values without a critic: set critic=Critic(), or use a group baseline such as LeaveOneOut()"
-            )
-        if self.critic is not None and "values" not in self._declared():
-            raise ValueError("a critic that no advantage reads: put GAE() or NStep() first in psi, or set critic=None")
-        order = [isinstance(part, DropNoSpread) for part in self.filters]
-        if True in order[1:]:
-            raise ValueError("DropNoSpread looks at the task's score of whole groups: put it first in filters")
-        late = [type(link).__name__ for link in self.psi[1:] if getattr(link, "starts", False)]
-        if late:
-            raise ValueError(
-                f"{late[0]} starts from the rewards and would ignore what stands before it: put it first in psi"
-            )
-        if self.reference is not None and self.reference.every and "logp_ref" not in self._declared():
-            raise ValueError(
-                "a reference that is refreshed and that no part reads: add KLToReference(), or set every=0"
-            )
-        if self.reference is None and "logp_ref" in self._declared():
-            raise ValueError(
-                "a KL term without a reference: set reference=Reference(), or drop the KL from `terms` and `shaping`"
-            )
+        check(self)
 
     def parts(self) -> Iterator[tuple[str, Any]]:
         """(field, part) for every part, in the order of the data's way."""
@@ -120,13 +79,20 @@ class Algorithm:
                 if part is not None:
                     yield name, part
 
-    def _declared(self) -> frozenset[str]:
+    @property
+    def declared(self) -> frozenset[str]:
+        """The Batch fields that the parts say they read."""
         return frozenset[str]().union(*(getattr(part, "needs", frozenset()) for _, part in self.parts()))
 
     @property
     def needs(self) -> frozenset[str]:
         """The Batch fields a learner must fill: what the parts declare, and logp_old when a rollout feeds several steps."""
-        return self._declared() | ({"logp_old"} if self.step.updates > 1 else frozenset())
+        return self.declared | ({"logp_old"} if self.step.updates > 1 else frozenset())
+
+    @property
+    def forward_needs(self) -> frozenset[str]:
+        """The Forward fields beyond logp that loss terms read: entropy, kl_old."""
+        return frozenset[str]().union(*(getattr(term, "forward_needs", frozenset()) for term in self.terms))
 
     def check_sampling(self, samples_per_prompt: int, temperature: float) -> None:
         """Refuses group statistics without a group.

@@ -1,0 +1,95 @@
+"""What an algorithm refuses to be: parts of the wrong kind, and parts that contradict each other, each with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from policygrad.core.filters import DropNoSpread
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
+
+_TUPLES = ("psi", "terms", "shaping", "filters", "corrections")
+_REQUIRED = {"gate": "OnPolicy()", "aggregate": "SequenceSum()", "step": "FirstOrder()"}
+_METHODS = {"gate": ("weight", "value"), "critic": ("targets", "loss"), "reference": ("due",)}
+"""What a part must have; the parts of every other field are called."""
+
+
+def check(algorithm: Algorithm) -> None:
+    """Raises ValueError for the first thing that is wrong."""
+    for checks in (_kinds, _ratio, _values, _order, _reference):
+        for problem in checks(algorithm):
+            raise ValueError(problem)
+
+
+def _kinds(algorithm: Algorithm) -> Iterator[str]:
+    for name in _TUPLES:
+        value = getattr(algorithm, name)
+        if not isinstance(value, tuple):
+            given = getattr(value, "__name__", type(value).__name__)
+            yield f"{name} is a tuple of parts, not {given}: write {name}=({given}(),), with the comma"
+            return
+    for name, default in _REQUIRED.items():
+        if getattr(algorithm, name) is None:
+            yield f"an algorithm needs a part as its {name}; it is None. On-policy: {default}"
+            return
+    for name, part in algorithm.parts():
+        yield from _kind(name, part)
+
+
+def _kind(name: str, part: Any) -> Iterator[str]:
+    if isinstance(part, type):
+        yield f"{name} holds the class {part.__name__}, not a part: write {part.__name__}()"
+    elif name == "terms":
+        if not (hasattr(part, "score") or hasattr(part, "objective")):
+            yield f"{part!r} is not a term: it needs score(out, batch) and value(out, batch), or objective(out, batch)"
+    elif name in _METHODS:
+        missing = [method for method in _METHODS[name] if not callable(getattr(part, method, None))]
+        if missing:
+            yield f"{part!r} is not a {name}: it has no {' or '.join(missing)}(); `policygrad show` lists the parts"
+    elif not callable(part):
+        yield f"{part!r} is not a part that {name} can hold: a part is called. `policygrad show` lists the parts"
+
+
+def _ratio(algorithm: Algorithm) -> Iterator[str]:
+    gate, ratio, updates = algorithm.gate, algorithm.ratio, algorithm.step.updates
+    name, on_policy = type(gate).__name__, getattr(gate, "on_policy", False)
+    if on_policy and updates > 1:
+        yield (
+            f"{name} takes one optimiser step per rollout, not {updates}: from the second on, the samples are another "
+            "policy's. Set step to FirstOrder(1, 1), or a ratio and a gate such as Clip()"
+        )
+    if on_policy and ratio is not None:
+        yield (
+            f"{name} ignores the ratio, and ratio is {type(ratio).__name__}: set ratio=None, or a gate such as "
+            "Importance() or Clip()"
+        )
+    if not on_policy and ratio is None:
+        yield f"{name} gates a ratio, and ratio is None: set ratio=Token() or Sequence()"
+
+
+def _values(algorithm: Algorithm) -> Iterator[str]:
+    read = "values" in algorithm.declared
+    if algorithm.critic is None and read:
+        yield (
+            "an advantage from values without a critic: set critic=Critic(), or use a group baseline such as LeaveOneOut()"
+        )
+    if algorithm.critic is not None and not read:
+        yield "a critic that no advantage reads: put GAE() or NStep() first in psi, or set critic=None"
+
+
+def _order(algorithm: Algorithm) -> Iterator[str]:
+    if any(isinstance(part, DropNoSpread) for part in algorithm.filters[1:]):
+        yield "DropNoSpread looks at the task's score of whole groups: put it first in filters"
+    late = [type(link).__name__ for link in algorithm.psi[1:] if getattr(link, "starts", False)]
+    if late:
+        yield f"{late[0]} starts from the rewards and would ignore what stands before it: put it first in psi"
+
+
+def _reference(algorithm: Algorithm) -> Iterator[str]:
+    read = "logp_ref" in algorithm.declared
+    if algorithm.reference is not None and algorithm.reference.every and not read:
+        yield "a reference that is refreshed and that no part reads: add KLToReference(), or set every=0"
+    if algorithm.reference is None and read:
+        yield "a KL term without a reference: set reference=Reference(), or drop the KL from `terms` and `shaping`"
