@@ -1,6 +1,8 @@
-"""Writes the generated parts of README.md: the matrix. `--check` only says whether they are up to date.
+"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.md.
 
-python scripts/make_docs.py [--check]
+python scripts/make_docs.py              writes them
+python scripts/make_docs.py --check      only says which are out of date
+python scripts/make_docs.py --outputs    runs the code of the checked pages and writes what it prints
 """
 
 from __future__ import annotations
@@ -9,39 +11,61 @@ import re
 import sys
 from pathlib import Path
 
+from pages.algorithm import algorithm_page
+from pages.checked import renew
+from pages.index import index_page, matrix
+from pages.measured import measured_page
+from pages.tables import tables_page
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import matrix_row
 
-README = Path(__file__).resolve().parents[1] / "README.md"
-
-
-def matrix() -> str:
-    """The matrix as a Markdown table."""
-    rows = {name: matrix_row(algorithm) for name, algorithm in ALGORITHMS.items()}
-    head = ["algorithm", *next(iter(rows.values()))]
-    lines = [" | ".join(head), " | ".join("---" for _ in head)]
-    lines += [
-        " | ".join([f"`{name}`", *(" ".join(parts) or "–" for parts in row.values())]) for name, row in rows.items()
-    ]
-    return "\n".join(f"| {line} |" for line in lines)
+ROOT = Path(__file__).resolve().parents[1]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+CHECKED = (DOCS / "where-sources-disagree.md",)
 
 
 def filled(text: str) -> str:
     """README with what stands between the marks replaced."""
-    block = f"<!-- matrix: begin -->\n{matrix()}\n<!-- matrix: end -->"
+    block = f"<!-- matrix: begin -->\n{matrix('docs/algorithms/')}\n<!-- matrix: end -->"
     new, found = re.subn(r"<!-- matrix: begin -->.*?<!-- matrix: end -->", lambda _: block, text, flags=re.DOTALL)
     if found != 1:
         raise SystemExit(f"{README}: there must be one pair of marks <!-- matrix: begin --> and <!-- matrix: end -->")
     return new
 
 
+def generated() -> dict[Path, str]:
+    """Every generated file and what it should hold."""
+    pages = {DOCS / "algorithms" / f"{name}.md": algorithm_page(name) for name in ALGORITHMS}
+    return {
+        README: filled(README.read_text(encoding="utf-8")),
+        DOCS / "algorithms" / "index.md": index_page(),
+        **pages,
+        DOCS / "tables.md": tables_page(),
+        DOCS / "measured.md": measured_page(),
+    }
+
+
+def out_of_date(files: dict[Path, str]) -> list[Path]:
+    """Files that differ or are missing, and pages of algorithms that are no more."""
+    changed = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    return changed + sorted(set((DOCS / "algorithms").glob("*.md")) - set(files))
+
+
 def main() -> None:
     """Writes, or checks."""
-    text = README.read_text(encoding="utf-8")
-    new = filled(text)
+    if "--outputs" in sys.argv[1:]:
+        for path in CHECKED:
+            renew(path)
+    files = generated()
+    changed = out_of_date(files)
     if "--check" in sys.argv[1:]:
-        sys.exit(0 if new == text else f"{README} is out of date: make docs")
-    README.write_text(new, encoding="utf-8")
+        names = ", ".join(str(path.relative_to(ROOT)) for path in changed)
+        sys.exit(f"out of date: {names}: make docs" if changed else 0)
+    for path in changed:
+        if path in files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(files[path], encoding="utf-8")
+        else:
+            path.unlink()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from policygrad.track import Sample
+from policygrad.track import Outline, Sample
 from policygrad.track.terminal import RichDisplay
 from policygrad.training.toml import load
 
@@ -27,7 +27,7 @@ def main() -> None:
     run = load(args.run / "run.toml")
     clock = [0.0]
     display = RichDisplay(Console(file=io.StringIO(), width=100, force_terminal=True), lambda: clock[0])
-    display.start("", {}, run.steps)
+    display.start(Outline("", steps=run.steps, tokens=run.tokens))
     samples: dict[int, list[dict[str, object]]] = {}
     for line in (args.run / "completions.jsonl").open(encoding="utf-8"):
         row = json.loads(line)

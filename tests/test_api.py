@@ -13,11 +13,13 @@ import policygrad as pg
 
 PUBLIC = """
 A2C ALGORITHMS Algorithm Batch BatchMean BatchStd CISPO Checkpointing Clip Critic DAPO DR_GRPO DropNoSpread DualClip
-Entropy Evaluation FirstOrder FixedLength Forward GAE GRPO GSPO GSPO_TOKEN GroupMean GroupStd GroupTokenMean
-ITERATIVE_GRPO Importance KLInReward KLToOld KLToReference LearnerConfig LeaveOneOut LengthAdaptiveGAE MAGISTRAL
-MaskTruncated MaskedIS NStep OnPolicy OptimizerConfig PPO PPO_PENALTY PRORL PositiveNLL REINFORCE RLOO Reference
-Rewarding Run RunningMean SAPO Sampling Sequence SequenceMean SequenceProduct SequenceSum SoftGate SoftOverlong Token
-TokenMean TruncatedIS VAPO WeightCap Whiten algorithm objective reward surrogate train
+DualDescent Entropy Evaluation ExactEntropy ExactKLToOld FirstOrder FixedLength Forward GAE GRPO GRPO_PROCESS GSPO
+GSPO_TOKEN GroupMean GroupStd GroupTokenMean ITERATIVE_GRPO Importance KLInReward KLToOld KLToReference LearnerConfig
+LeaveOneOut LengthAdaptiveGAE MAGISTRAL MaskTruncated MaskedIS NATURAL NStep OPO OnPolicy OptimalBaseline
+OptimizerConfig PPO PPO_PENALTY PRORL PositiveNLL PrefixValue ProcessReward REINFORCE RLOO Reference RewardModelConfig
+Rewarding Run RunningMean SAPO SFTConfig Sampling Sequence SequenceMean SequenceProduct SequenceSum SoftGate
+SoftOverlong TRPO Token TokenMean TruncatedIS TrustRegion VAPO VINEPPO WeightCap Whiten algorithm objective reward sft
+surrogate train train_reward_model
 """
 
 

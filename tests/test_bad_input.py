@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.rollout.hub import ModelError, locate
+from policygrad.hub import ModelError, locate
 from policygrad.rollout.model import resolve
 from policygrad.rollout.types import Sampling
 from policygrad.track import Silent
@@ -42,6 +42,8 @@ none, text, huge = sometimes(None), sometimes("1"), sometimes(10**400)
 def length(prompts, completions, **columns): return [1.0] * (1 + odd(completions[0]))
 def nothing(prompts, completions, **columns): return None
 def always_nan(prompts, completions, **columns): return [math.nan for c in completions]
+def halves(prompts, completions, **columns): return [[(k, 1.0) for k in {len(c) // 2} - {0}] for c in completions]
+halves.reward_options = {"process": True}
 """
 
 
@@ -156,7 +158,8 @@ def test_no_reward_at_all_teaches_nothing(bench: Bench) -> None:
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_equal_rewards(bench: Bench, name: str) -> None:
     """Ψ is 0 for whatever compares a prompt's samples; counted, reported, and never NaN."""
-    metrics, _ = bench.go(reward=bench.reward("equal"), algorithm=ALGORITHMS[name])
+    steps = bench.reward("halves") if "step_end" in ALGORITHMS[name].declared else ()  # each worth what the outcome is
+    metrics, _ = bench.go(reward=bench.reward("equal") + steps, algorithm=ALGORITHMS[name])
     assert all(row["frac_reward_zero_std"] == 1 and row["reward"] == 1 for row in metrics)
     rows = [json.loads(line) for line in (bench.folder / "run" / "completions.jsonl").read_text().splitlines()]
     if any(getattr(link, "group_statistic", False) for link in ALGORITHMS[name].psi):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +15,13 @@ import torch
 
 import policygrad as pg
 from policygrad.commands.train import flags
+from policygrad.hub import ModelError
 from policygrad.rewards import RewardPool
 from policygrad.rewards.calls import to_number
 from policygrad.rollout.model import load_codec, load_model
 from policygrad.tasks import load_task
 from policygrad.track import Silent
-from policygrad.training import saving
+from policygrad.training import checkpoint, saving
 from policygrad.training.parts import ConfigError, part_class
 from policygrad.training.record import _in_words
 from policygrad.training.setup import RunError
@@ -188,3 +192,150 @@ def test_the_global_random_state_belongs_to_the_seed(tmp_path: Path):
         states.append(torch.get_rng_state())
         shutil.rmtree(tmp_path / name)
     assert torch.equal(*states)
+
+
+def copied(model: Path, folder: Path, **entries: dict[str, object]) -> Path:
+    """A copy of the model with other entries in its JSON files; None takes an entry out."""
+    shutil.copytree(model, folder)
+    for name, changes in entries.items():
+        path = folder / f"{name}.json"
+        known = json.loads(path.read_text())
+        path.write_text(json.dumps({k: v for k, v in (known | changes).items() if v is not None}))
+    return folder
+
+
+def test_a_chat_template_that_raises_is_refused_with_the_line(random_model: Path, tmp_path: Path):
+    model = copied(random_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role.') }}{% endif %}{{ messages[0].nobody.x }}"
+    )
+    codec = load_codec(str(model), load_model(str(model)))
+    system = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
+    with pytest.raises(
+        ModelError, match=r"rows\.jsonl:7: the chat template of .* \(roles: system, user\): no system role\. C"
+    ):
+        codec.encode(system, 4, "rows.jsonl:7")
+    with pytest.raises(ModelError, match=r"rows\.jsonl:8: .* Change the messages, or give the prompt as a string"):
+        codec.encode(system[1:], 4, "rows.jsonl:8")
+
+
+def test_an_end_token_that_only_the_architecture_names_is_no_end_token(random_model: Path, tmp_path: Path):
+    """A Llama's default is id 2, whatever token that is in this vocabulary."""
+    ends = {"config": {"eos_token_id": None}, "generation_config": {"eos_token_id": None}}
+    silent = copied(random_model, tmp_path / "silent", **ends, tokenizer_config={"eos_token": None})
+    network = load_model(str(silent))
+    assert network.config.eos_token_id == 2
+    with pytest.raises(ModelError, match="neither the tokenizer nor a configuration file of"):
+        load_codec(str(silent), network)
+    tokenizer = copied(random_model, tmp_path / "tokenizer", **ends)
+    assert load_codec(str(tokenizer), load_model(str(tokenizer))).end == {1}
+    file = copied(
+        random_model, tmp_path / "file", config={"eos_token_id": None}, generation_config={"eos_token_id": [1, 5]}
+    )
+    assert load_codec(str(file), load_model(str(file))).end == {1, 5}
+
+
+def test_what_a_model_or_a_tokenizer_lacks_is_named(random_model: Path, tmp_path: Path):
+    model = copied(random_model, tmp_path / "model")
+    network = load_model(str(model))
+    for path in [*model.glob("token*"), *model.glob("*.jinja")]:
+        path.unlink()
+    with pytest.raises(ModelError, match=r"the tokenizer of .*, whose folder needs tokenizer\.json and tok") as caught:
+        load_codec(str(model), network)
+    assert "config.json and safetensors" not in str(caught.value)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(
+        ModelError, match=r"the model .*, whose folder needs config\.json and safetensors: \w"
+    ) as caught:
+        load_model(str(empty))
+    assert ".." not in str(caught.value).replace(str(empty), "")
+    assert not str(caught.value).endswith(".")
+
+
+def test_a_model_is_on_the_disk_before_the_old_one_goes(random_model: Path, tmp_path: Path, monkeypatch):
+    model = load_model(str(random_model))
+    codec = load_codec(str(random_model), model)
+    final = saving.save_model(tmp_path, model, codec)
+    (final / "mark").write_text("old")
+    synced: list[str] = []
+    real_sync, real_replace = saving.sync, checkpoint.os.replace
+    monkeypatch.setattr(saving, "sync", lambda path: (synced.append(path.name), real_sync(path))[1])
+
+    def fails_when_installed(source, target):
+        if Path(target) == final and Path(source).name == ".tmp-model":
+            raise OSError(errno.EIO, "Input/output error")
+        real_replace(source, target)
+
+    monkeypatch.setattr(checkpoint.os, "replace", fails_when_installed)
+    with pytest.raises(RunError, match="Input/output error"):
+        saving.save_model(tmp_path, model, codec)
+    assert (final / "mark").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    monkeypatch.setattr(checkpoint.os, "replace", real_replace)
+    os.replace(final, tmp_path / "model.old")  # killed between the two renames
+    saving.save_model(tmp_path, model, codec)
+    assert not (final / "mark").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert {p.name for p in final.iterdir()} | {".tmp-model"} <= set(synced)
+
+
+def mine(folder: Path, body: str) -> str:
+    (folder / "mine.py").write_text(f"def mine(prompts, completions, **columns):\n    return {body}\n")
+    (folder / "rows.jsonl").write_text('{"prompt": "1 + 1 ="}\n{"prompt": "1 + 2 ="}\n')
+    return f"{folder / 'mine.py'}:mine"
+
+
+def test_a_completion_without_a_reward_has_its_tokens_in_the_log(tmp_path: Path):
+    reward = mine(tmp_path, "[None if len(completions[0]) % 2 else 1.0]")
+    run = pg.Run(
+        algorithm=pg.DR_GRPO,
+        task=str(tmp_path / "rows.jsonl"),
+        reward=(reward,),
+        steps=1,
+        prompts_per_step=2,
+        samples_per_prompt=8,
+        evaluation=pg.Evaluation(problems=0),
+        output=str(tmp_path / "run"),
+    )
+    pg.train(run)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert {row["reward"] for row in rows} == {None, 1.0}
+    assert all(1 <= row["tokens"] <= 32 for row in rows)
+    sampled = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["tokens/sampled"]
+    assert sum(row["tokens"] for row in rows) == sampled
+
+
+def test_a_run_that_nothing_could_be_scored_in_says_so(tmp_path: Path):
+    class Summary(Notes):
+        def finish(self, summary):
+            self.summary = summary
+
+    display = Summary()
+    run = pg.Run(
+        **SMALL,
+        task=str(tmp_path / "rows.jsonl"),
+        reward=(mine(tmp_path, "[None]"),),
+        evaluation=pg.Evaluation(problems=2, samples=2),
+        checkpoint=pg.Checkpointing(every=1),
+        output=str(tmp_path / "run"),
+    )
+    result = pg.train(run, display=display)
+    assert result.before is result.after is None
+    assert display.summary["held-out"].startswith("nothing could be scored, before or after")
+    written = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert written["held_out_before"] is written["held_out_after"] is None
+    assert "held_out" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    pg.train(replace(run, steps=2, reward=(mine(tmp_path, "[0.25]"),)), resume=tmp_path / "run", display=display)
+    assert display.summary["held-out reward"] == "not scored -> 0.25"
+
+
+def test_a_failed_checkpoint_names_the_option_that_goes_on(tmp_path: Path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = tmp_path / "run" / "checkpoints"
+    checkpoint.save(folder, 1, {"w": torch.zeros(2)}, {})
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(checkpoint.CheckpointError, match=r"free some space; --resume .*run goes on from there$"):
+        checkpoint.save(folder, 2, {"w": torch.zeros(2)}, {})

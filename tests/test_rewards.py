@@ -137,7 +137,14 @@ def test_reasoning_gym_scorer_that_cannot_read_the_answer_says_wrong():
 
 
 def test_known_rewards_resolve_to_themselves():
-    assert known_rewards() == ["exact_match", "format", "math", "reasoning_gym", "reasoning_gym_partial"]
+    assert known_rewards() == [
+        "exact_match",
+        "format",
+        "math",
+        "reasoning_gym",
+        "reasoning_gym_partial",
+        "worked_steps",
+    ]
     for name in known_rewards():
         assert resolve(name).name == name
         assert resolve(name).weight == 1.0

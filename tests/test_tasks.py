@@ -130,7 +130,7 @@ def test_held_out_file_goes_with_a_jsonl_task_only():
 
 def test_known_tasks():
     names = known_tasks()
-    assert {"embedded", "gcd", "chain_sum"} <= set(names)
+    assert {"embedded", "embedded_steps", "gcd", "chain_sum"} <= set(names)
     assert names == sorted(names)
     assert "composite" not in names
 

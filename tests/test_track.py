@@ -17,7 +17,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from policygrad.track import Display, PlainDisplay, RunFiles, Sample, Silent, change, make_display
+from policygrad.track import Display, Outline, PlainDisplay, RunFiles, Sample, Silent, change, make_display
+from policygrad.track.course import Course
 from policygrad.track.curve import horizon, limits, plot, smooth
 from policygrad.track.terminal import RichDisplay
 from policygrad.track.words import clean, count, duration, number, one_line
@@ -152,7 +153,7 @@ def test_truncation_is_all_or_nothing(tmp_path, monkeypatch):
 def test_a_full_disk_names_the_file(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     files = RunFiles(tmp_path)
-    with pytest.raises(OSError, match=r"start the run again with the same folder.*metrics.jsonl") as caught:
+    with pytest.raises(OSError, match=r"see to it, then --resume .* goes on.*metrics.jsonl") as caught:
         files.metrics(1, {"reward": 0.5})
     assert caught.value.errno == errno.ENOSPC
     with suppress(OSError):
@@ -275,7 +276,7 @@ def follow(
     display: Display, clock: Clock, total: int = 200, first: int = 1, seconds: float = 1.0, **more: float
 ) -> None:
     with display:
-        display.start("a run", {"model": "tiny"}, total, first, [(s, s / 200) for s in range(1, first)])
+        display.start(Outline("a run", {"model": "tiny"}, total, first, [(s, s / 200) for s in range(1, first)]))
         display.phase("evaluating before training")
         for done in range(1, 11):
             clock.now += 30
@@ -331,7 +332,7 @@ def test_plain_on_an_ascii_stream_and_with_metrics_missing():
     clock, raw = Clock(), io.BytesIO()
     stream = io.TextIOWrapper(raw, "ascii", newline="\n")
     display = PlainDisplay(stream, clock)
-    display.start("über", {}, 3)
+    display.start(Outline("über", {}, 3))
     display.note("\x1b[2J 日本 \ud800")
     display.step(1, {"reward": math.nan, "completions/truncated_ratio": 0.25})
     display.step(2, {})
@@ -343,7 +344,7 @@ def test_plain_on_an_ascii_stream_and_with_metrics_missing():
 def test_what_happens_at_every_step_is_not_said_every_time():
     stream = io.StringIO()
     display = PlainDisplay(stream, Clock())
-    display.start("t", {}, 3)
+    display.start(Outline("t", {}, 3))
     for step in (1, 2, 3):
         display.phase("sampling")
         display.phase("updating")
@@ -374,7 +375,7 @@ def picture(display: RichDisplay, width: int, height: int = 30) -> list[str]:
 def run_to(step: int, width: int = 80, height: int = 30, sample: Sample = SAMPLE, total: int = 200) -> list[str]:
     display, clock, _, _ = rich(width, height)
     with display:
-        display.start("a run", {}, total)
+        display.start(Outline("a run", {}, total))
         for s in range(1, step + 1):
             clock.now += 5
             display.step(s, metrics(s, grad_norm=0.8), sample)
@@ -420,7 +421,7 @@ def test_wide_terminals_have_curve_and_sample_beside_each_other():
 def test_only_metrics_that_are_there_are_shown():
     display, _, _, _ = rich(80)
     with display:
-        display.start("a run", {}, 5)
+        display.start(Outline("a run", {}, 5))
         assert not any("kl" in line for line in picture(display, 80))
         display.step(1, {"kl": 0.5, "objective": 3.0})
         out = "\n".join(picture(display, 80))
@@ -444,7 +445,7 @@ def test_a_sample_stays_long_enough_to_be_read_and_the_last_is_always_shown():
     display, clock, _, _ = rich(80)
     seen = []
     with display:
-        display.start("a run", {}, 100)
+        display.start(Outline("a run", {}, 100))
         for step in range(1, 101):
             clock.now += 0.5
             display.step(step, metrics(step), Sample("p", f"text {step}", 0.5))
@@ -457,7 +458,7 @@ def test_a_sample_stays_long_enough_to_be_read_and_the_last_is_always_shown():
 def test_time_left_follows_the_last_steps_and_not_the_evaluation():
     display, clock, _, _ = rich(80)
     with display:
-        display.start("a run", {}, 100)
+        display.start(Outline("a run", {}, 100))
         display.phase("evaluating before training")
         clock.now += 5000
         display.phase_progress(3, 4)
@@ -476,7 +477,7 @@ def test_time_left_follows_the_last_steps_and_not_the_evaluation():
 def test_a_resumed_run_shows_the_whole_curve():
     display, _, _, _ = rich(80)
     with display:
-        display.start("a run", {}, 100, 51, [(s, 1.0 - s / 100) for s in range(1, 51)])
+        display.start(Outline("a run", {}, 100, 51, [(s, 1.0 - s / 100) for s in range(1, 51)]))
         assert any("50/100" in line for line in picture(display, 80))
         assert sum(0x2800 < ord(c) < 0x2900 for line in picture(display, 80) for c in line) > 20
 
@@ -486,7 +487,7 @@ def test_notes_stay_readable_at_any_time():
     display.note("before [bold]")
     display.phase("loading the model")
     with display:
-        display.start("a run", {"folder": "[red]runs"}, 5)
+        display.start(Outline("a run", {"folder": "[red]runs"}, 5))
         display.note("during " + "long " * 30)
         display.step(1, metrics(1))
         display.finish({"model": "x" * 100})
@@ -504,7 +505,7 @@ def test_an_interrupted_run_gives_the_terminal_back(error):
 
     def train() -> None:
         with display:
-            display.start("a run", {}, 5)
+            display.start(Outline("a run", {}, 5))
             display.step(1, metrics(1), SAMPLE)
             raise error
 
@@ -552,3 +553,46 @@ def test_silent_takes_every_call():
     clock = Clock()
     follow(Silent(), clock)
     Silent().note("nothing")
+
+
+def budgeted(display: Display, clock: Clock, tokens: int = 1000, steps: int = 500, sampled: int = 0) -> None:
+    """10 tokens a step and a second a step: a budget of 1000 ends the run after 100 of its 500 steps."""
+    with display:
+        display.start(Outline("a run", {}, steps, tokens=tokens, sampled=sampled))
+        for step in range(1, (tokens - sampled) // 10 + 1):
+            clock.now += 1
+            display.step(step, metrics(step, **{"tokens/sampled": 10.0}), SAMPLE)
+        display.finish({})
+
+
+def test_a_token_budget_that_ends_before_the_steps_sets_the_time_left():
+    clock, stream = Clock(), io.StringIO()
+    budgeted(PlainDisplay(stream, clock), clock)
+    steps = [line for line in stream.getvalue().split("\n") if line.startswith("step")]
+    assert 20 <= len(steps) <= 60
+    assert steps[0].startswith("step   1/500  10/1.0k tokens")
+    assert steps[0].endswith("left 1m39s")
+    assert "left" not in steps[-1]
+    assert steps[-1].startswith("step 100/500  1.0k/1.0k tokens")
+    assert "\ndone at step 100/500  1.0k/1.0k tokens after 1m40s" in stream.getvalue()
+
+
+def test_the_steps_set_the_time_left_when_they_end_first():
+    course = Course(Outline("", steps=10, first_step=5, tokens=1000, sampled=400))
+    assert (course.share, course.left, course.over) == (0.4, 6.0, False)
+    course.advance(5, {"tokens/sampled": 100.0})
+    assert (course.share, course.left) == (0.5, 5.0)
+    course.advance(6, {"tokens/sampled": 300.0})  # 200 a step: the last 200 are one more
+    assert (course.share, course.left) == (0.8, 1.0)
+    course.advance(7, {"tokens/sampled": 250.0})
+    assert course.over
+    assert course.left == 0
+
+
+def test_the_live_bar_follows_the_budget():
+    clock, stream = Clock(), io.StringIO()
+    display = RichDisplay(Console(file=stream, width=100, force_terminal=True), clock)
+    budgeted(display, clock, sampled=500)
+    text = Text.from_ansi(stream.getvalue()).plain
+    assert "1.0k/1.0k tokens" in text
+    assert "done  step 50/500" in text

@@ -7,29 +7,36 @@ __version__ = "0.1.0"
 
 _HOME = {
     "policygrad.algorithms": (
-        "A2C ALGORITHMS CISPO DAPO DR_GRPO GRPO GSPO GSPO_TOKEN ITERATIVE_GRPO MAGISTRAL PPO PPO_PENALTY PRORL REINFORCE RLOO "
-        "SAPO VAPO algorithm"
+        "A2C ALGORITHMS CISPO DAPO DR_GRPO GRPO GRPO_PROCESS GSPO GSPO_TOKEN ITERATIVE_GRPO MAGISTRAL NATURAL OPO PPO "
+        "PPO_PENALTY PRORL REINFORCE RLOO SAPO TRPO VAPO VINEPPO algorithm"
     ),
-    "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut RunningMean",
+    "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut OptimalBaseline RunningMean",
     "policygrad.core.aggregates": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
     "policygrad.core.algorithm": "Algorithm",
     "policygrad.core.corrections": "MaskedIS TruncatedIS",
     "policygrad.core.critic": "Critic",
+    "policygrad.core.dual_descent": "DualDescent",
     "policygrad.core.filters": "DropNoSpread MaskTruncated",
     "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
+    "policygrad.core.loss_terms": "ExactEntropy ExactKLToOld",
     "policygrad.core.objective": "objective surrogate",
+    "policygrad.core.process": "PrefixValue ProcessReward",
     "policygrad.core.ratios": "Sequence SequenceProduct Token",
     "policygrad.core.reference": "Reference",
     "policygrad.core.shaping": "KLInReward SoftOverlong",
     "policygrad.core.steps": "FirstOrder",
     "policygrad.core.terms": "Entropy KLToOld KLToReference PositiveNLL",
+    "policygrad.core.trust_region": "TrustRegion",
     "policygrad.core.types": "Batch Forward",
     "policygrad.core.values": "GAE LengthAdaptiveGAE NStep Whiten",
     "policygrad.rewards": "reward",
     "policygrad.rollout.types": "Sampling",
     "policygrad.training.config": "Checkpointing Evaluation Rewarding Run",
     "policygrad.training.learner_config": "LearnerConfig OptimizerConfig",
+    "policygrad.training.reward_model": "train_reward_model",
     "policygrad.training.session": "train",
+    "policygrad.training.sft": "sft",
+    "policygrad.training.supervised_config": "RewardModelConfig SFTConfig",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 

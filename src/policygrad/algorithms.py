@@ -5,21 +5,24 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 
-from policygrad.core.advantages import BatchStd, GroupMean, GroupStd, LeaveOneOut, RunningMean
+from policygrad.core.advantages import BatchStd, GroupMean, GroupStd, LeaveOneOut, OptimalBaseline, RunningMean
 from policygrad.core.aggregates import FixedLength, GroupTokenMean, SequenceMean, SequenceSum, TokenMean
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.critic import Critic
 from policygrad.core.filters import DropNoSpread, MaskTruncated
 from policygrad.core.gates import Clip, Importance, OnPolicy, SoftGate, WeightCap
+from policygrad.core.process import PrefixValue, ProcessReward
 from policygrad.core.ratios import Sequence, Token
 from policygrad.core.reference import Reference
 from policygrad.core.shaping import KLInReward, SoftOverlong
 from policygrad.core.steps import FirstOrder
 from policygrad.core.terms import Entropy, KLToOld, KLToReference, PositiveNLL
+from policygrad.core.trust_region import TrustRegion
 from policygrad.core.values import GAE, LengthAdaptiveGAE, NStep, Whiten
 
 REINFORCE = Algorithm("reinforce", psi=(RunningMean(),), gate=OnPolicy(), aggregate=SequenceSum())
 RLOO = replace(REINFORCE, name="rloo", psi=(LeaveOneOut(),), shaping=(KLInReward(0.05),), samples_per_prompt=4)
+OPO = replace(REINFORCE, name="opo", psi=(OptimalBaseline("length", leave_one_out=False),))
 GRPO = Algorithm(
     "grpo",
     psi=(GroupMean(), GroupStd()),
@@ -28,6 +31,7 @@ GRPO = Algorithm(
     aggregate=SequenceMean(),
     terms=(KLToReference(0.04, "k3"),),
 )
+GRPO_PROCESS = replace(GRPO, name="grpo_process", psi=(ProcessReward(),))
 DR_GRPO = replace(GRPO, name="dr_grpo", psi=(GroupMean(),), aggregate=FixedLength(), terms=())
 DAPO = replace(
     GRPO,
@@ -47,6 +51,16 @@ SAPO = replace(GRPO, name="sapo", gate=SoftGate(1.0, 1.05), terms=())
 A2C = replace(
     REINFORCE, name="a2c", psi=(NStep(5),), aggregate=TokenMean(), terms=(Entropy(0.01),), critic=Critic(clip=0.0)
 )
+TRPO = Algorithm(
+    "trpo",
+    psi=(GAE(1.0, 0.95),),
+    ratio=Token(),
+    gate=Importance(),
+    aggregate=TokenMean(),
+    step=TrustRegion(0.01),
+    critic=Critic(),
+)
+NATURAL = replace(TRPO, name="natural", step=TrustRegion(0.01, line_search=False))
 PPO = Algorithm(
     "ppo",
     psi=(GAE(1.0, 0.95), Whiten()),
@@ -57,6 +71,7 @@ PPO = Algorithm(
     step=FirstOrder(epochs=4),
     critic=Critic(),
 )
+VINEPPO = replace(PPO, name="vineppo", psi=(PrefixValue(9),), critic=None)
 PPO_PENALTY = replace(PPO, name="ppo_penalty", gate=Importance(), terms=(KLToOld(1.0, target=0.01),), shaping=())
 VAPO = replace(
     PPO,
@@ -89,9 +104,9 @@ MAGISTRAL = replace(
     filters=(DropNoSpread(),),
 )
 
-_CRITICS = (A2C, PPO, PPO_PENALTY, VAPO)
-_GROUPS = (GRPO, ITERATIVE_GRPO, DR_GRPO, DAPO, PRORL, MAGISTRAL, GSPO, GSPO_TOKEN, CISPO, SAPO)
-ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, RLOO, *_CRITICS, *_GROUPS)}
+_CRITICS = (A2C, TRPO, NATURAL, PPO, PPO_PENALTY, VAPO, VINEPPO)
+_GROUPS = (GRPO, GRPO_PROCESS, ITERATIVE_GRPO, DR_GRPO, DAPO, PRORL, MAGISTRAL, GSPO, GSPO_TOKEN, CISPO, SAPO)
+ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, RLOO, OPO, *_CRITICS, *_GROUPS)}
 
 
 @dataclass(frozen=True)
@@ -120,12 +135,33 @@ ABOUT: dict[str, About] = {
         "A baseline per prompt from the other samples: still unbiased, far less variance, no critic.",
         "Needs several samples per prompt; a prompt that is always solved or never solved teaches nothing.",
     ),
+    "opo": About(
+        "On-policy RL with the optimal reward baseline",
+        "Hao et al. 2025, arXiv:2505.23585",
+        "rloo",
+        "The baseline of least gradient variance, if scores grow with the length: long completions weigh more in the mean.",
+        "A completion's own reward is in its baseline, which biases the gradient (leave_one_out mends it); norms only by proxy.",
+    ),
     "a2c": About(
         "Advantage actor-critic",
         "Mnih et al. 2016 (A3C), arXiv:1602.01783, sec. 4",
         "reinforce",
         "Credit per token: what a token adds to the value of what was written so far, instead of one number per completion.",
         "The advantage is only as good as the critic; bootstrapping from a poor one is biased, and early in a run all are poor.",
+    ),
+    "trpo": About(
+        "Trust region policy optimisation",
+        "Schulman et al. 2015, arXiv:1502.05477, eq. 12 to 14 and app. C",
+        "a2c",
+        "No learning rate: the step is as long as a KL of δ nats a token allows, measured over the whole vocabulary.",
+        "One step per rollout at the price of dozens of passes; the mean KL is bounded, single states may move further.",
+    ),
+    "natural": About(
+        "Natural policy gradient",
+        "Kakade 2001 (NeurIPS 14), eq. 3; the step's length as in Schulman et al. 2015, app. C",
+        "trpo",
+        "The direction in which the policy, not its parameters, changes least; half the code of a trust region.",
+        "Nothing checks the step: where the KL's quadratic model is poor, δ is only a wish (trust_region/kl is what came of it).",
     ),
     "ppo": About(
         "Proximal policy optimisation",
@@ -147,6 +183,13 @@ ABOUT: dict[str, About] = {
         "rloo",
         "No critic in memory; clipped ratio allows several updates per rollout; KL to the reference in the loss.",
         "The std over-weights very easy and very hard prompts; the sequence mean favours short right and long wrong answers.",
+    ),
+    "grpo_process": About(
+        "GRPO with process supervision",
+        "Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, sec. 4.1.3",
+        "grpo",
+        "Credit per step: a token answers for the steps from it on, so a right start before a wrong end is not blamed.",
+        "As good as what scores the steps: what it overrates gets written often. More steps, larger sums, unless they are bad.",
     ),
     "iterative_grpo": About(
         "Iterative GRPO",
@@ -211,6 +254,13 @@ ABOUT: dict[str, About] = {
         "ppo",
         "A critic that holds for long answers: fitted before training, Monte-Carlo targets, λ that grows with the length.",
         "At α = 0.05 answers below 20 tokens get λ = 0, one-step advantages from the critic alone: short tasks need a larger α.",
+    ),
+    "vineppo": About(
+        "PPO with Monte-Carlo values",
+        "Kazemnejad et al. 2024 (VinePPO), arXiv:2410.01679, sec. 4",
+        "ppo",
+        "Unbiased values without a critic: a step is worth what fresh completions make of it, early in a run as late.",
+        "Samples K more completions per step of every answer; the KL and length penalties of later steps are not in the values.",
     ),
     "sapo": About(
         "Soft adaptive policy optimisation",

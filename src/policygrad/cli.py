@@ -21,10 +21,13 @@ HELP = """policygrad: the policy-gradient family for language models, as one equ
   policygrad train [ALGORITHM] [options]   train; without options: GRPO on a small model and task inside the package
   policygrad train --resume RUN            go on with a run
   policygrad train ... --dry-run           print the configuration and the algorithm's equation, load no model
+  policygrad sft --data FILE               supervised fine-tuning on demonstrations
+  policygrad reward-model --data FILE      a reward model from preferences; train ... --reward model:RUN uses it
   policygrad eval MODEL --task TASK        mean@k and pass@k of a model on held-out problems
   policygrad algorithms [--json]           the matrix of named algorithms
   policygrad show NAME                     an algorithm: its equation, parts, defaults with sources, what it fixes,
                                            how it fails; or one part, such as Clip
+  policygrad lab                           gradient estimators measured against the true gradient, on small problems
   policygrad completion bash|zsh           a script for tab completion
   policygrad --version
 

@@ -66,7 +66,10 @@ def policy(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def make(shape: Shape, off_policy: float | None = None, extra: str | None = None) -> tuple[pg.Batch, Tensor]:
-    """(batch, logits): `off_policy` is the spread of log π_θ − log π_old, None = on-policy; `extra` names a field to fill."""
+    """(batch, logits): `off_policy` is the spread of log π_θ − log π_old, None = on-policy.
+
+    `extra` names a field to fill, or "steps": step ends and their rewards.
+    """
     random = Random(shape.seed)
     rows = sum(shape.groups)
     mask = ragged_mask(random, rows, shape.width)
@@ -87,9 +90,20 @@ def make(shape: Shape, off_policy: float | None = None, extra: str | None = None
     )
     if off_policy is not None:
         batch = replace(batch, logp_old=logp + off_policy * random.normal(rows, shape.width))
-    if extra is not None:
+    if extra == "steps":
+        batch = with_steps(batch, random)
+    elif extra is not None:
         batch = replace(batch, **{extra: torch.where(mask, random.normal(rows, shape.width), NAN)})
     return batch, logits
+
+
+def with_steps(batch: pg.Batch, random: Random) -> pg.Batch:
+    """Steps that end at random, each with a reward; the last sampled token ends one, and what is off the mask is not read."""
+    mask = batch.mask
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    end = (random.uniform(*mask.shape) < 0.4) | last
+    reward = torch.where(end, random.normal(*mask.shape), 0.0)
+    return replace(batch, step_end=end, token_reward=torch.where(mask, reward, NAN))
 
 
 def gradients(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:

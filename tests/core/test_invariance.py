@@ -32,8 +32,9 @@ def rows_of(coef: Coefficients, rows: Tensor, width: int) -> Coefficients:
 
 def narrowed(batch: pg.Batch, width: int) -> pg.Batch:
     """The same completions with less padding."""
-    names = ("mask", "tokens", "logp_old", "logp_ref", "logp_sampler", "values")
-    return replace(batch, **{name: getattr(batch, name)[:, :width] for name in names})
+    names = ("mask", "tokens", "logp_old", "logp_ref", "logp_sampler", "values", "step_end", "token_reward")
+    fields = {name: getattr(batch, name) for name in names}
+    return replace(batch, **{name: field[:, :width] for name, field in fields.items() if field is not None})
 
 
 def share(batch: pg.Batch, logits: Tensor, psi: Tensor, algorithm: pg.Algorithm, coef: Coefficients, rows: Tensor):
@@ -49,7 +50,7 @@ def share(batch: pg.Batch, logits: Tensor, psi: Tensor, algorithm: pg.Algorithm,
 
 def whole(name: str, shape: Shape):
     algorithm = ALGORITHMS[name].with_budget(shape.width)
-    batch, logits = make(shape, off_policy=0.2)
+    batch, logits = make(shape, 0.2, "steps" if "step_end" in algorithm.declared else None)
     batch = algorithm.filtered(batch)
     psi, coef = algorithm.advantages(batch), algorithm.all_coefficients(batch)
     logp = policy(logits, batch.tokens, batch.mask)

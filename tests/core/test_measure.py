@@ -12,7 +12,7 @@ from torch import Tensor
 
 import policygrad as pg
 from policygrad.algorithms import ABOUT
-from policygrad.core.metrics import Metrics, Sum
+from policygrad.core.metrics import EffectiveSize, Max, Metrics, Min, Sum, merge
 from policygrad.core.objective import measure
 
 
@@ -49,9 +49,49 @@ def test_measured_hand_numbers() -> None:
             "kl": k3 / 3,
             "kl_old": k3 / 3,  # symmetric ratios
             "mismatch/logp_max": 0.25,
+            "mismatch/logp_mean": 0.25,
+            "mismatch/ess": 1.0,  # all weights are equal
         },
         rel=1e-14,
     )
+
+
+def test_the_mismatch_between_sampler_and_policy_by_hand() -> None:
+    """π_old/μ = 2, 1, ½ in one row, ½ in the other, which stands for two equal completions: in one pass, or merged."""
+    log2 = math.log(2)
+    gap = torch.tensor([[log2, 0.0, -log2], [-log2, math.nan, math.nan]], dtype=torch.float64)
+    mask = ~gap.isnan()
+    batch = pg.Batch(
+        mask=mask,
+        group=torch.tensor([0, 0]),
+        reward=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        logp_old=torch.full_like(gap, -3.0),
+        logp_sampler=-3.0 - gap,
+    )
+    algorithm, count = pg.DR_GRPO, torch.tensor([1, 2])
+    psi, coefficients = algorithm.advantages(batch), algorithm.all_coefficients(batch)
+
+    def found(rows: list[int]) -> Metrics:
+        at = torch.tensor(rows)
+        share = batch.select(at)
+        return measure(
+            pg.Forward(gap[at] - 3), share, psi[at], algorithm, tuple(c[at] for c in coefficients), count[at]
+        )
+
+    for metrics in (found([0, 1]), merge(found([0]), found([1])), merge(found([1]), found([0]))):
+        assert metrics["mismatch/logp_max"].value == pytest.approx(log2, rel=1e-14)
+        assert metrics["mismatch/logp_mean"].value == pytest.approx((log2 + 0 + log2 + 2 * log2) / 5, rel=1e-14)
+        total, squares = 2 + 1 + 0.5 + 2 * 0.5, 4 + 1 + 0.25 + 2 * 0.25
+        assert metrics["mismatch/ess"].value == pytest.approx(total**2 / (5 * squares), rel=1e-14)
+    assert EffectiveSize(0.0, 0.0, 0.0).value == 1.0
+
+
+def test_a_nan_is_seen_wherever_it_stands() -> None:
+    for kind, other in ((Max, 2.0), (Min, 2.0), (Max, math.inf), (Min, -math.inf)):
+        assert math.isnan((kind(math.nan) | kind(other)).value)
+        assert math.isnan((kind(other) | kind(math.nan)).value)
+    assert (Max(1.0) | Max(math.inf)).value == math.inf
+    assert (Min(1.0) | Min(torch.tensor(-2.0))).value == -2.0
 
 
 @dataclass(frozen=True)

@@ -225,6 +225,8 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
         logp_old=nan,
         logp_ref=nan,
         values=nan,
+        step_end=torch.ones(shape, dtype=torch.bool) if "step_end" in algorithm.declared else None,
+        token_reward=nan,
     )
     batch = algorithm.filtered(batch)
     logp = nan.clone().requires_grad_()

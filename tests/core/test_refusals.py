@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from random_batches import Shape, make, policy
+from torch import Tensor
 
 import policygrad as pg
 from policygrad.core.metrics import Max, Sum, merge
+from policygrad.core.objective import gate_weight
 from policygrad.core.reference import Reference
 
 TWO_STEPS = pg.FirstOrder(epochs=2)
@@ -59,6 +61,45 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "dynamic sampling of single samples": (
         lambda: replace(pg.REINFORCE, filters=(pg.DropNoSpread(),)).check_sampling(1, 1.0),
         ["DropNoSpread", "one per prompt"],
+    ),
+}
+
+
+BUILT |= {
+    "a part where a tuple belongs": (
+        lambda: pg.Algorithm(psi=pg.GroupMean()),  # type: ignore[arg-type]
+        ["psi is a tuple of parts, not GroupMean", "psi=(GroupMean(),), with the comma"],
+    ),
+    "a list where a tuple belongs": (
+        lambda: pg.Algorithm(terms=[pg.Entropy()]),  # type: ignore[arg-type]
+        ["terms is a tuple of parts, not list"],
+    ),
+    "a class where a part belongs": (
+        lambda: replace(pg.GRPO, gate=pg.Clip),
+        ["gate holds the class Clip, not a part: write Clip()"],
+    ),
+    "a class in a tuple": (
+        lambda: replace(pg.GRPO, psi=(pg.GroupMean,)),
+        ["psi holds the class GroupMean, not a part: write GroupMean()"],
+    ),
+    "no gate": (lambda: replace(pg.GRPO, gate=None), ["needs a part as its gate", "OnPolicy()"]),
+    "no aggregation": (lambda: replace(pg.GRPO, aggregate=None), ["needs a part as its aggregate", "SequenceSum()"]),
+    "no step": (lambda: replace(pg.GRPO, step=None), ["needs a part as its step", "FirstOrder()"]),
+    "a ratio as a gate": (lambda: replace(pg.GRPO, gate=pg.Token()), ["is not a gate", "no weight or value()"]),
+    "an advantage as a term": (
+        lambda: replace(pg.GRPO, terms=(pg.GroupMean(),)),
+        ["GroupMean()", "is not a term", "score(out, batch)"],
+    ),
+    "a number as an advantage": (lambda: pg.Algorithm(psi=(3,)), ["3 is not a part that psi can hold"]),  # type: ignore[arg-type]
+    "a number as a reference": (lambda: replace(pg.GRPO, reference=3), ["3 is not a reference", "no due()"]),
+    "a reference reset that never comes": (
+        lambda: Reference(reset=True),
+        ["Reference.reset", "`every` or `stall`", "never happen"],
+    ),
+    "a negative stall": (lambda: Reference(stall=-1), ["Reference.stall", "at least 1 evaluation", "-1"]),
+    "a reference that waits and that no part reads": (
+        lambda: replace(pg.DR_GRPO, reference=Reference(stall=2)),
+        ["no part reads", "stall=0"],
     ),
 }
 
@@ -134,6 +175,62 @@ def test_a_lone_coefficient_tensor_for_terms_that_aggregate_otherwise(call) -> N
     with pytest.raises(ValueError, match=r"KLToReference aggregates otherwise.*all_coefficients"):
         call(logp, batch, psi, algorithm, algorithm.coefficients(batch))
     call(logp, batch, psi, algorithm, algorithm.all_coefficients(batch))
+
+
+WIDTHS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Any, ...]], list[str]]] = {
+    "psi per completion": (lambda logp, psi, c: (logp, psi[:, 0], c), ["psi has shape [3]", "psi[:, None]"]),
+    "psi of another rollout": (lambda logp, psi, c: (logp, psi[:2], c), ["psi has shape [2, 3]"]),
+    "logp with the prompt": (lambda logp, psi, c: (logp.repeat(1, 2), psi, c), ["out.logp has shape [3, 6]", "prompt"]),
+    "an entropy per completion": (
+        lambda logp, psi, c: (pg.Forward(logp, entropy=logp[:, 0]), psi, c),
+        ["out.entropy has shape [3]"],
+    ),
+    "coefficients per completion": (lambda logp, psi, c: (logp, psi, c[:, 0]), ["coef has shape [3]"]),
+    "a term's coefficients": (lambda logp, psi, c: (logp, psi, (c, c[0])), ["coef[1] has shape [3]"]),
+}
+
+
+@pytest.mark.parametrize("call", [pg.surrogate, pg.objective])
+@pytest.mark.parametrize(("change", "said"), WIDTHS.values(), ids=WIDTHS.keys())
+def test_an_argument_of_another_shape_is_named(call, change, said: list[str]) -> None:
+    """B = T = 3, where Ψ [B] would broadcast along the tokens."""
+    batch = pg.Batch(
+        mask=torch.ones(3, 3, dtype=torch.bool),
+        group=torch.zeros(3, dtype=torch.int64),
+        reward=torch.tensor([1.0, 0.0, 0.0]),
+        logp_ref=torch.zeros(3, 3),
+    )
+    logp, psi, c = torch.zeros(3, 3, requires_grad=True), pg.GRPO.advantages(batch), pg.GRPO.coefficients(batch)
+    call(logp, batch, psi, pg.GRPO, (c, c))
+    out, psi, coef = change(logp, psi, c)
+    with pytest.raises(ValueError, match=r"expected \[B, T\] = \[3, 3\] as in Batch\.mask") as error:
+        call(out, batch, psi, pg.GRPO, coef)
+    assert [words for words in said if words not in str(error.value)] == []
+
+
+def test_a_gate_asked_alone_looks_at_shapes_too() -> None:
+    batch, logits = make(Shape((3,), 3, seed=0, binary=False), 0.2)
+    logp = policy(logits, batch.tokens, batch.mask)
+    with pytest.raises(ValueError, match="psi has shape"):
+        gate_weight(pg.Forward(logp), batch, torch.ones(3), pg.DR_GRPO)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_a_reward_that_is_not_finite_is_refused_where_it_is_read(bad: float) -> None:
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    group, reward = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 0.0, bad, 1.0])
+    with pytest.raises(ValueError, match=r"NaN or infinite in row 2: give a number, or leave the completion out"):
+        pg.DR_GRPO.advantages(pg.Batch(mask=mask, group=group, reward=reward))
+    token_reward = torch.tensor([[0.0, 0.0], [0.0, bad], [0.0, 0.0], [bad, 0.0]])
+    with pytest.raises(ValueError, match="in rows 1, 3:"):
+        pg.DR_GRPO.advantages(pg.Batch(mask=mask, group=group, reward=torch.ones(4), token_reward=token_reward))
+    mask[2] = False
+    out = pg.Batch(mask=mask, group=group, reward=reward)
+    psi = pg.DR_GRPO.advantages(out)  # a failed reward, never read
+    assert psi.isfinite().all()
+    counted = torch.ones(4, dtype=torch.bool)
+    with pytest.raises(ValueError, match="in row 2"):  # masked, but its group's statistics read it
+        pg.DR_GRPO.advantages(replace(out, in_statistics=counted))
 
 
 def test_one_metric_name_has_one_reduction() -> None:

@@ -12,16 +12,16 @@ from random_batches import Random, Shape, close, gradients, make, policy, shapes
 from torch import Tensor
 from transcriptions_critic import CRITIC, corrected
 from transcriptions_parts import EXTRA_FIELDS, PARTS, ROWS
+from transcriptions_steps import STEPS
 
 import policygrad as pg
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
-NAMED = transcriptions.NAMED | CRITIC | ROWS
+NAMED = transcriptions.NAMED | CRITIC | ROWS | STEPS
+EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys(STEPS, "steps")
 CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
 TABLE = {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()} | PARTS | {"truncated IS": (CORRECTED, corrected)}
-# Π_t r_t belongs to the completion, and the metric adds it up once per token: only its gradient is the paper's.
-ONLY_GRADIENT = {"sequence product"}
 
 
 def test_the_table_is_complete() -> None:
@@ -59,8 +59,7 @@ def test_gradient_and_value_are_the_papers(name: str, off_policy: float | None, 
     (value, by_token, by_parameter), (paper, paper_by_token, paper_by_parameter) = both(name, shape, off_policy)
     close(by_token, paper_by_token)
     close(by_parameter, paper_by_parameter, scale=paper_by_token)
-    if name not in ONLY_GRADIENT:
-        torch.testing.assert_close(value, paper, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(value, paper, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -71,7 +70,7 @@ def test_the_comparison_has_something_to_compare(name: str) -> None:
     assert by_token.abs().max() > 1e-3
     algorithm = TABLE[name][0]
     if isinstance(algorithm.gate, pg.Clip):
-        batch, logits = make(shape, 1.5)
+        batch, logits = make(shape, 1.5, EXTRA_FIELDS.get(name))
         batch = algorithm.filtered(batch)
         change = (policy(logits, batch.tokens, batch.mask) - batch.logp_old).detach()
         ratio = algorithm.ratio(change, batch.mask)  # type: ignore[misc]

@@ -8,6 +8,7 @@ paper writes `Ψ log π_θ`, `log_pi` is log π_θ plus a constant of θ, so tha
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -28,6 +29,7 @@ class Completion:
     token_reward: list[Tensor]
     value: list[Tensor]
     sampler: list[Tensor]
+    step_end: list[Tensor]
     truncated: bool
 
     def __len__(self) -> int:
@@ -63,6 +65,7 @@ def read(batch: Any, logp: Tensor) -> Prompts:
                 token_reward=tokens(i, batch.token_reward, [torch.zeros((), dtype=torch.float64)] * len(chosen)),
                 value=tokens(i, batch.values, []),
                 sampler=tokens(i, batch.logp_sampler, []),
+                step_end=tokens(i, batch.step_end, []),
                 truncated=bool(batch.truncated[i]) if batch.truncated is not None else False,
             )
             prompts[int(batch.group[i])].append(o)
@@ -181,8 +184,13 @@ def dr_grpo(prompts: Prompts, width: int) -> Tensor:
     return J / (max(1, count(prompts)) * width)
 
 
-def dapo(prompts: Prompts, width: int) -> Tensor:
-    """DAPO eq. 8, the token mean over the whole step; dynamic sampling, overlong mask, soft overlong penalty."""
+def dapo(
+    prompts: Prompts, width: int, high: float = 0.28, penalty: Callable[[Completion, int], Tensor | float] | None = None
+) -> Tensor:
+    """DAPO eq. 8, the token mean over the whole step; dynamic sampling, overlong mask, soft overlong penalty.
+
+    `penalty`: subtracted at every token that takes part.
+    """
     prompts = without_truncated(without_no_spread(prompts))
     J = zero(prompts)
     for outputs in prompts:
@@ -190,7 +198,8 @@ def dapo(prompts: Prompts, width: int) -> Tensor:
         for o in punished:
             A = zscore(o, punished)
             for t in range(len(o)):
-                J = J + torch.minimum(o.r(t) * A, clip(o.r(t), 1 - 0.2, 1 + 0.28) * A)
+                J = J + torch.minimum(o.r(t) * A, clip(o.r(t), 1 - 0.2, 1 + high) * A)
+                J = J - (0 if penalty is None else penalty(o, t))
     return J / max(1, count_tokens(prompts))
 
 

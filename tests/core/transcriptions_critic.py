@@ -48,6 +48,16 @@ def a2c(prompts: Prompts, width: int) -> Tensor:
     return J / max(1, count_tokens(prompts))
 
 
+def trpo(prompts: Prompts, width: int) -> Tensor:
+    """TRPO eq. 14, E[r·Â], with GAE(1, 0.95) as it is; `natural` climbs the same surrogate."""
+    J = zero(prompts)
+    for o in (o for outputs in prompts for o in outputs):
+        A = gae(o, rewards(o), 1.0, 0.95)
+        for t in range(len(o)):
+            J = J + o.r(t) * A[t]
+    return J / max(1, count_tokens(prompts))
+
+
 def _ppo_advantages(prompts: Prompts, beta: float) -> dict[int, list[Tensor]]:
     """GAE(1, 0.95), whitened over the rollout's sampled tokens."""
     A = {id(o): gae(o, rewards(o, beta), 1.0, 0.95) for outputs in prompts for o in outputs}
@@ -102,5 +112,5 @@ def corrected(prompts: Prompts, width: int) -> Tensor:
     return J / max(1, count_tokens(prompts))
 
 
-CRITIC = {f.__name__: f for f in (a2c, ppo, ppo_penalty, vapo)}
+CRITIC = {f.__name__: f for f in (a2c, trpo, ppo, ppo_penalty, vapo)} | {"natural": trpo}
 __all__ = ["CRITIC", "corrected", "gae", "log_pi", "n_step", "rewards"]

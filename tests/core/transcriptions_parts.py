@@ -14,6 +14,7 @@ from transcriptions import (
     clip,
     count,
     count_tokens,
+    dapo,
     grpo,
     gspo,
     gspo_token,
@@ -112,6 +113,31 @@ def magistral(prompts: Prompts, width: int) -> Tensor:
     return J / max(1, len(prompts))
 
 
+def opo(prompts: Prompts, width: int) -> Tensor:
+    """OPO: 1/B Σ_i (R_i − b) log π(o_i), b = Σ_j |o_j| R_j / Σ_j |o_j| over the prompt's completions."""
+    J = zero(prompts)
+    for outputs in prompts:
+        b = sum(len(o) * o.reward for o in outputs) / sum(len(o) for o in outputs)
+        for o in outputs:
+            A = o.reward - b if max(p.reward for p in outputs) > min(p.reward for p in outputs) else 0
+            for t in range(len(o)):
+                J = J + A * (o.logp[t] - sg(o.logp[t]) + 1)
+    return J / max(1, count(prompts))
+
+
+def optimal_length(prompts: Prompts, width: int) -> Tensor:
+    """The same with the mean over the others: b_i = Σ_{j≠i} |o_j| R_j / Σ_{j≠i} |o_j|."""
+    J = zero(prompts)
+    for outputs in prompts:
+        for o in outputs:
+            others = [p for p in outputs if p is not o]
+            if others:
+                b = sum(len(p) * p.reward for p in others) / sum(len(p) for p in others)
+                for t in range(len(o)):
+                    J = J + (o.reward - b) * (o.logp[t] - sg(o.logp[t]) + 1)
+    return J / max(1, count(prompts))
+
+
 def root_group(prompts: Prompts, width: int) -> Tensor:
     """Each group's Σ (R_i − b) log π(o_i) over √G, and the groups weighed by their share G/B: Σ_g (G/B)(1/√G) Σ_i."""
     J = zero(prompts)
@@ -203,6 +229,7 @@ PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
     "weight": (GRPO, weighted),
     "running mean": (replace(pg.REINFORCE, psi=(pg.RunningMean(mean=0.4),)), lambda p, w: reinforce(p, w, 0.4)),
     "batch mean": (replace(pg.REINFORCE, psi=(pg.BatchMean(),)), batch_mean),
+    "optimal baseline, length": (replace(pg.REINFORCE, psi=(pg.OptimalBaseline("length"),)), optimal_length),
     "token rewards": (pg.REINFORCE, reinforce),
     "KL in reward, large": (replace(pg.RLOO, shaping=(pg.KLInReward(0.7),)), lambda p, w: rloo(p, w, 0.7)),
 }
@@ -211,15 +238,7 @@ EXTRA_FIELDS = {"weight": "weight", "gspo_token, token rewards": "token_reward",
 
 def prorl(prompts: Prompts, width: int) -> Tensor:
     """DAPO with clip 0.2 / 0.4 and −1e-4·u²/2 on the tokens that take part."""
-    prompts = without_truncated(without_no_spread(prompts))
-    J = zero(prompts)
-    for outputs in prompts:
-        punished = [replace(o, reward=o.reward + overlong_penalty(len(o), width)) for o in outputs]
-        for o in punished:
-            A = zscore(o, punished)
-            for t in range(len(o)):
-                J = J + ppo_clip(o, t, A, 0.2, 0.4) - 1e-4 * o.u(t) ** 2 / 2
-    return J / max(1, count_tokens(prompts))
+    return dapo(prompts, width, high=0.4, penalty=lambda o, t: 1e-4 * o.u(t) ** 2 / 2)
 
 
-ROWS = {"iterative_grpo": grpo, "gspo_token": gspo, "prorl": prorl, "magistral": magistral}
+ROWS = {"iterative_grpo": grpo, "gspo_token": gspo, "prorl": prorl, "magistral": magistral, "opo": opo}

@@ -77,12 +77,28 @@ def test_neighbours_chunks_and_budget_do_not_matter(sampler: LocalSampler, promp
     sampling = Sampling(max_tokens=12)
     together = _rows(sampler.sample(prompts, 4, sampling))
     alone = [row for p in prompts for row in _rows(sampler.sample([p], 4, sampling))]
-    small = LocalSampler(sampler.model, frozenset(sampler.end.tolist()), sampler.pad, max_rows=4)
     assert together == alone
-    assert together == _rows(small.sample(prompts, 4, sampling))
+    assert together == _rows(sampler.sample(prompts, 4, Sampling(max_tokens=12, decode_rows=4)))
     assert _rows(sampler.sample(prompts, 2, sampling)) == [r for i, r in enumerate(together) if i % 4 < 2]
     longer = _rows(sampler.sample(prompts, 4, Sampling(max_tokens=20)))
     assert all(a == b[: len(a)] for a, b in zip(together, longer, strict=True))
+
+
+def test_no_more_rows_are_decoded_at_a_time_than_asked_for(sampler: LocalSampler, prompts: list[Prompt]) -> None:
+    sizes: list[int] = []
+    hook = sampler.model.register_forward_pre_hook(
+        lambda _, args, named: sizes.append(len(named["input_ids"])), with_kwargs=True
+    )
+    sampler.sample(prompts, 4, Sampling(max_tokens=6, decode_rows=8))
+    hook.remove()
+    assert max(sizes) == 8  # two prompts of the five
+    sizes.clear()
+    hook = sampler.model.register_forward_pre_hook(
+        lambda _, args, named: sizes.append(len(named["input_ids"])), with_kwargs=True
+    )
+    sampler.sample(prompts, 4, Sampling(max_tokens=6))
+    hook.remove()
+    assert max(sizes) == 20
 
 
 def test_the_cache_takes_more_room_when_it_is_used_up(

@@ -20,8 +20,9 @@ from policygrad.rollout.draw import log_probabilities
 from policygrad.rollout.local import LocalSampler
 from policygrad.rollout.model import load_model
 from policygrad.rollout.types import Prompt, Sampling
-from policygrad.training.learner import LocalLearner, LocalProblem
+from policygrad.training.learner import LocalLearner
 from policygrad.training.learner_config import LearnerConfig
+from policygrad.training.problem import LocalProblem
 
 VOCABULARY, WINDOW, WIDTH = 40, 17, 20
 BASE: dict[str, Any] = {

@@ -14,9 +14,11 @@ import policygrad as pg
 from policygrad.rollout.local import LocalSampler
 from policygrad.rollout.model import load_model
 from policygrad.rollout.types import Prompt, Sampling
-from policygrad.training.learner import LocalLearner, LocalProblem
+from policygrad.training import forward
+from policygrad.training.learner import LocalLearner
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
 from policygrad.training.optimizer import Optimizer
+from policygrad.training.problem import LocalProblem
 
 
 def learner_for(
@@ -253,14 +255,31 @@ def test_the_value_is_the_one_before_the_token_is_taken(random_model: Path) -> N
     assert float(values.abs().max()) > 0.1
 
 
-def test_a_gradient_is_the_same_twice_to_the_last_bit() -> None:
-    """At the size of a real step, where several threads work on one sum: what a bitwise resume stands on."""
+def one_prompt(rows: int) -> pg.Batch:
+    """One-token completions of a single prompt: all their gradients are added up at one hidden state."""
+    g = torch.Generator().manual_seed(0)
+    return pg.Batch(
+        mask=torch.ones(rows, 1, dtype=torch.bool),
+        group=torch.zeros(rows, dtype=torch.int64),
+        reward=torch.rand(rows, generator=g),
+        tokens=torch.randint(40, (rows, 1), generator=g),
+        prompts=(torch.arange(5),),
+    )
+
+
+def a_step() -> pg.Batch:
+    batch = make_batch(3, groups=64, size=8, width=16, holes=False)
+    return replace(batch, reward=torch.rand(512, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize(("batch", "times"), [(a_step(), 2), (one_prompt(8192), 3)], ids=["a step", "one prompt"])
+def test_a_gradient_is_the_same_twice_to_the_last_bit(batch: pg.Batch, times: int) -> None:
+    """What a bitwise resume stands on, where several threads work on one sum: at the size of a real step, and with many terms
+    in one sum."""
     from policygrad.rollout.model import resolve
 
     model = load_model(resolve("tiny"))
     learner = LocalLearner(model, pg.DR_GRPO, lr=0.0, steps=1)
-    batch = make_batch(3, groups=64, size=8, width=16, holes=False)
-    batch = replace(batch, reward=torch.rand(512, generator=torch.Generator().manual_seed(0)))
     psi = pg.DR_GRPO.advantages(batch)
 
     def gradient() -> torch.Tensor:
@@ -269,4 +288,19 @@ def test_a_gradient_is_the_same_twice_to_the_last_bit() -> None:
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     first = gradient()
-    assert all(torch.equal(first, gradient()) for _ in range(10))
+    assert all(torch.equal(first, gradient()) for _ in range(times))
+
+
+def test_hidden_states_that_many_tokens_read_get_the_same_gradient_every_time() -> None:
+    """400,000 terms in one sum: an order of addition that is left to the threads shows at every attempt."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(8, 32, generator=generator).requires_grad_()
+    index, above = torch.zeros(400_000, dtype=torch.int64), torch.randn(400_000, 32, generator=generator)
+
+    def gradient() -> torch.Tensor:
+        (found,) = torch.autograd.grad(forward._rows(states, index), states, above)
+        return found
+
+    first = gradient()
+    assert float(first.abs().max()) > 100
+    assert all(torch.equal(first, gradient()) for _ in range(3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
+from policygrad.core.types import PER_COMPLETION, PER_TOKEN
 from policygrad.rollout.model import load_model
 from policygrad.training.forward import Scorer, probe
-from policygrad.training.learner import LocalLearner, LocalProblem
+from policygrad.training.learner import LocalLearner
 from policygrad.training.learner_config import LearnerConfig
 from policygrad.training.packing import merge_equal, pack
+from policygrad.training.problem import LocalProblem
 
 VOCABULARY = 40
 
@@ -159,6 +161,49 @@ def test_merges_only_what_is_equal() -> None:
     assert len(merge_equal(replace(batch, group=torch.arange(12)), psi, rows)[0]) == 12
 
 
+@dataclass(frozen=True)
+class Weighed:
+    """A user's term: k = one of the batch's fields, whichever it is called."""
+
+    field: str
+    aggregate: pg.SequenceSum = field(default_factory=pg.SequenceSum)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({self.field} & {"logp_sampler"})  # the others tell completions apart unasked
+
+    def score(self, out: pg.Forward, batch: pg.Batch) -> Tensor:
+        value = getattr(batch, self.field).double()
+        return (value if value.ndim == 2 else value[:, None]).expand(batch.mask.shape)
+
+    def value(self, out: pg.Forward, batch: pg.Batch) -> Tensor:
+        return self.score(out, batch) * out.logp.detach()
+
+
+@pytest.mark.parametrize("name", sorted({*PER_TOKEN, *PER_COMPLETION} - {"mask", "group", "tokens"}))
+def test_equal_tokens_are_not_merged_where_a_part_could_tell_them_apart(model: nn.Module, name: str) -> None:
+    """Completions 0 and 1 have the same tokens and Ψ, and differ in one field, which a user's term reads."""
+    batch = make_batch(5, holes=False)
+    batch = replace(batch, mask=torch.ones_like(batch.mask))
+    whole = batch.mask if name in PER_TOKEN else batch.mask[:, 0]
+    kind = torch.bool if name in ("step_end", "truncated", "in_statistics") else torch.float64
+    other = torch.zeros(whole.shape, dtype=kind)
+    other[1] = 1
+    batch, psi = replace(batch, **{name: other}), torch.zeros(batch.mask.shape, dtype=torch.float64)
+    algorithm = pg.Algorithm(terms=(Weighed(name),))  # type: ignore[arg-type]
+    learner = LocalLearner(model, algorithm, lr=0.0, steps=1)
+    learner.optimizer.adam.zero_grad()
+    LocalProblem(learner, batch, psi, algorithm, seed=0).accumulate()
+    got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss = pg.surrogate(naive_logp(model, batch, 1.0), batch, psi, algorithm)
+    expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    largest = max(float(e.abs().max()) for e in expected if e is not None)
+    assert largest > 1e-4
+    for g, e in zip(got, expected, strict=True):
+        assert e is None or float((g - e).abs().max()) <= 1e-6 * largest
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -> None:
     """The learner's gradient, with every saving on, against autograd through the definition with none."""
@@ -170,7 +215,10 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
         near = logp + 0.3 * noise
         for row in range(0, 11, 4):
             near[row + 1] = near[row]
-    batch = algorithm.filtered(replace(batch, logp_old=near, logp_ref=near.flip(1), values=near / 9))
+    batch = replace(batch, logp_old=near, logp_ref=near.flip(1), values=near / 9)
+    if "step_end" in algorithm.needs:  # a step per token; equal completions have equal steps
+        batch = replace(batch, step_end=batch.mask, token_reward=(batch.tokens % 3).double() * batch.mask)
+    batch = algorithm.filtered(batch)
     psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
     if algorithm.critic is not None:  # a policy that moves, also where its critic is fitted first
         algorithm = replace(algorithm, critic=replace(algorithm.critic, pretrain=0))

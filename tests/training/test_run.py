@@ -23,7 +23,9 @@ from policygrad.rollout.model import resolve
 from policygrad.rollout.types import Sampling
 from policygrad.track import Sample, Silent
 from policygrad.training import checkpoint
+from policygrad.training import loop as loop_module
 from policygrad.training.config import Checkpointing, Evaluation, Run
+from policygrad.training.optimizer import Optimizer
 from policygrad.training.session import train
 from policygrad.training.toml import load
 
@@ -180,7 +182,8 @@ def test_saved_model_is_loaded_by_others_with_the_same_log_probabilities(small: 
 def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> None:
     """One row of the matrix, two steps, on the real path; the metrics are finite and the weights have moved."""
     record = Record()
-    options = {"model": "tiny", "task": "embedded", "reward": (), "lr": 1e-4, "sampling": Sampling(max_tokens=32)}
+    lr = 1e-4 if pg.algorithm(name).step.uses_lr else None
+    options = {"model": "tiny", "task": "embedded", "reward": (), "lr": lr, "sampling": Sampling(max_tokens=32)}
     folder = str(tmp_path / "run")
     run = replace(
         small, **options, algorithm=pg.algorithm(name), steps=2, output=folder, checkpoint=Checkpointing(every=9)
@@ -258,3 +261,153 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(small: Run, tmp_path: P
     assert train(resume=tmp_path / "run").steps == small.steps
     whole = train(replace(small, output=str(tmp_path / "whole")))
     assert same(weights(whole.output), weights(tmp_path / "run"))
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, at: int, where: str) -> None:
+    """The `at`-th optimiser step of the process finds a gradient of NaN, or is cut short; or a rollout fails."""
+    calls, real_step, real_collect = [0], Optimizer.step, loop_module.collect
+
+    def step(self: Optimizer) -> tuple[float | None, float]:
+        calls[0] += 1
+        if calls[0] == at and where == "gradient":
+            master = next(iter(self.masters.values()))
+            master.grad = torch.full_like(master, float("nan"))
+        if calls[0] == at and where == "midst":
+            monkeypatch.setattr(self.adam, "step", broken)
+        return real_step(self)
+
+    def broken() -> None:
+        raise RuntimeError("out of memory")
+
+    def collect(*args: Any, **options: Any) -> Any:
+        if options["step"] == at and where in ("rollout", "interrupt"):
+            raise KeyboardInterrupt if where == "interrupt" else OSError("no workers")
+        return real_collect(*args, **options)
+
+    monkeypatch.setattr(Optimizer, "step", step)
+    monkeypatch.setattr(loop_module, "collect", collect)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "error"), [("gradient", FloatingPointError), ("rollout", OSError)])
+def test_a_step_that_fails_leaves_the_one_before_it(
+    small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: type[Exception]
+) -> None:
+    """The run that goes on from there ends with the weights and the files of one that never failed."""
+    run = replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run"))
+    record = Record()
+    failing(monkeypatch, 4, where)
+    with pytest.raises(error) as caught:
+        train(run, display=record)
+    monkeypatch.undo()
+    (said,) = [note for note in record.notes if "failed" in note]
+    assert said.startswith(
+        f"step 4 failed; step 3 is saved: policygrad train --resume {tmp_path / 'run'} goes on from step 3"
+    )
+    assert ("lower --lr or change --seed" in said) is (where == "gradient")
+    assert caught.value.__notes__ == [said]
+    train(resume=tmp_path / "run")
+    whole = train(replace(run, output=str(tmp_path / "whole")))
+    assert same(weights(whole.output), weights(tmp_path / "run"))
+    assert untimed(whole.output / "metrics.jsonl") == untimed(tmp_path / "run" / "metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_between_its_updates_says_what_is_saved(
+    small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = replace(pg.DR_GRPO, step=pg.FirstOrder(epochs=2, minibatches=2))
+    run = replace(
+        small, algorithm=algorithm, steps=3, checkpoint=Checkpointing(every=100, keep=1), output=str(tmp_path / "run")
+    )
+    train(run, stop_after=1)
+    record = Record()
+    failing(monkeypatch, 4 + 2, "gradient")  # the second of step 3's four
+    with pytest.raises(FloatingPointError):
+        train(resume=tmp_path / "run", display=record)
+    monkeypatch.undo()
+    said = "step 3 failed; step 2 is saved, with 1 update of the failed step in its weights: policygrad train --resume"
+    assert any(note.startswith(said) for note in record.notes)
+    assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step-000001", "step-000002"]
+    saved = checkpoint.load_latest(tmp_path / "run" / "checkpoints", warn=pytest.fail)
+    assert saved is not None
+    assert saved.state["learner"]["optimizer"]["taken"] == 2 * 4 + 1
+    assert all(tensor.isfinite().all() for name, tensor in saved.tensors.items() if name.startswith("weights/"))
+    assert train(resume=tmp_path / "run").steps == 3
+
+
+@pytest.mark.parametrize(("where", "error"), [("midst", RuntimeError), ("interrupt", KeyboardInterrupt)])
+def test_what_is_of_no_one_step_is_not_saved(
+    small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
+) -> None:
+    """An optimiser step that is cut short has moved some weights and not others; Ctrl-C, twice, is meant to end at once."""
+    record = Record()
+    failing(monkeypatch, 2, where)
+    with pytest.raises(error):
+        train(replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run")), display=record)
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    if where == "midst":
+        (said,) = [note for note in record.notes if "failed" in note]
+        assert said.startswith(
+            "step 2 failed, and step 1 could not be saved (an optimiser step was cut short in its midst"
+        )
+        assert said.endswith("goes on from step 0")
+
+
+@pytest.mark.slow
+def test_a_token_budget_ends_the_run_also_across_resumes(small: Run, tmp_path: Path) -> None:
+    run = replace(small, steps=50, tokens=600, evaluation=Evaluation(problems=2, samples=2))
+    record = Record()
+    whole = train(replace(run, output=str(tmp_path / "whole")), display=record)
+    sampled = [m["tokens/sampled"] for m in rows(whole.output / "metrics.jsonl") if "reward" in m]
+    assert 1 < whole.steps == len(sampled) < 50
+    assert sum(sampled[:-1]) < 600 <= sum(sampled)
+    assert whole.model is not None
+    numbers = json.loads((whole.output / "result.json").read_text())
+    assert numbers["tokens"] == sum(sampled)
+    assert numbers["held_out_after"] == whole.after is not None
+    assert 50 < numbers["peak_memory_mib"] < 50_000
+    clocks = [m["time/rollout"] + m["time/update"] for m in rows(whole.output / "metrics.jsonl") if "reward" in m]
+    assert numbers["seconds"] == pytest.approx(sum(clocks))
+
+    pieces = tmp_path / "pieces"
+    result = train(replace(run, output=str(pieces)), stop_after=1)
+    while result.model is None:
+        result = train(resume=pieces, stop_after=1)
+    assert result.steps == whole.steps
+    assert same(weights(whole.output), weights(pieces))
+    again = json.loads((pieces / "result.json").read_text())
+    clocks = [m["time/rollout"] + m["time/update"] for m in rows(pieces / "metrics.jsonl") if "reward" in m]
+    assert again["tokens"] == numbers["tokens"]
+    assert again["seconds"] == pytest.approx(sum(clocks))
+
+    more = train(replace(load(pieces / "run.toml"), tokens=sum(sampled) + 1), resume=pieces)  # a larger budget goes on
+    assert more.steps == whole.steps + 1
+
+
+@pytest.mark.slow
+def test_a_reference_that_waits_for_better_scores_resumes_bit_for_bit(small: Run, tmp_path: Path) -> None:
+    """Held-out problems that nothing can solve: best after step 1, no better after 2 and 3, so anew with the 4th rollout."""
+    folder = Path(small.task).parent
+    (folder / "stalls.py").write_text(
+        "def digits(prompts, completions, **columns):\n"
+        "    return [0.0 if a == 'none' else float(c[:1].isdigit()) for c, a in zip(completions, columns['answer'])]\n"
+    )
+    (folder / "held.jsonl").write_text('{"prompt": "9 + 9 =\\n", "answer": "none"}\n')
+    run = replace(
+        small,
+        algorithm=replace(pg.PRORL, filters=(), shaping=(), reference=pg.Reference(stall=2, reset=True)),
+        reward=(f"{folder / 'stalls.py'}:digits",),
+        held_out=str(folder / "held.jsonl"),
+        evaluation=Evaluation(problems=1, samples=2, every=1),
+        steps=8,
+    )
+    whole = train(replace(run, output=str(tmp_path / "whole")))
+    metrics = rows(whole.output / "metrics.jsonl")
+    assert [m["step"] for m in metrics if m.get("reference/refreshed")] == [4, 7]
+    pieces = tmp_path / "pieces"
+    result = train(replace(run, output=str(pieces)), stop_after=1)
+    while result.model is None:
+        result = train(resume=pieces, stop_after=1)
+    assert same(weights(whole.output), weights(pieces))
+    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")

@@ -2,8 +2,11 @@
 
 COMMANDS = {  # the function of each, as module:name
     "train": "policygrad.commands.train:train",
+    "sft": "policygrad.commands.sft:sft",
+    "reward-model": "policygrad.commands.reward_model:reward_model",
     "eval": "policygrad.commands.evaluate:evaluate",
     "algorithms": "policygrad.commands.show:algorithms",
     "show": "policygrad.commands.show:show",
+    "lab": "policygrad.commands.lab:lab",
     "completion": "policygrad.commands.completion:completion",
 }

@@ -13,10 +13,12 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import COMMANDS
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.evaluate import EvalOptions
+from policygrad.commands.supervised import flags as supervised_flags
 from policygrad.commands.train import flags
 from policygrad.core.algorithm import Algorithm
 from policygrad.rollout.types import Sampling
 from policygrad.training.parts import part_names
+from policygrad.training.supervised_config import SFTConfig
 
 SCRIPT = """# tab completion of policygrad; written by `policygrad completion {shell}`
 {zsh}_policygrad() {{
@@ -28,6 +30,7 @@ SCRIPT = """# tab completion of policygrad; written by `policygrad completion {s
 {values}        *)
             case "${{COMP_WORDS[1]}}" in
             train) words={train}; [ "$COMP_CWORD" -eq 2 ] && words="$words "{algorithms} ;;
+            sft|reward-model) words={supervised} ;;
             eval) words={evaluate}; [ "$COMP_CWORD" -eq 2 ] && words="$words tiny" ;;
             algorithms) words="--json --help" ;;
             show) words={names} ;;
@@ -74,11 +77,11 @@ def script(shell: str) -> str:
     values = {f"--algorithm.{place}": ["none", *part_names(place)] for place in places}
     values |= {
         "--algorithm": list(ALGORITHMS),
-        "--config|--resume|--output|--held-out": [],  # a file's or folder's name, which the shell knows
+        "--config|--resume|--output|--held-out|--data": [],  # a file's or folder's name, which the shell knows
         "--model": ["tiny"],
         "--task": ["embedded"],
         "--dtype|--learner.dtype": ["fp32", "bf16"],
-        "--reward": ["exact_match", "format", "math", "reasoning_gym", "reasoning_gym_partial"],
+        "--reward": ["exact_match", "format", "math", "model:", "reasoning_gym", "reasoning_gym_partial"],
         "--optimizer.schedule": ["constant", "linear", "cosine"],
     }
     return SCRIPT.format(
@@ -88,6 +91,7 @@ def script(shell: str) -> str:
         values="".join(f"        {flag}) words={_quoted(known)} ;;\n" for flag, known in values.items()),
         train=_quoted([*train, "--help"]),
         algorithms=_quoted(ALGORITHMS),
+        supervised=_quoted([*supervised_flags(SFTConfig), "--help"]),
         evaluate=_quoted([f"--{name.replace('_', '-')}" for name in evaluate] + ["--help"]),
         names=_quoted([*ALGORITHMS, *part_names()]),
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from policygrad.algorithms import ABOUT, ALGORITHMS
 from policygrad.core.algorithm import Algorithm
+from policygrad.papers import PAPERS
 
 Line = tuple[tuple[str, str], ...]
 """(text, rich style) pieces of one line."""
@@ -86,6 +87,13 @@ def part_name(part: Any, *, names: bool = False, changed: bool = False) -> str:
     return f"{kind.__name__}({', '.join(written)})" if written else kind.__name__
 
 
+def changed_settings(part: Any) -> str:
+    """`Reference(every=100)`: names, and only of what is not the part's default."""
+    usual = _defaults(type(part))
+    values = ", ".join(f"{name}={number(value)}" for name, value in settings(part) if value != usual.get(name))
+    return f"{type(part).__name__}({values})" if values else type(part).__name__
+
+
 def _defaults(kind: type) -> dict[str, Any]:
     return {f.name: f.default for f in fields(kind) if f.default is not MISSING}
 
@@ -116,6 +124,9 @@ def describe(a: Algorithm, width: int = 80) -> list[Line]:
         lines += wrapped(((" " * (len(a.name) + 2), ""),), about.source, width, QUIET)
     lines += [(), (("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD)), ()]
     lines += _formulas(a, width)
+    if a.name in PAPERS:
+        lines += [(), (("As published", HEAD),)]
+        lines += [row for text in PAPERS[a.name].objective.split("\n") for row in wrapped((("  ", ""),), text, width)]
     lines += [(), (("Parts", HEAD), (" and their defaults", QUIET))]
     lines += _parts(a, width)
     if about and about.parent:
@@ -168,17 +179,37 @@ def matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, .
 
 
 def difference(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str]]:
-    """Column of the matrix -> (the parent's, the algorithm's), where they differ; the group size too."""
-    theirs, mine = matrix_row(parent), matrix_row(a)
-    changed = {
-        COLUMNS_BY_HEAD[k]: (" ".join(theirs[k]) or "–", " ".join(mine[k]) or "–") for k in mine if mine[k] != theirs[k]
-    }
+    """What of the algorithm -> (the parent's, the algorithm's), field by field, where they differ."""
+    changed: dict[str, tuple[str, str]] = {}
+    for name, (_, label) in COLUMNS.items():
+        theirs, mine = _held(parent, name), _held(a, name)
+        if [settings(p) for p in theirs] != [settings(p) for p in mine] or list(map(type, theirs)) != list(
+            map(type, mine)
+        ):
+            changed[label] = _change(theirs, mine, names=name in ("step", "critic", "reference"))
     if parent.samples_per_prompt != a.samples_per_prompt:
         changed["samples"] = (str(parent.samples_per_prompt), str(a.samples_per_prompt))
     return changed
 
 
-COLUMNS_BY_HEAD = {f"{symbol} {label}".strip(): label for symbol, label in COLUMNS.values()}
+def _held(a: Algorithm, name: str) -> tuple[Any, ...]:
+    """The parts of one field; a reference that no part reads is none."""
+    value = getattr(a, name)
+    parts = value if isinstance(value, tuple) else (value,)
+    return tuple(p for p in parts if p is not None and (name != "reference" or "logp_ref" in a.needs))
+
+
+def _change(theirs: tuple[Any, ...], mine: tuple[Any, ...], *, names: bool) -> tuple[str, str]:
+    """Both sides in words; of one part with many settings, only those that differ."""
+    if len(theirs) == len(mine) == 1 and type(theirs[0]) is type(mine[0]) and len(settings(mine[0])) > 1:
+        old, new = dict(settings(theirs[0])), dict(settings(mine[0]))
+        differ = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        if len(differ) < len(new):
+            sides = [", ".join(f"{n}={number(side.get(n))}" for n in differ) for side in (old, new)]
+            return f"{type(mine[0]).__name__}({sides[0]})", f"{type(mine[0]).__name__}({sides[1]})"
+    write = changed_settings if names else part_name
+    written = [" ".join(map(write, side)) or "–" for side in (theirs, mine)]
+    return written[0], written[1]
 
 
 def describe_part(kind: type, width: int = 80) -> list[Line]:

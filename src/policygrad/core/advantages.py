@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -115,6 +115,62 @@ class LeaveOneOut:
         # A completion that is masked from the gradient but counts in the statistics is among its siblings' others.
         others = (groups.size - batch.counted.long()).clamp(min=1)
         return _subtract(psi, (groups.sum(total) - total) / others, batch)
+
+
+Norm = Literal["exact", "length"]
+
+
+@dataclass(frozen=True)
+class OptimalBaseline:
+    """Ψ = R_i − b_i, b_i = Σ_{j≠i} n_j R_j / Σ_{j≠i} n_j: leave-one-out b* = E[R‖s‖²]/E[‖s‖²], s = ∇log π(o) the score.
+
+    Of all baselines that are constant over a completion, b* gives R − b the gradient of least total variance when each
+    completion is one action (aggregation `SequenceSum`): E‖(R − b)s‖² is a parabola in b with its minimum there. Estimated
+    from a handful of siblings the weights are noise of their own, and the siblings' plain mean (`LeaveOneOut`) can do better.
+    Source: Weaver & Tao 2001; Greensmith, Bartlett & Baxter 2004, JMLR 5.
+    """
+
+    norm: Norm = "exact"
+    """n: exact = ‖s‖², a backward pass per distinct completion; length = |o|, which ‖s‖² grows with when tokens' scores are
+    orthogonal and of one size (Hao et al. 2025, OPO)."""
+    leave_one_out: bool = True
+    """Over the siblings only, so unbiased. False = the plug-in Σ_j n_j R_j / Σ_j n_j as published: it sees R_i, so it is biased."""
+    group_statistic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.norm not in get_args(Norm):
+            raise ValueError(
+                f"OptimalBaseline.norm must be 'exact' (‖∇log π(o)‖², from the learner) or 'length' (|o|), not {self.norm!r}"
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Lengths are known; only the exact norms ask something of a learner."""
+        return frozenset({"score_norm"} if self.norm == "exact" else ())
+
+    @property
+    def formula(self) -> str:
+        over, n = ("{j≠i}" if self.leave_one_out else "j"), ("‖∇log π(o)‖²" if self.norm == "exact" else "|o|")
+        return f"R_i − Σ_{over} n_j R_j/Σ_{over} n_j,  n = {n}"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        groups, total, n = Groups(batch.group, batch.counted), totals(batch).double(), self._weights(batch)
+        over = groups.others if self.leave_one_out else groups.sum
+        count, whole = over(torch.ones_like(total)), over(n)
+        plain = over(total) / count.clamp(min=1)  # scores of norm 0 all around: no reward weighs more than another
+        weighted = over(n * total) / torch.where(whole > 0, whole, 1)
+        return _subtract(psi, torch.where(whole > 0, weighted, plain).to(psi.dtype), batch)
+
+    def _weights(self, batch: Batch) -> Tensor:
+        """n [B] in float64. A completion that counts in the statistics but is masked from the gradient adds no score: n = 0."""
+        if self.norm == "length":
+            return batch.lengths.double()
+        if batch.score_norm is None:
+            raise ValueError(
+                "OptimalBaseline needs Batch.score_norm, ‖∇log π(o)‖² per completion: let a learner fill it "
+                "(learner.score with algorithm.needs), or use OptimalBaseline(norm='length')"
+            )
+        return ragged.masked(batch.score_norm.double(), batch.mask.any(1))
 
 
 @dataclass(frozen=True)

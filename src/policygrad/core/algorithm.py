@@ -11,13 +11,13 @@ from torch import Tensor
 from policygrad.core import ragged
 from policygrad.core.advantages import reward_to_go
 from policygrad.core.aggregates import SequenceSum
-from policygrad.core.checks import check
+from policygrad.core.checks import check, check_rewards
 from policygrad.core.critic import Critic
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric
 from policygrad.core.objective import Coefficients
 from policygrad.core.reference import Reference
-from policygrad.core.steps import FirstOrder
+from policygrad.core.steps import FirstOrder, Step
 from policygrad.core.types import Advantage, Aggregation, Batch, BatchTransform, Correction, Gate, Ratio, Term
 
 
@@ -47,7 +47,7 @@ class Algorithm:
     """Which completions take part: dynamic sampling, overlong mask."""
     corrections: tuple[Correction, ...] = ()
     """Factors on w for a sampler that is not π_old."""
-    step: FirstOrder = field(default_factory=FirstOrder)
+    step: Step = field(default_factory=FirstOrder)
     """How the parameters move."""
     critic: Critic | None = None
     """V, for the advantages that need values."""
@@ -126,7 +126,12 @@ class Algorithm:
         return batch
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Ψ [B, T]: reward shaping and the chain of lever 1; 0 off the mask. Computed once per rollout, before splitting."""
+        """Ψ [B, T]: reward shaping and the chain of lever 1; 0 off the mask. Computed once per rollout, before splitting.
+
+        Raises:
+            ValueError: a reward that is NaN or infinite, of a completion that counts: it would be its whole group's.
+        """
+        check_rewards(batch)
         batch = self.shaped(batch)
         psi = reward_to_go(batch)
         for link in self.psi:
@@ -195,7 +200,7 @@ class Algorithm:
         chain = "R"
         for link in self.psi:
             formula = _formula(link)
-            chain = f"({chain}){formula}" if formula.startswith("/") else formula
+            chain = f"({chain}){formula}" if formula.startswith("/") else chain * formula.startswith(";") + formula
         lines = {"Ψ": chain, "w": _formula(self.gate), "c": _formula(self.aggregate)}
         if self.ratio is not None:
             lines["r"] = _formula(self.ratio)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,17 +15,26 @@ from policygrad.core.terms import required
 from policygrad.core.types import Batch
 from policygrad.core.values import GAE
 
+RATIO = 10.0
+"""The critic's learning rate over the policy's, where it is left open."""
+Features = Literal["own", "policy"]
+
 
 @dataclass(frozen=True)
 class Critic:
-    """V_φ, a copy of the initial model with a value head: parameters of its own, which a policy step never moves.
+    """V_φ: parameters of its own, which a policy step never moves, fitted to GAE(γ, λ) + V_old, unwhitened.
 
-    Its targets are GAE(γ, λ) + V_old, unwhitened. Before training it is fitted to the frozen policy's returns for
-    `pretrain` rollouts at most, or until it explains `explained` of their variance.
+    features: own = a copy of the initial model's backbone, trained with the value head. policy = a head alone, on the policy's
+    last hidden states, which it reads and never moves: no second backbone in memory, but values that shift with the policy's
+    states and explain less; a `hidden` layer helps.
+
+    Before training it is fitted to the frozen policy's returns for `pretrain` rollouts at most, or until it explains
+    `explained` of their variance: what a rollout costs is sampling it, so each is gone over `pretrain_epochs` times, and the
+    error is not clipped.
     """
 
-    lr: float = 1e-4
-    """Peak learning rate; the policy's schedule."""
+    lr: float | None = None
+    """Peak learning rate, on the policy's schedule; open = ten times the policy's."""
     lam: float = 0.95
     """λ of the targets; 1 = Monte-Carlo returns."""
     gamma: float = 1.0
@@ -36,12 +46,42 @@ class Critic:
     """Rollouts of value pre-training still to come, at most; the policy stands still meanwhile."""
     explained: float = 0.5
     """Explained variance of fresh returns at which pre-training ends early."""
+    pretrain_epochs: int = 4
+    """Value steps per optimiser step of pre-training."""
+    features: Features = "own"
+    """own: a backbone of its own; policy: the policy's hidden states, under stop-gradient."""
+    hidden: int = 0
+    """Width of a hidden layer in the head on the policy's states; 0 = a linear head."""
 
     def __post_init__(self) -> None:
         GAE(self.gamma, self.lam)  # refuses what is outside [0, 1]
-        for name in ("lr", "coefficient", "clip", "pretrain"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"Critic.{name} must be at least 0, not {getattr(self, name)}")
+        for name in ("lr", "coefficient", "clip", "pretrain", "hidden"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"Critic.{name} must be at least 0, not {value}")
+        if self.pretrain_epochs < 1:
+            raise ValueError(f"Critic.pretrain_epochs must be at least 1, not {self.pretrain_epochs}")
+        if self.features not in get_args(Features):
+            raise ValueError(
+                f"Critic.features must be {' or '.join(map(repr, get_args(Features)))}, not {self.features!r}"
+            )
+        if self.hidden and self.features == "own":
+            raise ValueError(
+                "Critic.hidden makes a head on the policy's fixed states able to bend, and features is 'own', whose backbone "
+                "learns itself: set features='policy', or leave hidden at 0"
+            )
+
+    def rate(self, policy: float | None) -> float:
+        """Its peak learning rate beside the policy's; it starts from a head that knows nothing, so it learns faster.
+
+        Raises:
+            ValueError: neither is given.
+        """
+        if self.lr is None and policy is None:
+            raise ValueError(
+                "Critic.lr is open, and the policy has no learning rate to multiply: set Critic(lr=…), say 1e-5"
+            )
+        return RATIO * (policy or 0.0) if self.lr is None else self.lr
 
     def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> Critic:
         """The critic for the next rollout: one rollout of pre-training less, or none left once it explains enough."""
@@ -53,7 +93,8 @@ class Critic:
     @property
     def formula(self) -> str:
         clip = f", clipped at V_old ± {self.clip:g}" if self.clip else ""
-        return f"{self.coefficient:g}·(V − (GAE(λ = {self.lam:g}) + V_old))²{clip}"
+        head = ", V on the policy's states" if self.features == "policy" else ""
+        return f"{self.coefficient:g}·(V − (GAE(λ = {self.lam:g}) + V_old))²{clip}{head}"
 
     def targets(self, batch: Batch) -> Tensor:
         """[B, T] GAE(γ, λ) + V_old; 0 off the mask. The batch's rewards are those after shaping."""
@@ -64,7 +105,7 @@ class Critic:
         """[B, T] with graph: coefficient·max((V − R)², (clip(V, V_old ± ε) − R)²). Source: Schulman et al. 2017 (code)."""
         values = ragged.masked(values, batch.mask)
         error = (values - targets) ** 2
-        if self.clip:
+        if self.clip and not self.pretrain:
             old = ragged.masked(required(batch.values, self, "values"), batch.mask)
             near = old + (values - old).clamp(-self.clip, self.clip)
             error = torch.maximum(error, (near - targets) ** 2)

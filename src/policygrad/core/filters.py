@@ -52,7 +52,11 @@ class DropNoSpread:
 
 
 def reweight(batch: Batch, dropped: Tensor) -> Batch:
-    """Weight 0 for the dropped [B], 1/(1 − f) for the rest; the denominators stay those of the unfiltered step."""
+    """Weight 0 for the dropped [B], 1/(1 − f) for the rest; the denominators stay those of the unfiltered step.
+
+    f is the fraction of completions dropped, among those with a sampled token: groups of unequal size (a completion whose
+    reward failed, an overlong mask before) count by what is left of them.
+    """
     in_denominators = batch.mask.any(1)
     kept = in_denominators & ~dropped
     rest = in_denominators.sum().to(batch.reward.dtype) / kept.sum().clamp(min=1)  # 1/(1 − f)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -42,12 +43,13 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """max x."""
+    """max x; NaN as soon as one x is."""
 
     largest: Number
 
     def __or__(self, other: Max) -> Max:
-        return Max(max(float(self.largest), float(other.largest)))
+        both = (float(self.largest), float(other.largest))
+        return Max(math.nan if any(map(math.isnan, both)) else max(both))
 
     @property
     def value(self) -> float:
@@ -56,19 +58,39 @@ class Max:
 
 @dataclass(frozen=True)
 class Min:
-    """min x."""
+    """min x; NaN as soon as one x is."""
 
     smallest: Number
 
     def __or__(self, other: Min) -> Min:
-        return Min(min(float(self.smallest), float(other.smallest)))
+        return Min(-(Max(-float(self.smallest)) | Max(-float(other.smallest))).value)
 
     @property
     def value(self) -> float:
         return float(self.smallest)
 
 
-Metric = Mean | Sum | Max | Min
+@dataclass(frozen=True)
+class EffectiveSize:
+    """(Σρ)² / (n Σρ²): the effective sample size of n weights ρ as a fraction of n, 1 when all are equal.
+
+    Source: Kong 1992, a note on importance sampling using standardized weights.
+    """
+
+    total: Number
+    squares: Number
+    count: Number
+
+    def __or__(self, other: EffectiveSize) -> EffectiveSize:
+        return EffectiveSize(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        bound = float(self.count) * float(self.squares)
+        return float(self.total) ** 2 / bound if bound else 1.0
+
+
+Metric = Mean | Sum | Max | Min | EffectiveSize
 Metrics = dict[str, Metric]
 
 
@@ -92,7 +114,16 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
 
 def mean_of(x: Tensor, where: Tensor, count: Tensor | None = None) -> Mean:
     """Mean of x [B, T] over the True positions, a row counting `count` [B] times (merged duplicates)."""
-    weight = where.to(torch.float64)
-    if count is not None:
-        weight = weight * count[:, None]
+    weight = _counts(where, count)
     return Mean((torch.where(where, x, 0).to(torch.float64) * weight).sum(), weight.sum())
+
+
+def effective_size(rho: Tensor, where: Tensor, count: Tensor | None = None) -> EffectiveSize:
+    """Of the weights rho [B, T] at the True positions, a row counting `count` [B] times."""
+    weight, rho = _counts(where, count), torch.where(where, rho, 0).to(torch.float64)
+    return EffectiveSize((rho * weight).sum(), (rho * rho * weight).sum(), weight.sum())
+
+
+def _counts(where: Tensor, count: Tensor | None) -> Tensor:
+    weight = where.to(torch.float64)
+    return weight if count is None else weight * count[:, None]

@@ -9,14 +9,16 @@ micro-batches and data-parallel shards are plain sums.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from policygrad.core import ragged
-from policygrad.core.metrics import Max, Metrics, Sum, mean_of
-from policygrad.core.ratios import bounded_expm1
+from policygrad.core.controllers import betas
+from policygrad.core.metrics import Max, Metrics, Sum, effective_size, mean_of
+from policygrad.core.ratios import bounded_exp, bounded_expm1
 from policygrad.core.terms import log_ratio
 from policygrad.core.types import Batch, Forward, LossTerm
 
@@ -28,15 +30,37 @@ Coefficients = tuple[Tensor, ...]
 
 def gate_weight(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
     """(w, r), each [B, T], without graph; r is 1 where the algorithm has no ratio."""
+    psi = _masked(psi, out, batch)
     change = log_ratio(out.logp, batch.logp_old, batch.mask)
     ratio = torch.ones_like(change) if algorithm.ratio is None else algorithm.ratio(change, batch.mask)
     return algorithm.gate.weight(ratio, psi), ratio
+
+
+def _masked(psi: Tensor, out: Forward, batch: Batch) -> Tensor:
+    """Ψ, 0 off the mask. What would broadcast in silence (Ψ [B] where B = T) or fail deep inside torch is refused here."""
+    for name, value in (("psi", psi), *((f"out.{f.name}", getattr(out, f.name)) for f in fields(Forward))):
+        if value is not None:
+            _check_shape(name, value, batch)
+    return ragged.masked(psi, batch.mask)
+
+
+def _check_shape(name: str, value: Tensor, batch: Batch) -> None:
+    if value.shape != batch.mask.shape:
+        way_out = {
+            "psi": "take it from `algorithm.advantages(batch)`; one value per completion is psi[:, None].expand(mask.shape)",
+            "out.logp": "log π_θ of the sampled tokens alone, without the prompt's, padded like Batch.mask",
+        }.get(name, "one value per token of the batch")
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}, expected [B, T] = {list(batch.mask.shape)} as in Batch.mask: {way_out}"
+        )
 
 
 def _step_coefficients(batch: Batch, algorithm: Algorithm, coef: Tensor | Coefficients | None) -> Coefficients:
     """One tensor for the policy and one per term; a lone tensor serves the terms that have no aggregation of their own."""
     if coef is None:
         return algorithm.all_coefficients(batch)
+    for i, c in enumerate(coef if isinstance(coef, tuple) else (coef,)):
+        _check_shape(f"coef[{i}]" if isinstance(coef, tuple) else "coef", c, batch)
     if isinstance(coef, tuple):
         if len(coef) != 1 + len(algorithm.terms):
             raise ValueError(
@@ -67,10 +91,13 @@ def surrogate(
         psi: [B, T], from `algorithm.advantages` of the whole rollout.
         coef: this share's part of `algorithm.coefficients(step)` [B, T] (or of `all_coefficients`, a tuple, when a term
             has an aggregation of its own); None = `batch` is the whole optimiser step.
+
+    Raises:
+        ValueError: an argument whose shape is not the batch's, named; a field that a part needs and the batch lacks.
     """
     out = out if isinstance(out, Forward) else Forward(out)
     policy, *per_term = _step_coefficients(batch, algorithm, coef)
-    psi = ragged.masked(psi, batch.mask)
+    psi = _masked(psi, out, batch)
     with torch.no_grad():
         weight, _ = gate_weight(out, batch, psi, algorithm)
         score = policy * algorithm.corrected(weight, batch) * psi
@@ -96,9 +123,11 @@ def objective(
     """The paper's objective [], a metric: Σ c·gate.value(r, Ψ) + Σ c^m·term.value. A share's values add up to the step's."""
     out = out if isinstance(out, Forward) else Forward(out)
     policy, *per_term = _step_coefficients(batch, algorithm, coef)
-    psi = ragged.masked(psi, batch.mask)
+    psi = _masked(psi, out, batch)
     _, ratio = gate_weight(out, batch, psi, algorithm)
     value = algorithm.corrected(algorithm.gate.value(ratio, psi), batch)
+    if getattr(algorithm.ratio, "joint", False):  # a ratio of the whole completion: each token holds 1/|o| of the value
+        value = value / batch.lengths.clamp(min=1)[:, None]
     total = ragged.masked(policy * value, batch.mask).sum()
     for term, c in zip(algorithm.terms, per_term, strict=True):
         value = term.objective(out, batch) if isinstance(term, LossTerm) else term.value(out, batch)
@@ -115,14 +144,22 @@ def measure(
     coef: Coefficients,
     count: Tensor | None = None,
 ) -> Metrics:
-    """What one forward pass tells: objective, clip_ratio/low and /high, kl (nats a token, k3), ratio/max, mismatch/logp_max.
+    """What one forward pass tells.
+
+    objective; ratio/max; clip_ratio/low and /high; kl, to π_ref, and kl_old, of π_old to π_θ (nats a token, k3; exact
+    where `out.kl_old` is); beta/…, each β that adapts to a target; and of log π_old − log μ, μ what sampled:
+    mismatch/logp_max, its largest size, mismatch/logp_mean, its mean size (nats a token), mismatch/ess, the effective sample
+    size of π_old/μ as a fraction of the tokens.
+
+    All are of the completions in `batch`. A learner that skips completions with Ψ = 0 and no term's coefficient does not
+    measure them, though their π_θ changes too: `kl_old` is then a mean over those computed (all of them with KLToOld).
 
     count [B]: how many completions a row stands for (merged duplicates).
     """
-    mask, psi = batch.mask, ragged.masked(psi, batch.mask)
+    mask, psi = batch.mask, _masked(psi, out, batch)
     _, ratio = gate_weight(out, batch, psi, algorithm)
     logp = ragged.masked(out.logp.detach(), mask)
-    metrics: Metrics = {
+    metrics: Metrics = betas(algorithm) | {
         "objective": Sum(objective(out, batch, psi, algorithm, coef).double()),
         "ratio/max": Max(ragged.masked(ratio, mask).max() if mask.any() else 1.0),
     }
@@ -136,10 +173,14 @@ def measure(
     if batch.logp_old is not None:
         change = logp - ragged.masked(batch.logp_old, mask)
         metrics["kl_old"] = mean_of(bounded_expm1(change) - change, mask, count)
+    if out.kl_old is not None:
+        metrics["kl_old"] = mean_of(out.kl_old, mask, count)
     if batch.logp_sampler is not None:
         old = logp if batch.logp_old is None else ragged.masked(batch.logp_old, mask)
-        gap = (old - ragged.masked(batch.logp_sampler, mask)).abs()
-        metrics["mismatch/logp_max"] = Max(gap.max() if gap.numel() else 0.0)
+        gap = old - ragged.masked(batch.logp_sampler, mask)
+        metrics["mismatch/logp_max"] = Max(gap.abs().max() if gap.numel() else 0.0)
+        metrics["mismatch/logp_mean"] = mean_of(gap.abs(), mask, count)
+        metrics["mismatch/ess"] = effective_size(bounded_exp(gap), mask, count)
     return metrics
 
 

@@ -48,6 +48,17 @@ class Groups:
         total = x.new_zeros(self.n).index_add_(0, self.index, masked(x, self.keep))
         return total[self.index]
 
+    def others(self, x: Tensor) -> Tensor:
+        """Σ over the group's other completions, added up without x_i: the whole less x_i would lose what x_i dwarfs."""
+        size = torch.bincount(self.index, minlength=self.n)
+        order = self.index.argsort(stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device) - (size.cumsum(0) - size)[self.index[order]]
+        table = x.new_zeros(self.n, int(size.max()) if self.n else 0)
+        table[self.index, place] = masked(x, self.keep)
+        before, after = (torch.nn.functional.pad(t, (1, 0))[:, :-1].cumsum(1) for t in (table, table.flip(1)))
+        return (before + after.flip(1))[self.index, place]
+
     @property
     def size(self) -> Tensor:
         """[B] int64; counted completions of the group."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,7 +59,13 @@ class Sequence:
 
 @dataclass(frozen=True)
 class SequenceProduct:
-    """Π_t r_t: the only unbiased ratio, of huge variance; for study. Source: importance sampling of whole completions."""
+    """Π_t r_t: the only unbiased ratio, of huge variance; for study. Source: importance sampling of whole completions.
+
+    The objective per completion is Π_t r_t·Ψ, whose derivative in every log π_θ(o_t) is Π_t r_t·Ψ itself: in sums over
+    tokens each holds 1/|o| of the value and the whole of the weight (`joint`).
+    """
+
+    joint: ClassVar[bool] = True
 
     @property
     def formula(self) -> str:

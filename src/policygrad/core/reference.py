@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from policygrad.core.metrics import Metric
+from policygrad.core.types import Batch
 
 
 @dataclass(frozen=True)
@@ -10,26 +14,49 @@ class Reference:
     """π_ref: the model the run started from. It is held in memory only when a part needs `logp_ref`.
 
     every: take the policy of the moment as the new reference after so many rollouts (iterative GRPO); 0 = frozen.
-    reset: then also forget the optimiser's state (ProRL).
+    stall: take it anew when so many periodic held-out evaluations in a row have not exceeded the best before them, after
+        the rollout that follows; 0 = never. Source: Liu et al. 2025 (ProRL), sec. 2 and 3.
+    reset: with either, also forget the optimiser's state (ProRL).
+
+    `best` and `waited` are its state: the best held-out score, and the evaluations since it or since the last refresh.
     """
 
     every: int = 0
     reset: bool = False
+    stall: int = 0
+    best: float | None = field(default=None, metadata={"state": True})
+    waited: int = field(default=0, metadata={"state": True})
 
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ValueError(
                 f"Reference.every must be at least 1 rollout, or 0 for a frozen reference, not {self.every}"
             )
-        if self.reset and not self.every:
-            raise ValueError("Reference.reset without `every` would never happen: set every, or reset=False")
+        if self.stall < 0:
+            raise ValueError(f"Reference.stall must be at least 1 evaluation, or 0 for never, not {self.stall}")
+        if self.reset and not (self.every or self.stall):
+            raise ValueError(
+                "Reference.reset without `every` or `stall` would never happen: set one of them, or reset=False"
+            )
 
     @property
     def formula(self) -> str:
-        if not self.every:
+        times = [f"every {self.every} rollouts"] if self.every else []
+        times += [f"when {self.stall} held-out evaluations in a row bring nothing better"] if self.stall else []
+        if not times:
             return "the initial policy, frozen"
-        return f"the policy, taken anew every {self.every} rollouts" + (", the optimiser's state reset" * self.reset)
+        return f"the policy, taken anew {' and '.join(times)}" + (", the optimiser's state reset" * self.reset)
 
     def due(self, rollouts: int) -> bool:
         """Whether it is taken anew after this many rollouts."""
-        return self.every > 0 and rollouts % self.every == 0
+        return (self.every > 0 and rollouts % self.every == 0) or (self.stall > 0 and self.waited >= self.stall)
+
+    def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> Reference:
+        """The reference for the next rollout: a refresh (`reference/refreshed`) and a better held-out score (`held_out`)
+        begin the count anew; the score of the very policy that has become the reference does not count."""
+        if not self.stall:
+            return self
+        refreshed, score = "reference/refreshed" in metrics, metrics.get("held_out")
+        if score is not None and (self.best is None or score.value > self.best):
+            return replace(self, best=score.value, waited=0)
+        return replace(self, waited=0 if refreshed else self.waited + (score is not None))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from policygrad.core import ragged
+from policygrad.core import controllers, ragged
+from policygrad.core.controllers import Rule
+from policygrad.core.metrics import Metric
 from policygrad.core.terms import required
 from policygrad.core.types import Batch
 
@@ -19,11 +23,15 @@ class KLInReward:
     Source: Stiennon et al. 2020; Ouyang et al. 2022, eq. 2; Ahmadian et al. 2024 (RLOO).
 
     Raises:
-        ValueError: any form but k1: k2 and k3 in the reward are not the gradient of the sequence KL.
+        ValueError: any form but k1: k2 and k3 in the reward are not the gradient of the sequence KL; a rule without a target.
     """
 
     beta: float = 0.05
     form: str = "k1"
+    target: float | None = None
+    """Nats a sampled token: β is adapted after each rollout so that the mean of u over its tokens (k1, unbiased) stays near."""
+    rule: Rule | None = None
+    """How β adapts to the target; proportional where it is left open."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old", "logp_ref"})
 
     def __post_init__(self) -> None:
@@ -32,16 +40,23 @@ class KLInReward:
                 f"KLInReward takes k1 only, not {self.form!r}: as a reward, k2 and k3 do not give the gradient of the "
                 "sequence KL. Use form='k1', or KLToReference in the loss"
             )
-        if not self.beta >= 0:
-            raise ValueError(f"KLInReward.beta must be at least 0, not {self.beta}")
+        controllers.check(self)
 
     @property
     def formula(self) -> str:
-        return f"r_t −= {self.beta:g}·(log π_old − log π_ref)"
+        return f"r_t −= {self.beta:g}·(log π_old − log π_ref){controllers.told(self)}"
+
+    def _u(self, batch: Batch) -> Tensor:
+        return required(batch.logp_old, self, "logp_old") - required(batch.logp_ref, self, "logp_ref")
+
+    def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> KLInReward:
+        """The penalty for the next rollout, by the mean of u over this one's sampled tokens."""
+        if self.target is None or not batch.mask.any():
+            return self
+        return controllers.adapted(self, float(ragged.mean(self._u(batch), batch.mask)), "proportional")  # type: ignore[no-any-return]
 
     def __call__(self, batch: Batch) -> Batch:
-        u = required(batch.logp_old, self, "logp_old") - required(batch.logp_ref, self, "logp_ref")
-        penalty = ragged.masked(-self.beta * u, batch.mask).to(batch.reward.dtype)
+        penalty = ragged.masked(-self.beta * self._u(batch), batch.mask).to(batch.reward.dtype)
         return replace(batch, token_reward=penalty if batch.token_reward is None else batch.token_reward + penalty)
 
 

@@ -1,16 +1,17 @@
-"""Score terms k, which multiply ∇log π_θ beside w·Ψ, and loss terms, which have a graph of their own."""
+"""Score terms k, which multiply ∇log π_θ beside w·Ψ. Terms with a graph of their own are in `loss_terms.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from policygrad.core import ragged
+from policygrad.core import controllers, ragged
 from policygrad.core.aggregates import TokenMean
+from policygrad.core.controllers import Rule
 from policygrad.core.metrics import Metric
 from policygrad.core.ratios import bounded_exp, bounded_expm1
 from policygrad.core.types import Aggregation, Batch, Forward
@@ -46,11 +47,15 @@ class KLToReference:
     k3's ratio is π_ref/π_θ. Source: Schulman 2020 (approximating KL); Shao et al. 2024 (GRPO), eq. 4.
 
     Raises:
-        ValueError: k1 without the ratio, whose expected gradient is zero.
+        ValueError: k1 without the ratio, whose expected gradient is zero; a rule without a target.
     """
 
     beta: float = 0.04
     form: KLForm = "k3"
+    target: float | None = None
+    """Nats a sampled token: β is adapted after each rollout so that its `kl` (k3, the mean over its updates) stays near."""
+    rule: Rule | None = None
+    """How β adapts to the target; proportional where it is left open."""
     aggregate: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
 
@@ -62,13 +67,16 @@ class KLToReference:
             )
         if self.form not in get_args(KLForm):
             raise ValueError(f"KLToReference.form must be one of {', '.join(get_args(KLForm))}, not {self.form!r}")
-        if not self.beta >= 0:
-            raise ValueError(f"KLToReference.beta must be at least 0, not {self.beta}")
+        controllers.check(self)
 
     @property
     def formula(self) -> str:
         d = {"k2": "u", "k3": "(1 − e^{−u})", "r*k1": "r(u + 1)", "r*k3": "r·u"}[self.form]
-        return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref"
+        return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{controllers.told(self)}"
+
+    def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> KLToReference:
+        """The term for the next rollout, by the KL that this one's updates measured (`kl`)."""
+        return controllers.adapted(self, metrics["kl"].value, "proportional") if "kl" in metrics else self
 
     def _u_and_r(self, out: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
         reference = ragged.masked(required(batch.logp_ref, self, "logp_ref"), batch.mask)
@@ -93,7 +101,8 @@ class KLToReference:
 class Entropy:
     """Entropy bonus from the sampled tokens: k = −η·r·log π_θ, whose expectation is η∇H of each state's distribution.
 
-    Differentiating −log π at the sample is not it: that has zero expectation. Source: Williams & Peng 1991.
+    Differentiating −log π at the sample is not it: that has zero expectation. `ExactEntropy` needs no sampling, and a pass
+    over the vocabulary. Source: Williams & Peng 1991.
     """
 
     eta: float = 0.01
@@ -115,32 +124,28 @@ class Entropy:
 class KLToOld:
     """−β·KL(π_old‖π_θ) from the sampled tokens: k = β(1 − r), the derivative of −β(r − 1 − log r).
 
-    target (nats a token): β doubles when a rollout's updates end above 1.5 × target and halves below target/1.5.
-    Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
+    `ExactKLToOld` takes it over the whole vocabulary. Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
     """
 
     beta: float = 1.0
     target: float | None = None
+    """Nats a sampled token: β is adapted after each rollout so that the KL its updates end at stays near."""
+    rule: Rule | None = None
+    """How β adapts to the target; doubling where it is left open."""
     aggregate: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
+    constrains: ClassVar[str] = "kl_old"
 
     def __post_init__(self) -> None:
-        if not self.beta >= 0:
-            raise ValueError(f"KLToOld.beta must be at least 0, not {self.beta}")
-        if self.target is not None and not self.target > 0:
-            raise ValueError(f"KLToOld.target must be greater than 0 nats a token, or none, not {self.target}")
+        controllers.check(self)
 
     @property
     def formula(self) -> str:
-        return f"{self.beta:g}·(1 − r)" + ("" if self.target is None else f",  β adapted to a KL of {self.target:g}")
+        return f"{self.beta:g}·(1 − r){controllers.told(self)}"
 
     def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> KLToOld:
-        """The term for the next rollout, by the KL that the last epoch measured (`kl_old/last`)."""
-        if self.target is None or "kl_old/last" not in metrics:
-            return self
-        kl = metrics["kl_old/last"].value
-        factor = 2.0 if kl > 1.5 * self.target else 0.5 if kl < self.target / 1.5 else 1.0
-        return replace(self, beta=min(max(self.beta * factor, 1e-4), 1e4))
+        """The term for the next rollout, by the KL at which the updates ended (`kl_old/last`)."""
+        return after_updates(self, metrics)  # type: ignore[no-any-return]
 
     def score(self, out: Forward, batch: Batch) -> Tensor:
         return -self.beta * bounded_expm1(log_ratio(out.logp, batch.logp_old, batch.mask))
@@ -148,6 +153,16 @@ class KLToOld:
     def value(self, out: Forward, batch: Batch) -> Tensor:
         change = log_ratio(out.logp, batch.logp_old, batch.mask)
         return -self.beta * (bounded_expm1(change) - change)
+
+
+def after_updates(part: Any, metrics: Mapping[str, Metric]) -> Any:
+    """A penalty on KL(π_old‖π_θ) with the next β: from the β of a rollout's last round, where a step reports one, by the
+    KL at which the updates ended."""
+    if "kl_old/last" not in metrics:
+        return part
+    used = metrics.get(f"{controllers.metric_name(part)}/last")
+    part = part if used is None else replace(part, beta=used.value)
+    return controllers.adapted(part, metrics["kl_old/last"].value, "doubling")
 
 
 @dataclass(frozen=True)

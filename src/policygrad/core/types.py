@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from policygrad.core.metrics import Metrics
 
 PER_TOKEN = (
     "mask",
@@ -24,7 +21,7 @@ PER_TOKEN = (
     "step_end",
     "weight",
 )
-PER_COMPLETION = ("group", "reward", "bootstrap", "truncated", "in_statistics")
+PER_COMPLETION = ("group", "reward", "bootstrap", "truncated", "in_statistics", "score_norm")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,6 +68,8 @@ class Batch:
     """[B] bool; stopped by the token budget, not by the policy."""
     in_statistics: Tensor | None = None
     """[B] bool; counts in group statistics. None = the completions whose mask has a True."""
+    score_norm: Tensor | None = None
+    """[B] ‖∇_θ log π_θ(o)‖², the squared norm of the completion's score; 0 where the mask is all False."""
 
     def __post_init__(self) -> None:
         if self.mask.ndim != 2 or self.mask.dtype != torch.bool:
@@ -208,19 +207,3 @@ class BatchTransform(Protocol):
     """Reward shaping, or a filter: a batch in, a batch out."""
 
     def __call__(self, batch: Batch) -> Batch: ...
-
-
-class Problem(Protocol):
-    """What a first-order step may ask of a learner: one optimiser step's share of a rollout."""
-
-    def split(self, epoch: int, minibatches: int) -> list[Problem]:
-        """The rollout's groups, shuffled for this epoch, as minibatches of whole groups."""
-        ...
-
-    def accumulate(self) -> Metrics:
-        """Adds this problem's gradient of the loss to the learner's; returns what was measured on the way."""
-        ...
-
-    def descend(self) -> Metrics:
-        """Clips the gradient, takes one optimiser step and clears it."""
-        ...

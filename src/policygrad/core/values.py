@@ -172,7 +172,7 @@ class Whiten:
 
     @property
     def formula(self) -> str:
-        return "whitened over the rollout"
+        return ";  whitened over the rollout"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         centred = psi - ragged.mean(psi, batch.mask)

@@ -2,6 +2,16 @@
 
 from policygrad.rewards.pool import RewardPool
 from policygrad.rewards.resolve import known_rewards, resolve
-from policygrad.rewards.types import Reward, RewardError, RewardFunction, Scores, reward
+from policygrad.rewards.types import Reward, RewardError, RewardFunction, Scores, StepScores, reward
 
-__all__ = ["Reward", "RewardError", "RewardFunction", "RewardPool", "Scores", "known_rewards", "resolve", "reward"]
+__all__ = [
+    "Reward",
+    "RewardError",
+    "RewardFunction",
+    "RewardPool",
+    "Scores",
+    "StepScores",
+    "known_rewards",
+    "resolve",
+    "reward",
+]

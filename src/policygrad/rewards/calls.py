@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from policygrad.rewards.types import Steps
+
 _CLIP = 120  # characters of a sample or an exception quoted in a message
 LARGEST = 1e18  # a reward beyond ±this counts as infinite: its square, in a group's standard deviation, leaves float32
 
@@ -22,6 +24,7 @@ class Outcome:
     reason: str | None = None
     message: str = ""
     kind: str = ""  # the exception's type: failures of one kind are told once
+    steps: Steps = ()  # of a process reward, in place of `value`
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,10 @@ class Signature:
 class Caller:
     """Calls one function, sync or async, always from the thread it lives in."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], process: bool = False) -> None:
+        """process: the function answers with steps, not with a number."""
         self.name = name
+        self._process = process
         self._function = function
         self._signature = Signature.of(function)
         self._runner: asyncio.Runner | None = None
@@ -103,18 +108,35 @@ class Caller:
         if not isinstance(result, (list, tuple)) and hasattr(result, "tolist"):
             result = result.tolist()
         if not isinstance(result, (list, tuple)):
-            said = f"returned {quote(result)}, a {type(result).__name__}; return a list, one number per completion"
+            each = "one list of (end, score)" if self._process else "one number"
+            said = f"returned {quote(result)}, a {type(result).__name__}; return a list, {each} per completion"
             return [Outcome(None, "type", self._tell(said, completions), "container")] * len(completions)
         if len(result) != len(completions):
             said = f"returned {len(result)} rewards for {len(completions)} completions; return one per completion"
             return [Outcome(None, "length", self._tell(said, completions))] * len(completions)
-        outcomes = []
-        for value, completion in zip(result, completions, strict=True):
-            number, reason = to_number(value)
-            beyond = f", beyond ±{LARGEST:g}" if reason == "inf" else ""
-            said = self._tell(f"returned {quote(value)}{beyond}", [completion]) if reason else ""
-            outcomes.append(Outcome(number, reason, said))
-        return outcomes
+        judge = self._steps if self._process else self._number
+        return [judge(value, completion) for value, completion in zip(result, completions, strict=True)]
+
+    def _number(self, value: Any, completion: str) -> Outcome:
+        if isinstance(value, Exception):  # a batched function that can judge all but this one
+            said = self._tell(f"could not judge a completion: {value}", [completion])
+            return Outcome(None, "raised", said, type(value).__name__)
+        number, reason = to_number(value)
+        return Outcome(number, reason, self._returned(value, reason, completion))
+
+    def _steps(self, value: Any, completion: str) -> Outcome:
+        steps: Steps | None
+        steps, reason = to_steps(value, len(completion))
+        said = self._returned(value, reason, completion)
+        if reason == "type":
+            said += (
+                f"; per completion it is a list of (end, score), each end from 1 to its {len(completion)} characters"
+            )
+        return Outcome(None, reason, said, steps=steps or ())
+
+    def _returned(self, value: Any, reason: str | None, completion: str) -> str:
+        beyond = f", beyond ±{LARGEST:g}" if reason == "inf" else ""
+        return self._tell(f"returned {quote(value)}{beyond}", [completion]) if reason else ""
 
     def _tell(self, said: str, completions: Sequence[str]) -> str:
         return tell(self.name, said, completions)
@@ -143,6 +165,27 @@ def to_number(value: Any) -> tuple[float | None, str | None]:
     if math.isnan(number):
         return None, "nan"
     return (None, "inf") if abs(number) > LARGEST else (number, None)
+
+
+def to_steps(value: Any, length: int) -> tuple[Steps | None, str | None]:
+    """(end, score) pairs by end, or the reason why they are none; None = no steps. An end is in 1..length characters."""
+    if value is None:
+        return (), None
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        return None, "type"
+    steps: list[tuple[int, float]] = []
+    for pair in value:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            return None, "type"
+        (end, reason), (score, why) = (to_number(part) for part in pair)
+        if reason or why or end is None or score is None:
+            return None, why or "type"
+        if end != int(end) or not 1 <= end <= length:
+            return None, "type"
+        steps.append((int(end), score))
+    return tuple(sorted(steps, key=lambda step: step[0])), None
 
 
 def describe(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from policygrad.rewards.types import RewardError
 from policygrad.rewards.wire import Chunk, Start, Started
 
 START_LIMIT = 120.0  # seconds for a worker to import what its functions need; not part of any sample's budget
+ALONE_LIMIT = 3600.0  # for one that loads, or first downloads, a model
 
 Report = Callable[[int, tuple[int, ...], list[Outcome]], None]
 Failure = Callable[[int, str, str], list[Outcome]]
@@ -19,13 +20,19 @@ Failure = Callable[[int, str, str], list[Outcome]]
 
 @dataclass
 class Slot:
-    """One place for a worker: its process, and the chunk it is at."""
+    """One place for a worker: the functions it runs, its process, and the chunk it is at."""
 
+    start: Start
+    limit: float = START_LIMIT  # seconds for its start
     process: WorkerProcess | None = None
     ready: bool = False
     work: "Work | None" = None
     done: int = 0  # calls of the chunk that are answered
     deadline: float = 0.0  # of the start while not ready, else of the call after `done`
+
+    def takes(self, work: "Work") -> bool:
+        """Whether its worker has the functions that the chunk calls."""
+        return all(self.start.functions[function][1] is not None for function, _ in work.chunk.calls)
 
     def kill(self) -> str:
         how = self.process.kill() if self.process else ""
@@ -52,9 +59,8 @@ class Work:
 class Dispatcher:
     """Runs work on its slots. `budgets[f]` is the time in seconds of one call of function f."""
 
-    def __init__(self, slots: Sequence[Slot], start: Start, budgets: Sequence[float]) -> None:
+    def __init__(self, slots: Sequence[Slot], budgets: Sequence[float]) -> None:
         self._slots = slots
-        self._start = start
         self._budgets = budgets
 
     def open(self) -> None:
@@ -67,8 +73,10 @@ class Dispatcher:
         queue = deque(work)
         while queue or any(slot.work for slot in self._slots):
             for slot in self._slots:
-                if queue and slot.work is None:
-                    self._assign(slot, queue.popleft())
+                work = next((w for w in queue if slot.takes(w)), None) if slot.work is None else None
+                if work is not None:
+                    queue.remove(work)
+                    self._assign(slot, work)
             busy = [slot for slot in self._slots if slot.work]
             readable = _wait(busy)
             now = time.monotonic()
@@ -78,8 +86,8 @@ class Dispatcher:
                     self._replace(slot, ended, queue, report)
 
     def _launch(self, slot: Slot) -> None:
-        slot.process, slot.ready = WorkerProcess(self._start), False
-        slot.deadline = time.monotonic() + START_LIMIT
+        slot.process, slot.ready = WorkerProcess(slot.start), False
+        slot.deadline = time.monotonic() + slot.limit
 
     def _assign(self, slot: Slot, work: Work) -> None:
         slot.work, slot.done = work, 0
@@ -89,7 +97,7 @@ class Dispatcher:
         elif slot.ready:
             self._send(slot)
         else:
-            slot.deadline = time.monotonic() + START_LIMIT  # its answer may be waiting since long ago
+            slot.deadline = time.monotonic() + slot.limit  # its answer may be waiting since long ago
 
     def _send(self, slot: Slot) -> None:
         assert slot.process
@@ -126,8 +134,8 @@ class Dispatcher:
         assert slot.work
         was_ready, how, work = slot.ready, slot.kill(), slot.work
         if not was_ready:
-            names = ", ".join(name for name, _ in self._start.functions)
-            what = f"ended ({how})" if ended else f"was not ready after {START_LIMIT:g} s"
+            names = ", ".join(name for name, function, *_ in slot.start.functions if function is not None)
+            what = f"ended ({how})" if ended else f"was not ready after {slot.limit:g} s"
             raise RewardError(f"a reward worker {what} while it loaded {names}; import them by hand to see why")
         function, places = work.call(slot.done)
         if ended:

@@ -6,15 +6,16 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from policygrad.rewards.calls import LARGEST, Caller, Outcome, Signature, quote, tell
-from policygrad.rewards.dispatch import Dispatcher, Slot, Work
+from policygrad.rewards.calls import Caller, Outcome, Signature, tell
+from policygrad.rewards.dispatch import ALONE_LIMIT, Dispatcher, Slot, Work
 from policygrad.rewards.resolve import resolve
-from policygrad.rewards.types import Reward, RewardError, RewardFunction, Scores
+from policygrad.rewards.summary import gather, summarise
+from policygrad.rewards.types import Reward, RewardError, RewardFunction, Scores, StepScores
 from policygrad.rewards.wire import Chunk, Start, by_value
 
 _LARGEST_CHUNK = 64  # samples per message
@@ -43,10 +44,10 @@ class RewardPool:
         self._sent: list[int] = []  # numbers of the rewards that run in workers, in the order the workers know them
         self._here: dict[int, Caller] = {}  # those that run in this process
         functions = self._place()
-        self._slots = [Slot() for _ in range(workers if functions else 0)]
+        self._slots = self._workers(functions, workers)
         self._close = weakref.finalize(self, _kill, self._slots)
         budgets = [self.rewards[number].budget or budget for number in self._sent]
-        self._dispatcher = Dispatcher(self._slots, Start(tuple(functions)), budgets)
+        self._dispatcher = Dispatcher(self._slots, budgets)
         self._dispatcher.open()
 
     def __enter__(self) -> "RewardPool":
@@ -60,14 +61,29 @@ class RewardPool:
         self._close()
 
     def score(self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> Scores:
-        """Score completion i of prompt i, with value i of every column, by every reward.
+        """Score completion i of prompt i, with value i of every column, by every reward that is no process reward.
 
         Raises ValueError for lists of different lengths, and RewardError when a function needs a column that is not
         there or no worker can load it; never because of what a function does with a sample.
         """
+        rewards, table = self._table(prompts, completions, columns, process=False)
+        return summarise(rewards, table, completions)
+
+    def steps(
+        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> StepScores:
+        """The steps of completion i by every process reward; the same arguments and errors as `score`."""
+        rewards, table = self._table(prompts, completions, columns, process=True)
+        return gather(rewards, table)
+
+    def _table(
+        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]], *, process: bool
+    ) -> tuple[list[Reward], list[list[Outcome]]]:
+        """The rewards of one kind, and what each said of each completion."""
         if not self._close.alive:
             raise RuntimeError("this RewardPool is closed; score inside its `with` block")
         self._check(prompts, completions, columns)
+        chosen = {number for number, reward in enumerate(self.rewards) if reward.process is process}
         table: list[list[Outcome]] = [[Outcome()] * len(completions) for _ in self.rewards]
 
         def report(number: int, places: Sequence[int], outcomes: Sequence[Outcome]) -> None:
@@ -79,22 +95,22 @@ class RewardPool:
 
         with self._lock:
             try:
-                work = self._plan(prompts, completions, columns)
+                work = self._plan(prompts, completions, columns, chosen)
                 self._dispatcher.run(work, lambda f, places, outcomes: report(self._sent[f], places, outcomes))
             except BaseException:
                 self.close()  # workers may be in the middle of a chunk that nobody waits for any more
                 raise
             for number, caller in self._here.items():
-                for places in self._groups(self.rewards[number], len(completions)):
+                for places in self._groups(self.rewards[number], len(completions)) if number in chosen else ():
                     report(number, places, caller(*_take(prompts, completions, columns, places)))
-        return _summarise(self.rewards, table, completions)
+        return [self.rewards[number] for number in sorted(chosen)], [table[number] for number in sorted(chosen)]
 
-    def _place(self) -> list[tuple[str, bytes]]:
+    def _place(self) -> list[tuple[str, bytes, bool]]:
         """Decide where each reward runs; returns the pickled functions for the workers."""
         functions = []
         for number, reward in enumerate(self.rewards):
             try:
-                functions.append((reward.name, by_value(reward.function)))
+                functions.append((reward.name, by_value(reward.function), reward.process))
                 self._sent.append(number)
             except Exception as error:
                 warnings.warn(
@@ -105,8 +121,20 @@ class RewardPool:
                 prepare = getattr(reward.function, "reward_prepare", None)
                 if prepare is not None:
                     prepare()
-                self._here[number] = Caller(reward.name, reward.function)
+                self._here[number] = Caller(reward.name, reward.function, reward.process)
         return functions
+
+    def _workers(self, functions: Sequence[tuple[str, bytes, bool]], count: int) -> list[Slot]:
+        """A worker for every function that wants to be alone, and `count` that each load all the others."""
+        alone = [{f} for f, number in enumerate(self._sent) if self.rewards[number].alone]
+        others = set(range(len(functions))).difference(*alone)
+
+        def start(share: set[int]) -> Start:
+            return Start(tuple((name, code if f in share else None, p) for f, (name, code, p) in enumerate(functions)))
+
+        return [Slot(start(share), ALONE_LIMIT) for share in alone] + [
+            Slot(start(others)) for _ in range(count if others else 0)
+        ]
 
     def _check(self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> None:
         for name, values in (("prompts", prompts), *columns.items()):
@@ -123,12 +151,17 @@ class RewardPool:
                 )
 
     def _plan(
-        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        chosen: Set[int],
     ) -> list[Work]:
         """Chunks for the workers: whole-batch functions first, they are the longest calls."""
         count = len(completions)
-        batched = [f for f, number in enumerate(self._sent) if self.rewards[number].batched]
-        single = [f for f in range(len(self._sent)) if f not in batched]
+        called = [f for f, number in enumerate(self._sent) if number in chosen]
+        batched = [f for f in called if self.rewards[self._sent[f]].batched]
+        single = [f for f in called if f not in batched]
         plan: list[tuple[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]] = []
         everything = tuple(range(count))
         if count:
@@ -167,35 +200,6 @@ def _pack(samples: tuple[list[Any], list[str], dict[str, list[Any]]]) -> bytes:
                     f"column {name!r} cannot be sent to a reward worker: {error}; use plain data"
                 ) from error
         raise
-
-
-def _summarise(rewards: Sequence[Reward], table: list[list[Outcome]], completions: Sequence[str]) -> Scores:
-    """Weighted sums, counts by reason, and the first message (in the order of samples) of each distinct failure."""
-    failures: Counter[str] = Counter()
-    messages: dict[tuple[int, str, str], str] = {}
-    total: list[float | None] = []
-    for place, completion in enumerate(completions):
-        outcomes = [row[place] for row in table]
-        for number, outcome in enumerate(outcomes):
-            if outcome.reason:
-                failures[outcome.reason] += 1
-                key = (number, outcome.reason, outcome.kind)
-                messages.setdefault(key, outcome.message)
-        values = [r.weight * o.value for r, o in zip(rewards, outcomes, strict=True) if o.value is not None]
-        failed = any(outcome.reason for outcome in outcomes)
-        if rewards and not values and not failed:
-            failures["none"] += 1
-            messages.setdefault(
-                (-1, "none", ""), f"no reward: all functions returned None (completion {quote(completion)})"
-            )
-        whole = sum(values) if values and not failed else None
-        if whole is not None and abs(whole) > LARGEST:
-            failures["inf"] += 1
-            messages.setdefault((-1, "inf", ""), f"no reward: the weighted sum {whole:g} is beyond ±{LARGEST:g}")
-            whole = None
-        total.append(whole)
-    parts = {reward.name: [o.value for o in row] for reward, row in zip(rewards, table, strict=True)}
-    return Scores(total, parts, dict(failures), list(messages.values()))
 
 
 def _check_names(rewards: Sequence[Reward]) -> None:

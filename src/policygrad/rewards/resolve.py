@@ -13,6 +13,7 @@ from typing import Any
 
 from policygrad.rewards import math, reasoning_gym
 from policygrad.rewards.builtin import Format, exact_match
+from policygrad.rewards.steps import worked_steps
 from policygrad.rewards.types import Reward, RewardFunction
 
 _BUILTIN: dict[str, RewardFunction] = {
@@ -21,6 +22,7 @@ _BUILTIN: dict[str, RewardFunction] = {
     "math": math.math,
     "reasoning_gym": reasoning_gym.reasoning_gym,
     "reasoning_gym_partial": reasoning_gym.reasoning_gym_partial,
+    "worked_steps": worked_steps,
 }
 _NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 _BEFORE = re.compile(rf"\s*({_NUMBER})\s*\*\s*(?=\S)")
@@ -28,7 +30,7 @@ _AFTER = re.compile(rf"\s*\*\s*({_NUMBER})\s*\Z")
 
 
 def known_rewards() -> list[str]:
-    """Names of the built-in rewards, sorted; `format:REGEX` takes a pattern of your own."""
+    """Names of the built-in rewards, sorted; `format:REGEX` takes a pattern of your own, `model:PATH` is a reward model."""
     return sorted(_BUILTIN)
 
 
@@ -63,6 +65,10 @@ def _function(name: str) -> RewardFunction:
         if name == "math":
             math.check_installed()
         return _BUILTIN[name]
+    if name.startswith("model:"):
+        from policygrad.rewards.model import ModelReward  # which imports torch
+
+        return ModelReward.of(name.removeprefix("model:"))
     path, colon, function = name.rpartition(":")
     if colon and path.endswith(".py"):
         return FileFunction.load(str(Path(path).resolve()), function)

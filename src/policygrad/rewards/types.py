@@ -5,7 +5,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-RewardFunction = Callable[..., list[float | None] | Awaitable[list[float | None]]]
+Steps = tuple[tuple[int, float], ...]
+"""Where the steps of a completion end, in characters of its text, each with its score."""
+Answer = list[float | None] | list[Steps | None]
+RewardFunction = Callable[..., Answer | Awaitable[Answer]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 FAILURES = ("raised", "timeout", "nan", "inf", "none", "type", "length", "crashed")
@@ -20,8 +23,9 @@ class Reward:
     """A reward function with its place in the sum.
 
     `function(prompts, completions, **columns)` gets lists of length 1, or the whole batch when `batched`, and returns
-    one number (or None: "does not apply") per completion; it may be `async`. `budget` is the time in seconds that one
-    call may take, None = the pool's.
+    one number (or None: "does not apply") per completion; it may be `async`. A `process` reward returns the completion's
+    steps instead, a list of (end, score). `budget` is the time in seconds that one call may take, None = the pool's.
+    `alone`: a batched function that one worker of its own loads, since it takes much memory (a reward model).
     """
 
     name: str
@@ -29,6 +33,8 @@ class Reward:
     weight: float = 1.0
     batched: bool = False
     budget: float | None = None
+    process: bool = False
+    alone: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -37,6 +43,8 @@ class Reward:
             raise ValueError(f"reward {self.name!r}: the weight {self.weight} is not a finite number")
         if self.budget is not None and not self.budget > 0:
             raise ValueError(f"reward {self.name!r}: the time budget {self.budget} s must be positive, or None")
+        if self.alone and not self.batched:
+            raise ValueError(f"reward {self.name!r}: a worker of its own is for a batched function")
 
 
 @dataclass(frozen=True)
@@ -51,18 +59,33 @@ class Scores:
     messages: list[str] = field(default_factory=list)  # the first of each distinct failure, for the log
 
 
+@dataclass(frozen=True)
+class StepScores:
+    """The steps of a rollout's completions, in their order."""
+
+    steps: list[Steps | None]  # of all process rewards together, scores weighted, by end; None = one of them failed
+    parts: dict[str, list[float]]  # by reward name: the score of every step, unweighted
+    failures: dict[str, int]  # as in Scores
+    messages: list[str]
+
+
 def reward(
-    *, batch: bool = False, budget: float | None = None, prepare: Callable[[], object] | None = None
+    *,
+    batch: bool = False,
+    budget: float | None = None,
+    prepare: Callable[[], object] | None = None,
+    process: bool = False,
 ) -> Callable[[Function], Function]:
     """Decorate a reward function to ask for the whole batch, for another time budget, or for preparation.
 
     `batch`: one call gets all completions (what calls a server wants this); it then succeeds or fails as a whole.
     `budget`: seconds that one call may take. `prepare`: called once in every worker before the first sample, outside of
-    any budget, for heavy imports.
+    any budget, for heavy imports. `process`: it returns, per completion, a list of (end, score): a step ends after `end`
+    characters of the completion's text.
     """
 
     def mark(function: Function) -> Function:
-        function.reward_options = {"batched": batch, "budget": budget}  # type: ignore[attr-defined]
+        function.reward_options = {"batched": batch, "budget": budget, "process": process}  # type: ignore[attr-defined]
         if prepare is not None:
             function.reward_prepare = prepare  # type: ignore[attr-defined]
         return function

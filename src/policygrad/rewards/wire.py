@@ -13,9 +13,10 @@ HEAD = struct.Struct(">Q")
 
 @dataclass(frozen=True)
 class Start:
-    """First message to a worker: functions by name, each pickled on its own so that a bad one can be named."""
+    """First message to a worker: (name, function, whether it is a process reward); each function is pickled on its own so
+    that a bad one can be named. Without a function: another worker has it."""
 
-    functions: tuple[tuple[str, bytes], ...]
+    functions: tuple[tuple[str, bytes | None, bool], ...]
 
 
 @dataclass(frozen=True)

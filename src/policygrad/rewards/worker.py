@@ -21,10 +21,10 @@ def main(parent: int) -> None:
     _die_with(parent)
     source, sink = _take_pipes()
     start: Start = _receive(source)
-    callers: list[Caller] = []
-    for name, function in start.functions:
+    callers: list[Caller | None] = []
+    for name, function, process in start.functions:
         try:
-            callers.append(_load(name, function))
+            callers.append(_load(name, function, process) if function is not None else None)
         except BaseException as error:
             _send(sink, Started(f"reward {name!r} cannot be loaded in a worker process: it {describe(error)}"))
             return
@@ -33,12 +33,12 @@ def main(parent: int) -> None:
         _serve(chunk, callers, sink)
 
 
-def _load(name: str, pickled: bytes) -> Caller:
+def _load(name: str, pickled: bytes, process: bool) -> Caller:
     function = pickle.loads(pickled)
     prepare = getattr(function, "reward_prepare", None)
     if prepare is not None:
         prepare()
-    return Caller(name, function)
+    return Caller(name, function, process)
 
 
 def _serve(chunk: Chunk, callers: list[Caller], sink: int) -> None:

@@ -16,7 +16,9 @@ from policygrad.core.filters import DropNoSpread, reweight
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.ragged import Groups
 from policygrad.core.types import Batch
-from policygrad.rollout.source import TRAIN, Example, Scores, Source, make_prompt, score_groups
+from policygrad.rollout.prefixes import with_values
+from policygrad.rollout.source import TRAIN, Example, Scores, Source, StepScores, make_prompt, score_groups, step_scores
+from policygrad.rollout.steps import Marks, mark, with_steps
 from policygrad.rollout.types import Completion, Group, Sampler, Sampling
 
 
@@ -29,6 +31,8 @@ class Rollout:
     """Per completion, as the task gave it."""
     texts: tuple[str, ...]
     """Per completion."""
+    lengths: tuple[int, ...]
+    """Per completion, tokens sampled; `batch.lengths` is 0 where a reward failed or a filter masked."""
     position: int
     """The task's next example."""
     metrics: Metrics
@@ -62,6 +66,7 @@ class _Kept:
     examples: list[Example] = field(default_factory=list)
     rewards: list[list[float | None]] = field(default_factory=list)
     texts: list[list[str]] = field(default_factory=list)
+    marks: list[list[Marks | None]] = field(default_factory=list)
 
     def add(self, other: _Kept, i: int) -> None:
         """Takes the other's i-th group."""
@@ -69,8 +74,10 @@ class _Kept:
         self.examples.append(other.examples[i])
         self.rewards.append(other.rewards[i])
         self.texts.append(other.texts[i])
+        self.marks.append(other.marks[i])
 
     def batch(self) -> Batch:
+        """With the outcome's reward alone, which filters and metrics look at."""
         return to_batch(self.groups, [r for rewards in self.rewards for r in rewards])
 
 
@@ -78,15 +85,30 @@ class _Kept:
 class _Said:
     """What the reward functions said over the rounds of a step."""
 
+    scored: bool
+    """Whether the algorithm reads what steps are worth, not only where they end."""
     messages: dict[str, None] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
 
-    def hear(self, scores: Scores) -> None:
-        self.messages.update(dict.fromkeys(scores.messages))
-        failed = {f"rewards/failed_{why}": Sum(float(n)) for why, n in scores.failures.items()}
+    def hear(self, scores: Scores, steps: StepScores | None) -> None:
+        self._failures(scores)
         known = {name: [x for x in part if x is not None] for name, part in scores.parts.items()}
         parts = {f"rewards/{name}": Mean(sum(x), float(len(x))) for name, x in known.items() if len(known) > 1}
-        self.metrics = merge(self.metrics, failed, parts)
+        self.metrics = merge(self.metrics, parts)
+        if steps is not None:
+            self._failures(steps)
+            means = {f"rewards/{name}": Mean(sum(x), float(len(x))) for name, x in steps.parts.items() if x}
+            self.metrics = merge(self.metrics, means if self.scored else {})
+
+    def count(self, marks: Sequence[Marks | None]) -> None:
+        """How many steps completions take."""
+        sizes = [len(found.ends) for found in marks if found is not None]
+        self.metrics = merge(self.metrics, {"steps/mean": Mean(float(sum(sizes)), float(len(sizes)))} if sizes else {})
+
+    def _failures(self, scores: Scores | StepScores) -> None:
+        self.messages.update(dict.fromkeys(scores.messages))
+        failed = {f"rewards/failed_{why}": Sum(float(n)) for why, n in scores.failures.items()}
+        self.metrics = merge(self.metrics, failed)
 
 
 def collect(
@@ -107,7 +129,8 @@ def collect(
     """
     dynamic = next((f for f in algorithm.filters if isinstance(f, DropNoSpread)), None)
     rounds, refill = (dynamic.rounds, dynamic.mode == "refill") if dynamic else (1, False)
-    kept, aside, said, seen = _Kept(), _Kept(), _Said(), list[_Kept]()
+    scored = "token_reward" in algorithm.declared or "step_end" not in algorithm.declared
+    kept, aside, said, seen = _Kept(), _Kept(), _Said(scored), list[_Kept]()
     for _ in range(rounds):
         fresh = _round(source, sampler, sampling, range(position, position + prompts), samples, step, said)
         position += prompts
@@ -125,10 +148,21 @@ def collect(
     if missing:
         note = f"dynamic sampling: groups were still without spread after {rounds} rounds; the others are reweighted"
         said.messages[note] = None
+    batch = _filter(kept.batch(), algorithm, dynamic, missing)
+    if source.steps is not None:
+        batch = with_steps(batch, [found for marks in kept.marks for found in marks], scored=scored)
+    for link in algorithm.psi:
+        if getattr(link, "samples_values", False):
+            batch, cost, notes = with_values(
+                source, sampler, sampling, batch, kept.groups, kept.examples, samples=link.samples, step=step
+            )
+            said.metrics = merge(said.metrics, cost)
+            said.messages.update(dict.fromkeys(notes))
     return Rollout(
-        _filter(kept.batch(), algorithm, dynamic, missing),
+        batch,
         tuple(e.prompt for e, g in zip(kept.examples, kept.groups, strict=True) for _ in g.completions),
         tuple(text for texts in kept.texts for text in texts),
+        tuple(len(c.tokens) for g in kept.groups for c in g.completions),
         position,
         merge(_measure(seen), said.metrics, {"dynamic/unfilled": Sum(float(missing))} if refill else {}),
         tuple(said.messages),
@@ -143,9 +177,30 @@ def _round(
     prompts = [make_prompt(source, e, sampling.max_tokens, TRAIN, step, i) for i, e in pairs]
     groups = sampler.sample(prompts, samples, sampling)
     texts, scores = score_groups(source, examples, groups)
-    said.hear(scores)
+    steps = step_scores(source, examples, groups, texts)
+    said.hear(scores, steps)
+    rewards, marks = _marked(source, groups, texts, scores.total, steps)
+    said.count(marks)
     per = [slice(i * samples, (i + 1) * samples) for i in range(len(groups))]
-    return _Kept(list(groups), examples, [list(scores.total[s]) for s in per], [texts[s] for s in per])
+    return _Kept(list(groups), examples, *([list(column[s]) for s in per] for column in (rewards, texts, marks)))
+
+
+def _marked(
+    source: Source,
+    groups: Sequence[Group],
+    texts: Sequence[str],
+    rewards: Sequence[float | None],
+    steps: StepScores | None,
+) -> tuple[Sequence[float | None], Sequence[Marks | None]]:
+    """Rewards and steps by token; a completion whose steps failed has no reward either."""
+    if steps is None:
+        return rewards, [None] * len(texts)
+    completions = [c for g in groups for c in g.completions]
+    marks = [
+        None if found is None else mark(source.codec.decode, c.tokens, text, found)
+        for c, text, found in zip(completions, texts, steps.steps, strict=True)
+    ]
+    return [None if m is None else reward for reward, m in zip(rewards, marks, strict=True)], marks
 
 
 def _filter(batch: Batch, algorithm: Algorithm, dynamic: DropNoSpread | None, missing: int) -> Batch:

@@ -15,8 +15,8 @@ from policygrad.rollout.types import Completion, Group, Prompt, Sampling, Weight
 class LocalSampler:
     """Decodes with the model it is given; when that is the learner's own model, `load` moves nothing."""
 
-    def __init__(self, model: nn.Module, end: frozenset[int], pad: int, *, max_rows: int = 512) -> None:
-        self.model, self.pad, self.max_rows, self.version = model, pad, max_rows, 0
+    def __init__(self, model: nn.Module, end: frozenset[int], pad: int) -> None:
+        self.model, self.pad, self.version = model, pad, 0
         self.device = next(model.parameters()).device
         self.end = torch.tensor(sorted(end), device=self.device)
 
@@ -34,18 +34,11 @@ class LocalSampler:
         """n completions of each prompt. A prompt's samples depend on its key and the weights, not on its neighbours
         (up to the rounding of a differently shaped matrix product)."""
         groups: dict[int, Group] = {}
-        for chunk in self._chunks(prompts, n):
+        for chunk in _chunks(prompts, max(1, sampling.decode_rows // n)):
             rows = self._decode([prompts[i] for i in chunk], n, sampling)
             for place, i in enumerate(chunk):
                 groups[i] = Group(prompts[i], tuple(rows[place * n : (place + 1) * n]), self.version)
         return [groups[i] for i in range(len(prompts))]
-
-    def _chunks(self, prompts: Sequence[Prompt], n: int) -> Iterator[list[int]]:
-        """Prompts of similar length together, at most max_rows completions at a time."""
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
-        size = max(1, self.max_rows // n)
-        for start in range(0, len(order), size):
-            yield order[start : start + size]
 
     def _prefill(self, prompts: Sequence[Prompt], n: int, room: int) -> tuple[Tensor, dict[str, Any], Tensor]:
         """Reads each prompt once; logits [P·n, V], cache and attention mask [P·n, L + room] are then one row per completion.
@@ -78,23 +71,26 @@ class LocalSampler:
     def _decode(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Completion]:
         from policygrad.rollout.cache import select
 
-        budget, rows = sampling.max_tokens, len(prompts) * n
+        limit = torch.tensor([p.budget(sampling) for p in prompts], device=self.device).repeat_interleave(n)
+        budget, rows = int(limit.max()), len(prompts) * n
         logits, cache, attention = self._prefill(prompts, n, budget)
         width = attention.shape[1] - budget
         position = torch.tensor([len(p.tokens) for p in prompts], device=self.device).repeat_interleave(n)
         u = uniforms([(*p.key, j) for p in prompts for j in range(n)], budget).to(self.device)
         tokens = torch.full((rows, budget), self.pad, device=self.device)
         logps = torch.zeros(rows, budget, device=self.device)
-        length = torch.full((rows,), budget, device=self.device)
+        length = limit.clone()
         ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        over = ended  # ended, or at its limit
         alive = torch.arange(rows, device=self.device)  # row of the decoding batch -> completion
         for t in range(budget):
             token, logp = draw(logits, u[alive, t], sampling)
-            fresh = ~ended[alive]  # a row that has ended may wait here until the batch is next compacted
+            fresh = ~over[alive]  # a row that is over may wait here until the batch is next compacted
             tokens[alive[fresh], t], logps[alive[fresh], t] = token[fresh], logp[fresh]
             stops = fresh & torch.isin(token, self.end)
             length[alive[stops]], ended[alive[stops]] = t + 1, True
-            going = ~ended[alive]
+            over = ended | (limit <= t + 1)
+            going = ~over[alive]
             left = int(going.sum())
             if left == 0 or t + 1 == budget:
                 break
@@ -111,8 +107,18 @@ class LocalSampler:
                 use_cache=True,
                 return_dict=True,
             )
-            logits, position = out.logits[:, -1], position + 1
+            logits, position = (
+                out.logits[:, -1],
+                position + ~over[alive],
+            )  # which waits stays within the model's context
         return [
             Completion(row[:size], p[:size], not done)
             for row, p, size, done in zip(tokens.cpu(), logps.cpu(), length.tolist(), ended.tolist(), strict=True)
         ]
+
+
+def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[list[int]]:
+    """At most `size` prompts at a time, those of similar length together."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
+    for start in range(0, len(order), size):
+        yield order[start : start + size]

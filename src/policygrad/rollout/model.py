@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from policygrad.rollout.hub import ModelError, locate
+from policygrad.hub import ModelError, locate
 
 EMBEDDED = "tiny"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -25,11 +26,10 @@ def resolve(model: str) -> str:
     return str(trained) if (trained / "config.json").is_file() else locate(model)
 
 
-def _errors(model: str, error: Exception) -> ModelError:
-    first = str(error).strip().partition("\n")[0]
-    return ModelError(
-        f"cannot load the model {model!r}: {first or repr(error)}. Its folder needs config.json and safetensors"
-    )
+def _errors(what: str, error: Exception, needs: str) -> ModelError:
+    first = str(error).strip().partition("\n")[0].rstrip(" .")
+    said = f"{first[:-1]} …" if first.endswith(":") else first or repr(error)
+    return ModelError(f"cannot load {what}, whose folder needs {needs}: {said}")
 
 
 def load_model(model: str, *, dtype: str = "fp32", device: str = "cpu") -> nn.Module:
@@ -45,9 +45,9 @@ def load_model(model: str, *, dtype: str = "fp32", device: str = "cpu") -> nn.Mo
     try:
         loaded = _pretrained(path, _DTYPES[dtype])
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise _errors(model, error) from error
+        raise _errors(f"the model {model!r}", error, "config.json and safetensors") from error
     for module in loaded.modules():
-        _without_dropout(module)
+        without_dropout(module)
     for parameter in loaded.parameters():
         parameter.requires_grad_(True)
     return loaded.to(device).eval()  # type: ignore[no-any-return]
@@ -65,7 +65,7 @@ def _pretrained(path: str, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
 
-def _without_dropout(module: nn.Module) -> None:
+def without_dropout(module: nn.Module) -> None:
     """Modules and plain numbers (`attention_dropout`, `resid_pdrop`, `layerdrop`): recomputed activations are in training mode."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         module.p = 0.0
@@ -95,7 +95,8 @@ class Codec:
         """[P] int64. A string is encoded as it stands; chat messages are rendered by the tokenizer's template.
 
         Raises:
-            ModelError: no chat template; a prompt without tokens; a prompt that leaves no room for max_tokens.
+            ModelError: no chat template, or one that refuses the messages; a prompt without tokens; a prompt that leaves no
+                room for max_tokens.
         """
         if isinstance(prompt, str):
             ids = self.tokenizer(prompt, add_special_tokens=True)["input_ids"]
@@ -107,10 +108,7 @@ class Codec:
                 "`chat_template` in its tokenizer_config.json, or give the prompts as strings"
             )
         else:
-            text = self.tokenizer.apply_chat_template(
-                [dict(m) for m in prompt], tokenize=False, add_generation_prompt=True
-            )
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self.tokenizer(self._rendered(prompt, source), add_special_tokens=False)["input_ids"]
         if not ids:
             raise ModelError(f"{source} has no tokens: {prompt!r}. A prompt needs at least one")
         if self.context is not None and len(ids) + max_tokens > self.context:
@@ -119,6 +117,19 @@ class Codec:
                 f"of {self.name!r}. Shorten it, or lower --max-tokens. It begins: {str(prompt)[:80]!r}"
             )
         return torch.tensor(ids, dtype=torch.int64)
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], source: str) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is a program of the model's: it may raise anything
+            roles = ", ".join(str(m.get("role")) for m in messages)
+            raise ModelError(
+                f"{source}: the chat template of {self.name!r} refuses the messages (roles: {roles}): "
+                f"{str(error).strip().rstrip('.') or repr(error)}. Change the messages, or give the prompt as a string"
+            ) from error
+        return str(text)
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         """The text, without end and padding tokens."""
@@ -137,17 +148,33 @@ def load_codec(model: str, network: nn.Module) -> Codec:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise _errors(model, error) from error
-    end: set[int] = set()
-    for owner in (tokenizer, network.config, getattr(network, "generation_config", None)):
-        ids = getattr(owner, "eos_token_id", None)
-        end |= set(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+        raise _errors(f"the tokenizer of {model!r}", error, "tokenizer.json and tokenizer_config.json") from error
+    end = frozenset(_end_ids(tokenizer.eos_token_id)).union(*(_end_ids(ids) for ids in _written_ends(path)))
     if not end:
         raise ModelError(
-            f"neither the tokenizer nor the configuration of {model!r} names an end token, so no completion could ever end: "
+            f"neither the tokenizer nor a configuration file of {model!r} names an end token, so no completion could ever end: "
             "set `eos_token` in its tokenizer_config.json"
         )
-    return Codec(tokenizer, frozenset(end), model, context_length(network))
+    return Codec(tokenizer, end, model, context_length(network))
+
+
+def _end_ids(ids: Any) -> list[int]:
+    return list(ids) if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
+
+
+def _written_ends(path: str) -> Iterator[Any]:
+    """`eos_token_id` as the configuration files have it. What a loaded configuration says may be its class's default (2 for
+    a Llama), a token like any other in this vocabulary."""
+    from transformers.utils.hub import cached_file
+
+    for name in ("config.json", "generation_config.json"):
+        try:
+            file = cached_file(path, name)
+        except OSError:  # a model need not have the second
+            continue
+        written = json.loads(Path(str(file)).read_text(encoding="utf-8"))
+        yield written.get("eos_token_id")
+        yield (written.get("text_config") or {}).get("eos_token_id")
 
 
 def padding_id(codec: Codec) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from policygrad.rollout.types import Group, Prompt
 
-TRAIN, EVALUATE = 0, 1
+TRAIN, EVALUATE, VALUES = 0, 1, 2
 """Streams of random numbers, the second entry of a prompt's key."""
 
 
@@ -36,6 +36,23 @@ class Scores(Protocol):
     def messages(self) -> Sequence[str]: ...
 
 
+Steps = tuple[tuple[int, float], ...]
+"""(end in characters of the text, score) of each step."""
+
+
+class StepScores(Protocol):
+    """What a reward pool says of the steps of a list of completions."""
+
+    @property
+    def steps(self) -> Sequence[Steps | None]: ...
+    @property
+    def parts(self) -> Mapping[str, Sequence[float]]: ...
+    @property
+    def failures(self) -> Mapping[str, int]: ...
+    @property
+    def messages(self) -> Sequence[str]: ...
+
+
 class Encoder(Protocol):
     """Text to tokens and back."""
 
@@ -44,6 +61,7 @@ class Encoder(Protocol):
 
 
 Score = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], Scores]
+ScoreSteps = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], StepScores]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +72,8 @@ class Source:
     codec: Encoder
     score: Score
     seed: int
+    steps: ScoreSteps | None = None
+    """Where steps end and what they are worth; None = a completion is not looked at in steps."""
 
 
 def make_prompt(source: Source, example: Example, max_tokens: int, stream: int, step: int, index: int) -> Prompt:
@@ -65,7 +85,20 @@ def make_prompt(source: Source, example: Example, max_tokens: int, stream: int, 
 def score_groups(source: Source, examples: Sequence[Example], groups: Sequence[Group]) -> tuple[list[str], Scores]:
     """Texts and scores, completion by completion in the groups' order. Every column of an example reaches the reward."""
     texts = [source.codec.decode(c.tokens) for g in groups for c in g.completions]
+    return texts, source.score(*samples_of(examples, groups, texts))
+
+
+def step_scores(
+    source: Source, examples: Sequence[Example], groups: Sequence[Group], texts: Sequence[str]
+) -> StepScores | None:
+    """The steps of the same completions; None where the source has none."""
+    return None if source.steps is None else source.steps(*samples_of(examples, groups, texts))
+
+
+def samples_of(
+    examples: Sequence[Example], groups: Sequence[Group], texts: Sequence[str]
+) -> tuple[list[Any], Sequence[str], dict[str, list[Any]]]:
+    """What a reward is given: prompts, texts and columns, one of each per completion."""
     repeated = [e for e, g in zip(examples, groups, strict=True) for _ in g.completions]
     names = dict.fromkeys(name for e in repeated for name in e.columns)
-    columns = {name: [e.columns.get(name) for e in repeated] for name in names}
-    return texts, source.score([e.prompt for e in repeated], texts, columns)
+    return [e.prompt for e in repeated], texts, {name: [e.columns.get(name) for e in repeated] for name in names}

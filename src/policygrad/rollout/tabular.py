@@ -12,7 +12,10 @@ from policygrad.rollout.types import Completion, Group, Prompt, Sampling, Weight
 
 
 class TabularSampler:
-    """Samples from π(token | prompt, t) = softmax(table[prompt, t]); a prompt is its first token, token 0 ends a completion."""
+    """Samples from π(token | prompt, t) = softmax(table[prompt, t]); token 0 ends a completion.
+
+    A prompt is its first token; what follows is a prefix of the answer, t counts on from there.
+    """
 
     def __init__(self, prompts: int, length: int, vocabulary: int) -> None:
         self.table, self.version = torch.zeros(prompts, length, vocabulary, dtype=torch.float64), 0
@@ -26,12 +29,13 @@ class TabularSampler:
         return [Group(p, tuple(self._one(p, j, sampling) for j in range(n)), self.version) for p in prompts]
 
     def _one(self, prompt: Prompt, sample: int, sampling: Sampling) -> Completion:
-        budget = min(sampling.max_tokens, self.table.shape[1])
+        start = len(prompt.tokens) - 1
+        budget = min(prompt.budget(sampling), self.table.shape[1] - start)
         u = uniforms([(*prompt.key, sample)], budget)[0]
         tokens: list[Tensor] = []
         logps: list[Tensor] = []
         for t in range(budget):
-            token, logp = draw(self.table[prompt.tokens[0], t][None], u[t : t + 1], sampling)
+            token, logp = draw(self.table[prompt.tokens[0], start + t][None], u[t : t + 1], sampling)
             tokens.append(token)
             logps.append(logp)
             if int(token) == 0:

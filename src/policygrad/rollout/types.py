@@ -22,6 +22,8 @@ class Sampling:
     """Keep the k most probable tokens; 0 = all."""
     max_tokens: int = 32
     """Generation budget, tokens per completion."""
+    decode_rows: int = 512
+    """Completions decoded at a time: fewer take less memory, more are faster; the draws are the same."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -32,6 +34,8 @@ class Sampling:
             raise ValueError(f"sampling.top_k must be at least 0 (0 = all tokens), not {self.top_k}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if self.decode_rows < 1:
+            raise ValueError(f"decode_rows must be at least 1, not {self.decode_rows}")
 
     @property
     def cuts_off(self) -> bool:
@@ -46,7 +50,13 @@ class Prompt:
     tokens: Tensor
     """[P] int64, at least one."""
     key: tuple[int, ...]
-    """(seed, stream, step, prompt); sample j draws from key + (j,)."""
+    """(seed, stream, step, prompt), and of a prefix (…, sample, position); sample j draws from key + (j,)."""
+    max_tokens: int | None = None
+    """What a prefix leaves of the generation budget, in tokens; None = all of it."""
+
+    def budget(self, sampling: Sampling) -> int:
+        """Tokens that a completion may take."""
+        return sampling.max_tokens if self.max_tokens is None else min(self.max_tokens, sampling.max_tokens)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,13 +1,13 @@
 """Prompts and datasets: a task hands out training examples by number and fixed held-out examples.
 
-A task is named by "embedded" (the mix that the shipped model knows), by reasoning-gym datasets
-("gcd+2*chain_sum:max_digits=1"), or by the path of a JSONL file.
+A task is named by "embedded" (the mix that the shipped model knows), "embedded_steps" (what of it takes several steps),
+by reasoning-gym datasets ("gcd+2*chain_sum:max_digits=1"), or by the path of a JSONL file.
 """
 
 import difflib
 from pathlib import Path
 
-from policygrad.tasks.embedded import MIX, Component
+from policygrad.tasks.embedded import MIX, STEPS, Component
 from policygrad.tasks.jsonl import JsonlTask
 from policygrad.tasks.reasoning_gym import ReasoningGymTask, dataset_names
 from policygrad.tasks.spec import parse_mix
@@ -15,12 +15,14 @@ from policygrad.tasks.types import Example, Prompt, Task
 
 __all__ = ["Component", "Example", "Prompt", "Task", "known_tasks", "load_task"]
 
-EMBEDDED = "embedded"
+EMBEDDED = {"embedded": MIX, "embedded_steps": STEPS}
+PROCESS = ("worked_steps",)
+"""The reward that knows the steps of both."""
 
 
 def known_tasks() -> list[str]:
     """Every task that has a name, sorted; any JSONL file is a task too."""
-    return sorted([EMBEDDED, *dataset_names()])
+    return sorted([*EMBEDDED, *dataset_names()])
 
 
 def load_task(name: str, *, seed: int = 0, held_out: str | None = None) -> Task:
@@ -36,8 +38,8 @@ def load_task(name: str, *, seed: int = 0, held_out: str | None = None) -> Task:
             f"held_out={held_out!r} goes with a JSONL task, but {name!r} generates its own held-out problems; "
             "leave held_out away, or give a path ending in .jsonl as the task"
         )
-    if name == EMBEDDED:
-        return ReasoningGymTask(name, MIX, seed=seed)
+    if name in EMBEDDED:
+        return ReasoningGymTask(name, EMBEDDED[name], seed=seed, steps=PROCESS)
     components = parse_mix(name)
     for component in components:
         _check_name(component.name)
@@ -54,8 +56,8 @@ def _is_file(name: str) -> bool:
 def _check_name(name: str) -> None:
     if name in dataset_names():
         return
-    if name == EMBEDDED:
-        raise ValueError(f"the task {EMBEDDED!r} is a mix of its own; it takes no settings and joins no other mix")
+    if name in EMBEDDED:
+        raise ValueError(f"the task {name!r} is a mix of its own; it takes no settings and joins no other mix")
     if name == "composite":
         raise ValueError("the task 'composite' is spelt as a mix here: join datasets with '+', as in gcd+2*chain_sum")
     near = difflib.get_close_matches(name, known_tasks(), n=3, cutoff=0.5)

@@ -37,6 +37,9 @@ MIX: tuple[Component, ...] = (
     Component("spell_backward", 1.0, {"min_word_len": 3, "max_word_len": 5}),
 )
 
+# What is worked out in several steps.
+STEPS: tuple[Component, ...] = tuple(c for c in MIX if c.name in ("chain_sum", "simple_equations"))
+
 # Enough for the longest worked-out answer that the base model knows.
 MAX_NEW_TOKENS = 32
 

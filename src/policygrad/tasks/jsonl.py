@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -27,6 +27,7 @@ class JsonlTask:
     """
 
     rewards: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
 
     def __init__(self, name: str, train: Sequence[Example], held_out: Sequence[Example], *, seed: int = 0) -> None:
         self.name = name
@@ -76,6 +77,18 @@ def prompt_key(prompt: Prompt) -> str:
 
 def read_jsonl(path: str) -> list[Example]:
     """Every row of a JSONL file. Blank lines are skipped; everything else that is not a row is an error."""
+    rows: list[Example] = []
+    for where, row in read_objects(path, '{"prompt": "1+1=", "answer": "2"}'):
+        rows.append(_parse_row(row, where))
+        _check_columns(rows[0], rows[-1], where, rows[0].source.rpartition(":")[2])
+    return rows
+
+
+def read_objects(path: str, example: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(`file:line`, object) of every line of a JSONL file that is not blank; `example` is a line as it should be.
+
+    Raises ValueError naming file and line, or a file without rows; FileNotFoundError without a file.
+    """
     try:
         data = Path(path).read_bytes()
     except FileNotFoundError:
@@ -84,20 +97,16 @@ def read_jsonl(path: str) -> list[Example]:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     if data.startswith(_OTHER_BOMS):
         raise ValueError(f"{path}:1: this is UTF-16 text; JSONL is UTF-8: iconv -f UTF-16 -t UTF-8 {path} > new.jsonl")
-    rows: list[Example] = []
-    first_line = 0
+    empty = True
     for number, line in enumerate(data.removeprefix(_UTF8_BOM).split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        rows.append(_parse_row(line, f"{path}:{number}"))
-        first_line = first_line or number
-        _check_columns(rows[0], rows[-1], f"{path}:{number}", first_line)
-    if not rows:
-        raise ValueError(f'{path}: no rows; write one JSON object per line, as in {{"prompt": "1+1=", "answer": "2"}}')
-    return rows
+        if line.strip():
+            empty = False
+            yield f"{path}:{number}", _parse_object(line, f"{path}:{number}", example)
+    if empty:
+        raise ValueError(f"{path}: no rows; write one JSON object per line, as in {example}")
 
 
-def _parse_row(line: bytes, where: str) -> Example:
+def _parse_object(line: bytes, where: str, example: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -115,23 +124,28 @@ def _parse_row(line: bytes, where: str) -> Example:
         raise ValueError(f"{where}: cannot be read as JSON: {error}") from None
     if not isinstance(row, dict):
         kind = type(row).__name__
-        raise ValueError(f'{where}: a JSON object is needed on every line, got a {kind}; write {{"prompt": ...}}')
+        raise ValueError(f"{where}: a JSON object is needed on every line, got a {kind}; write {example}")
+    return row
+
+
+def _parse_row(row: dict[str, Any], where: str) -> Example:
     if "prompt" not in row:
         have = ", ".join(map(repr, row)) or "nothing"
         raise ValueError(f"{where}: no column 'prompt' (it has {have}); rename the column that holds the question")
     for name in _RESERVED:
         if name in row:
             raise ValueError(f"{where}: a column may not be called {name!r}, reward functions get that name; rename it")
-    prompt = _parse_prompt(row.pop("prompt"), where)
+    prompt = parse_prompt(row.pop("prompt"), where)
     return Example(prompt, row, where)
 
 
-def _parse_prompt(value: Any, where: str) -> Prompt:
+def parse_prompt(value: Any, where: str) -> Prompt:
+    """A prompt as text or as chat messages. Raises ValueError for anything else, or an empty one."""
     if isinstance(value, str):
         prompt: Prompt = value
     elif isinstance(value, list):
         prompt = tuple(
-            _parse_message(message, f"{where}: message {i + 1} of 'prompt'") for i, message in enumerate(value)
+            parse_message(message, f"{where}: message {i + 1} of 'prompt'") for i, message in enumerate(value)
         )
     else:
         kind = type(value).__name__
@@ -146,7 +160,8 @@ def _parse_prompt(value: Any, where: str) -> Prompt:
     return prompt
 
 
-def _parse_message(message: Any, where: str) -> dict[str, str]:
+def parse_message(message: Any, where: str) -> dict[str, str]:
+    """A chat message: role, content, and whatever else is text. Raises ValueError."""
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise ValueError(
             f'{where} must be an object like {{"role": "user", "content": "..."}}, got {str(message)[:60]}'
@@ -157,7 +172,7 @@ def _parse_message(message: Any, where: str) -> dict[str, str]:
     return message
 
 
-def _check_columns(first: Example, row: Example, where: str, first_line: int) -> None:
+def _check_columns(first: Example, row: Example, where: str, first_line: str) -> None:
     """All rows have the same columns, since each column reaches the reward as one list."""
     for name in first.columns:
         if name not in row.columns:

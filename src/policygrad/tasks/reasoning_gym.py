@@ -44,9 +44,12 @@ class ReasoningGymTask:
     held_out_is_train = False
     rows: tuple[Example, ...] = ()
 
-    def __init__(self, name: str, components: Sequence[Component], *, seed: int = 0) -> None:
+    def __init__(
+        self, name: str, components: Sequence[Component], *, seed: int = 0, steps: tuple[str, ...] = ()
+    ) -> None:
         self.name = name
         self.seed = seed
+        self.steps = steps
         self._components = tuple(components)
         self._items = lru_cache(maxsize=4 * len(self._components))(self._create)
         for number, component in enumerate(self._components):

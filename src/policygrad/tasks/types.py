@@ -26,6 +26,7 @@ class Task(Protocol):
 
     name: str
     rewards: tuple[str, ...]  # names of the rewards that fit this task; () when the user has to choose
+    steps: tuple[str, ...]  # names of the process rewards that fit it, for algorithms that look at steps; () = none
     held_out_is_train: bool  # True: too few prompts to hold any out, evaluation is on the training prompts
     rows: Sequence[
         Example

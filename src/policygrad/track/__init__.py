@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from policygrad.track.course import Outline
 from policygrad.track.display import Display, PlainDisplay, Sample, Silent
 from policygrad.track.files import RunFiles
 from policygrad.track.words import change
 
-__all__ = ["Display", "PlainDisplay", "RunFiles", "Sample", "Silent", "change", "make_display"]
+__all__ = ["Display", "Outline", "PlainDisplay", "RunFiles", "Sample", "Silent", "change", "make_display"]
 
 
 def make_display(

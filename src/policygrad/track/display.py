@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, TextIO
 
+from policygrad.track.course import Course, Outline, Pace
 from policygrad.track.words import clean, described, duration, number, one_line
 
 
@@ -25,15 +25,8 @@ class Sample:
 class Display(Protocol):
     """Follows one run. Used as a context manager, so that Ctrl-C and errors leave the terminal as it was."""
 
-    def start(
-        self,
-        title: str,
-        facts: Mapping[str, str],
-        total_steps: int,
-        first_step: int = 1,
-        history: Sequence[tuple[int, float]] = (),
-    ) -> None:
-        """`first_step` is the first that this process does; `history` is (step, reward) of those before it."""
+    def start(self, outline: Outline) -> None:
+        """What the run sets out to do, before its first step."""
 
     def phase(self, text: str) -> None:
         """What happens now, such as an evaluation or a part of a long step; "" or the next step ends it."""
@@ -60,14 +53,7 @@ class Display(Protocol):
 class Silent:
     """Says nothing."""
 
-    def start(
-        self,
-        title: str,
-        facts: Mapping[str, str],
-        total_steps: int,
-        first_step: int = 1,
-        history: Sequence[tuple[int, float]] = (),
-    ) -> None: ...
+    def start(self, outline: Outline) -> None: ...
 
     def phase(self, text: str) -> None: ...
 
@@ -95,25 +81,18 @@ class PlainDisplay(Silent):
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
         self._pace = Pace(clock)
-        self._total = self._every = self._first = 1
+        self._course, self._every = Course(Outline("")), 1
         self._printed = self._started = clock()
-        self._lines = self._step = 0
+        self._lines = 0
         self._widths: dict[str, int] = {}
         self._phases = {""}  # said already: what happens at every step is not said every time
 
-    def start(
-        self,
-        title: str,
-        facts: Mapping[str, str],
-        total_steps: int,
-        first_step: int = 1,
-        history: Sequence[tuple[int, float]] = (),
-    ) -> None:
-        self._print(title)
-        for name, value in facts.items():
+    def start(self, outline: Outline) -> None:
+        self._print(outline.title)
+        for name, value in outline.facts.items():
             self._print(f"  {name}: {value}")
-        self._total, self._first, self._step = total_steps, first_step, first_step - 1
-        self._every = max(1, math.ceil((total_steps - first_step + 1) / self.LINES))
+        self._course = Course(outline)
+        self._every = max(1, math.ceil((outline.steps - outline.first_step + 1) / self.LINES))
         self._started = self._clock()
         self._pace.begin()
 
@@ -131,17 +110,19 @@ class PlainDisplay(Silent):
 
     def step(self, step: int, metrics: Mapping[str, float], sample: Sample | None = None) -> None:
         self._pace.end()
-        self._step = step
-        on_time = step in (self._first, self._total) or step % self._every == 0
+        course, before = self._course, int(self._course.share * self.LINES)
+        course.advance(step, metrics)
+        on_time = step == course.outline.first_step or step % self._every == 0 or course.over
+        on_time = on_time or (course.outline.tokens is not None and int(course.share * self.LINES) > before)
         if not on_time and self._clock() - self._printed < self.QUIET:
             return
-        parts = [f"step {step:>{len(str(self._total))}}/{self._total}"]
+        parts = [f"step {course.words}"]
         for name, text in described(metrics):
             self._widths[name] = max(self._widths.get(name, 0), len(text))
             parts.append(text.ljust(self._widths[name]))
-        left = self._pace.left(self._total - step)
-        self._print("  ".join([*parts, f"left {duration(left)}" if step < self._total and left is not None else ""]))
-        if sample and (self._lines % (self.LINES // self.SAMPLES) == 0 or step == self._total):
+        left = self._pace.left(course.left)
+        self._print("  ".join([*parts, f"left {duration(left)}" if not course.over and left is not None else ""]))
+        if sample and (self._lines % (self.LINES // self.SAMPLES) == 0 or course.over):
             self._show(sample)
         self._lines += 1
 
@@ -149,8 +130,8 @@ class PlainDisplay(Silent):
         self._print(f"note: {text}")
 
     def finish(self, summary: Mapping[str, str]) -> None:
-        word = "done" if self._step >= self._total else "stopped"
-        self._print(f"{word} at step {self._step}/{self._total} after {duration(self._clock() - self._started)}")
+        word = "done" if self._course.over else "stopped"
+        self._print(f"{word} at step {self._course.words.strip()} after {duration(self._clock() - self._started)}")
         width = max(map(len, summary), default=0)
         for name, value in summary.items():
             self._print(f"  {name:<{width}}  {value}")
@@ -166,31 +147,3 @@ class PlainDisplay(Silent):
         self._stream.write(line + "\n")
         self._stream.flush()
         self._printed = self._clock()
-
-
-class Pace:
-    """Seconds from step to step: the mean over the last 20. The first does not count once there is another."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._last = clock()
-        self._times: deque[float] = deque(maxlen=20)
-        self._warm = False
-
-    def begin(self) -> None:
-        """What came before the first step, such as an evaluation, is over."""
-        if not self._times:
-            self._last = self._clock()
-
-    def end(self) -> None:
-        """A step is done."""
-        now = self._clock()
-        if not self._warm and self._times:  # the first step compiles and allocates
-            self._times.clear()
-            self._warm = True
-        self._times.append(now - self._last)
-        self._last = now
-
-    def left(self, steps: int) -> float | None:
-        """Seconds for so many more steps; None before the first."""
-        return steps * sum(self._times) / len(self._times) if self._times else None

@@ -67,7 +67,7 @@ class RunFiles:
             file.write(b"".join(lines))
             file.flush()
         except OSError as error:
-            reason = f"{error.strerror}; see to it and start the run again with the same folder to go on"
+            reason = f"{error.strerror}; see to it, then --resume {self.folder} goes on"
             raise OSError(error.errno, reason, str(self.folder / name)) from error
 
     def _rewrite(self, name: str, step: int) -> int:

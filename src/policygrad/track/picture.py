@@ -30,6 +30,8 @@ class View:
 
     total: int = 1
     step: int = 0
+    share: float = 0.0  # done, from 0 to 1
+    words: str = "0/1"  # how far it is
     elapsed: float = 0.0
     left: float | None = None
     phase: str = ""
@@ -68,12 +70,12 @@ def draw(view: View, console: Console, width: int, height: int) -> list[Renderab
 
 def _progress(view: View, width: int) -> RenderableType:
     times = [duration(view.elapsed)]
-    if view.left is not None and view.step < view.total:
+    if view.left is not None:
         times.append(f"{duration(view.left)} left")
     if width < 40:
         times = []
-    words = Text.assemble("step ", (f"{view.step}/{view.total}", "bold"), *((f"  {part}", "dim") for part in times))
-    return _bar(Text(), view.step, view.total, words, width, ACCENT)
+    words = Text.assemble("step ", (view.words, "bold"), *((f"  {part}", "dim") for part in times))
+    return _bar(Text(), view.share, 1, words, width, ACCENT)
 
 
 def _phase(view: View, width: int) -> RenderableType:
@@ -86,7 +88,7 @@ def _phase(view: View, width: int) -> RenderableType:
     return _bar(name, view.phase_done, view.phase_total, done, width, REMARK)
 
 
-def _bar(before: Text, done: int, total: int, after: Text, width: int, style: str) -> RenderableType:
+def _bar(before: Text, done: float, total: float, after: Text, width: int, style: str) -> RenderableType:
     """Words, a bar of what is left of the width, words."""
     before.truncate(max(0, width - after.cell_len - 14))
     size = max(4, width - 5 - before.cell_len - after.cell_len)

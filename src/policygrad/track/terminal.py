@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, TextIO
@@ -14,7 +14,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from policygrad.track.display import Pace, Sample, Silent
+from policygrad.track.course import Course, Outline, Pace
+from policygrad.track.display import Sample, Silent
 from policygrad.track.picture import ACCENT, GOOD, REMARK, View, draw, pairs
 from policygrad.track.words import clean, duration, shown
 
@@ -27,7 +28,7 @@ class RichDisplay(Silent):
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
         self._pace = Pace(clock)
-        self._view = View()
+        self._course, self._view = Course(Outline("")), View()
         self._rewards: list[tuple[int, float]] = []
         self._started, self._sampled = clock(), -math.inf
         self._live: Live | None = None
@@ -36,23 +37,17 @@ class RichDisplay(Silent):
     def on(cls, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> Self:
         return cls(Console(file=stream, force_terminal=True, highlight=False), clock)
 
-    def start(
-        self,
-        title: str,
-        facts: Mapping[str, str],
-        total_steps: int,
-        first_step: int = 1,
-        history: Sequence[tuple[int, float]] = (),
-    ) -> None:
+    def start(self, outline: Outline) -> None:
         self.close()
-        self._console.print(Text.assemble("\n ", (clean(title), f"bold {ACCENT}")))
-        if facts:
-            self._console.print(pairs(facts, ""))
+        self._console.print(Text.assemble("\n ", (clean(outline.title), f"bold {ACCENT}")))
+        if outline.facts:
+            self._console.print(pairs(outline.facts, ""))
         self._rewards = []
-        for step, value in history:
+        for step, value in outline.history:
             self._reward(step, value)
         self._sampled = -math.inf
-        self._view = View(total=total_steps, step=first_step - 1)
+        self._course = Course(outline)
+        self._view = self._placed(View())
         self._started = self._clock()
         self._pace.begin()
         self._live = Live(
@@ -78,9 +73,10 @@ class RichDisplay(Silent):
     def step(self, step: int, metrics: Mapping[str, float], sample: Sample | None = None) -> None:
         self._pace.end()
         self._reward(step, metrics.get("reward"))
-        left = self._pace.left(self._view.total - step)
-        self._view = replace(self._view, step=step, metrics=shown(metrics), left=left, phase="")
-        if sample is not None and (self._clock() - self._sampled >= HOLD or step == self._view.total):
+        self._course.advance(step, metrics)
+        left = None if self._course.over else self._pace.left(self._course.left)
+        self._view = replace(self._placed(self._view), metrics=shown(metrics), left=left, phase="")
+        if sample is not None and (self._clock() - self._sampled >= HOLD or self._course.over):
             self._sampled = self._clock()
             self._view = replace(self._view, sample=sample, sample_step=step)
 
@@ -89,12 +85,18 @@ class RichDisplay(Silent):
 
     def finish(self, summary: Mapping[str, str]) -> None:
         self.close()
-        steps, total, time = self._view.step, self._view.total, duration(self._clock() - self._started)
-        word = ("done", f"bold {GOOD}") if steps >= total else ("stopped", f"bold {REMARK}")
-        self._console.print(Text.assemble("\n ", word, (f"  step {steps}/{total} after {time}", "dim")))
+        words, time = self._course.words.strip(), duration(self._clock() - self._started)
+        word = ("done", f"bold {GOOD}") if self._course.over else ("stopped", f"bold {REMARK}")
+        self._console.print(Text.assemble("\n ", word, (f"  step {words} after {time}", "dim")))
         if summary:
             self._console.print(pairs(summary, "bold"))
         self._console.print()
+
+    def _placed(self, view: View) -> View:
+        course = self._course
+        return replace(
+            view, step=course.step, total=course.outline.steps, share=course.share, words=course.words.strip()
+        )
 
     def _reward(self, step: int, value: float | None) -> None:
         if value is not None and math.isfinite(value):

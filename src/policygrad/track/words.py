@@ -48,6 +48,9 @@ def change(before: float, after: float, digits: int = 2) -> str:
 
 FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # metric, label, how it is written
     ("reward", "reward", number),
+    ("loss", "loss", lambda x: number(x, 3)),
+    ("accuracy", "accuracy", number),
+    ("margin", "margin", number),
     ("kl", "kl", number),
     ("entropy", "entropy", number),
     ("completions/mean_length", "length", lambda x: number(x, 1)),
@@ -70,7 +73,7 @@ def described(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     named = dict(shown(metrics))
     if named.get("cut off") == "0%":
         named.pop("cut off", None)
-    keys = ("reward", "kl", "entropy", "length", "tok/s", "cut off")
+    keys = ("reward", "loss", "accuracy", "margin", "kl", "entropy", "length", "tok/s", "cut off")
     return [(k, f"{named[k]} {k}" if k in ("tok/s", "cut off") else f"{k} {named[k]}") for k in keys if k in named]
 
 

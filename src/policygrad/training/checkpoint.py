@@ -46,8 +46,9 @@ class Checkpoint:
 def save(directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keep: int = 2) -> Path:
     """Write `directory/step-N`, verify it in place, then delete what is older than the newest `keep`; return its path.
 
-    `state` holds JSON values (and, beyond JSON, tuples, dicts with any plain keys, NaN and infinities): all come back
-    exactly. Checkpoints of later steps, from before a run went back, do not count towards `keep` and are left alone.
+    `directory` is a run's `checkpoints` folder. `state` holds JSON values (and, beyond JSON, tuples, dicts with any plain
+    keys, NaN and infinities): all come back exactly. Checkpoints of later steps, from before a run went back, do not count
+    towards `keep` and are left alone.
     Raises CheckpointError; whatever goes wrong, the checkpoints that were there stay loadable.
     """
     if step < 0 or keep < 1:
@@ -63,7 +64,7 @@ def save(directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mappi
         directory.mkdir(parents=True, exist_ok=True)
         _clean(directory)
         _write(temporary, arrays, text)
-        _install(temporary, final)
+        install(temporary, final)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(_not_written(final, error)) from error
     finally:
@@ -145,10 +146,11 @@ def _write(folder: Path, tensors: dict[str, Tensor], state: bytes) -> None:
     seal(folder, FILES)
 
 
-def _install(temporary: Path, final: Path) -> None:
-    """Rename into place. A checkpoint of the same step is first moved to `.old`, which loads just as well."""
+def install(temporary: Path, final: Path) -> Path:
+    """Rename a folder into place. One of the same name is first moved to `.old`, which loads just as well; its path."""
     old = final.with_name(final.name + ".old")
     if final.exists():
+        shutil.rmtree(old, ignore_errors=True)  # of a process killed before it could delete it
         os.replace(final, old)
     try:
         os.replace(temporary, final)
@@ -157,6 +159,7 @@ def _install(temporary: Path, final: Path) -> None:
             os.replace(old, final)
         raise
     sync(final.parent)
+    return old
 
 
 def is_full(error: Exception) -> bool:
@@ -170,8 +173,9 @@ def _not_written(final: Path, error: Exception) -> str:
     full = is_full(error)
     reason = "the disk is full" if full else str(error)
     kept = f"the previous checkpoint, {before[0]}, is intact" if before else "there is no earlier checkpoint"
-    way_out = f"{'free some space' if full else 'see to the cause'} and start the run again with the same folder"
-    return f"{final} was not written: {reason}; {kept}: {way_out}" + (", it goes on from there" if before else "")
+    run = final.parent.parent  # its folder
+    way_out = f"{'free some space' if full else 'see to the cause'}; --resume {run} goes on from there"
+    return f"{final} was not written: {reason}; {kept}: {way_out if before else way_out.partition(';')[0]}"
 
 
 def _intact(folder: Path) -> bool:

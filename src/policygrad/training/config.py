@@ -10,6 +10,7 @@ import tyro
 
 from policygrad.algorithms import GRPO
 from policygrad.core.algorithm import Algorithm
+from policygrad.rewards.steps import check_pattern
 from policygrad.rollout.types import Sampling
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
 
@@ -86,11 +87,16 @@ class Options:
     task: Annotated[str, tyro.conf.arg(metavar="NAME|FILE")] = "embedded"
     """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file."""
     reward: Annotated[tuple[str, ...], optional("NAME", "the task's own")] = ()
-    """Reward functions: names, dotted paths or path/to/file.py:function, each with an optional weight (format*0.5)."""
+    """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model, each with an optional
+    weight (format*0.5)."""
+    step_end: Annotated[str | None, optional("REGEX", "the task's own")] = None
+    """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
     held_out: Annotated[str | None, optional("FILE", "a sixteenth of the task, chosen by a hash of the prompt")] = None
     """A .jsonl file of held-out problems for a .jsonl task."""
     steps: int = 100
     """Rollouts, each followed by the algorithm's optimiser steps."""
+    tokens: Annotated[int | None, optional("INT", "no budget")] = None
+    """End earlier, after the step in which so many tokens have been sampled; a learning-rate schedule still counts steps."""
     prompts_per_step: int = 64
     """Prompts per rollout."""
     samples_per_prompt: Annotated[int | None, optional("INT", "the algorithm's own")] = None
@@ -136,6 +142,8 @@ class Run(Draft):
         for name in ("steps", "prompts_per_step"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.tokens is not None and self.tokens < 1:
+            raise ValueError(f"tokens must be at least 1, or left out for no budget, not {self.tokens}")
         if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ValueError(f"lr must be at least 0 and finite, not {self.lr}")
         if self.seed < 0:
@@ -152,10 +160,60 @@ class Run(Draft):
                 "training with top_p < 1 or top_k > 0 would sample from another distribution than the one that learns: the "
                 "ratio of an unchanged policy would not be 1. Leave top_p = 1 and top_k = 0 (eval takes both)"
             )
-        if self.algorithm.step.minibatches > self.prompts_per_step:
+        if self.learner.score_parameters and "score_norm" not in self.algorithm.needs:
             raise ValueError(
-                f"{self.algorithm.step.minibatches} minibatches of whole groups need as many prompts per step, "
-                f"not {self.prompts_per_step}"
+                f"learner.score_parameters is {self.learner.score_parameters!r}, and no part of {self.algorithm.name} reads score "
+                "norms: put OptimalBaseline(norm='exact') into psi, or leave it empty"
+            )
+        self._check_rate()
+        self._check_steps()
+        self._check_stall()
+        minibatches = getattr(self.algorithm.step, "minibatches", 1)
+        if minibatches > self.prompts_per_step:
+            raise ValueError(
+                f"{minibatches} minibatches of whole groups need as many prompts per step, not {self.prompts_per_step}"
+            )
+
+    def _check_stall(self) -> None:
+        """A reference that waits for held-out scores which nobody takes."""
+        reference, measured = self.algorithm.reference, self.evaluation.every and self.evaluation.problems
+        if reference is not None and reference.stall and not measured:
+            raise ValueError(
+                f"Reference.stall = {reference.stall} counts periodic held-out evaluations without improvement, and this run "
+                "makes none: set evaluation.every (and evaluation.problems) above 0, or stall to 0"
+            )
+
+    def _check_rate(self) -> None:
+        """Options of a gradient step, where the algorithm's takes none."""
+        step, critic = self.algorithm.step, self.algorithm.critic
+        if step.uses_lr:
+            return
+        way_out = (
+            "algorithm.step.delta, in nats a token, sets how far it goes" if hasattr(step, "delta") else "it has none"
+        )
+        if self.lr is not None:
+            own = "; the critic's own rate is algorithm.critic.lr" if critic is not None else ""
+            raise ValueError(
+                f"lr is {self.lr:g}, and {type(step).__name__} has no learning rate: {way_out}{own}. Leave lr out (--lr None)"
+            )
+        if critic is None and self.optimizer != OptimizerConfig():
+            raise ValueError(
+                f"optimizer.* shapes AdamW's steps, {type(step).__name__} takes none and there is no critic: {way_out}. "
+                "Leave the optimizer's options out"
+            )
+
+    def _check_steps(self) -> None:
+        """`step_end` says where steps end, not what they are worth."""
+        if self.step_end is None:
+            return
+        check_pattern(self.step_end)
+        name, read = self.algorithm.name, self.algorithm.declared
+        if "step_end" not in read:
+            raise ValueError(f"step_end is {self.step_end!r}, and no part of {name} looks at steps: leave it away")
+        if "token_reward" in read:
+            raise ValueError(
+                f"step_end {self.step_end!r} says where steps end, and {name} needs to know what they are worth: name a process "
+                "reward instead, --reward exact_match mine.py:f with @reward(process=True)"
             )
 
     def _check_types(self) -> None:
@@ -182,5 +240,9 @@ class Run(Draft):
     def resolved(self) -> Run:
         """With every open choice filled in: group size, learning rate, the generation budget in the parts that ask for it."""
         algorithm = replace(self.algorithm.with_budget(self.sampling.max_tokens), samples_per_prompt=self.group_size)
-        lr = self.lr if self.lr is not None else LR_TINY if self.model == "tiny" else LR
+        usual = LR_TINY if self.model == "tiny" else LR
+        if algorithm.critic is not None and not algorithm.step.uses_lr:  # there is no policy's rate for it to follow
+            algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.rate(usual)))
+        default = usual if algorithm.step.uses_lr else None
+        lr = default if self.lr is None else self.lr
         return replace(self, algorithm=algorithm, samples_per_prompt=self.group_size, lr=lr)

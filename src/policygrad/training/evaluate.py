@@ -25,6 +25,11 @@ class Outcome:
     messages: tuple[str, ...]
 
     @property
+    def scored(self) -> bool:
+        """Whether any completion has a reward."""
+        return self.failed < sum(map(len, self.scores))
+
+    @property
     def mean(self) -> float:
         """mean@k: the average score over problems and samples."""
         flat = [s for row in self.scores for s in row]

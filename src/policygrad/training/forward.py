@@ -1,8 +1,9 @@
-"""One forward pass: from a pack of tokens to log π [b, T], never holding more logits than a chunk of tokens needs."""
+"""One forward pass: from a pack of tokens to log π [b, T], and to what is exact over the vocabulary where a term asks for it,
+never holding more logits than a chunk of tokens needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from policygrad.core.types import Batch
+from policygrad.core.types import Batch, Forward
 from policygrad.rollout.draw import at_least_float32
 from policygrad.training.packing import CAP, Pack, pack
 
@@ -19,11 +20,35 @@ CHUNK = 2**26
 _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
 
 
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Logits at the sampling temperature, in float32 or better."""
+    logits = at_least_float32(logits)
+    return logits if temperature == 1 else logits / temperature
+
+
 def selected_logp(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """log π(token) [n] from logits [n, V] at the sampling temperature, in float32 or better."""
-    logits = at_least_float32(logits)
-    logits = logits if temperature == 1 else logits / temperature
-    return logits.gather(-1, tokens[:, None]).squeeze(1) - logits.logsumexp(-1)
+    logits = scaled(logits, temperature)
+    return logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+def _times(p: Tensor, x: Tensor) -> Tensor:
+    """Σ p·x over the vocabulary, 0·∞ = 0: a token that a model rules out has a logit of −∞."""
+    return (p * torch.where(p > 0, x, 0)).sum(-1)
+
+
+def exact(logits: Tensor, old: Tensor | None, names: Sequence[str], temperature: float) -> list[Tensor]:
+    """[n] each, over the vocabulary: the entropy −Σ π log π, and kl_old = Σ π_old log(π_old/π), from logits [n, V]."""
+    logp = scaled(logits, temperature).log_softmax(-1)
+    out = []
+    for name in names:
+        if name == "entropy":
+            out.append(-_times(logp.exp(), logp))
+        else:
+            assert old is not None  # `Scorer.forward` asked for it
+            before = scaled(old, temperature).log_softmax(-1)
+            out.append(_times(before.exp(), before - logp))
+    return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,27 +70,64 @@ class Scorer:
 
     def __call__(self, batch: Pack) -> Tensor:
         """[b, T] nats with graph; 0 off the mask."""
-        where, tokens = batch.predictor[batch.mask], batch.tokens[batch.mask]
+        return self.forward(batch).logp
+
+    def forward(self, batch: Pack, needs: frozenset[str] = frozenset(), old: Scorer | None = None) -> Forward:
+        """log π [b, T] with graph, 0 off the mask, and what `needs` names, exact over the vocabulary: entropy, and kl_old =
+        KL(π_old‖π) with `old` the scorer of π_old.
+
+        Raises:
+            ValueError: a field that a scorer cannot give, or kl_old without `old`.
+        """
+        names = sorted(needs)
+        if unknown := set(names) - {"entropy", "kl_old"}:
+            raise ValueError(f"a scorer gives logp, entropy and kl_old, not {', '.join(sorted(unknown))}")
+        if "kl_old" in names and old is None:
+            raise ValueError("kl_old compares with the policy before: pass its scorer as `old`")
+        columns, head = [self._states(batch)], self._head
+        if old is not None and "kl_old" in names:
+            with torch.no_grad():
+                columns.append(old._states(batch))
+            before = old._head
+
+        def part(tokens: Tensor, states: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            logits = head(states)
+            logp = selected_logp(logits, tokens, self.temperature)
+            if not names:
+                return (logp,)
+            return logp, *exact(logits, before(rest[0]) if rest else None, names, self.temperature)
+
+        found = self._chunked(part, batch.tokens[batch.mask], *columns)
+        placed = (x.new_zeros(batch.mask.shape).masked_scatter(batch.mask, x) for x in found)
+        return Forward(next(placed), **dict(zip(names, placed, strict=True)))
+
+    def _states(self, batch: Pack) -> Tensor:
+        """[n, ·] what the head turns into the logits that predict the sampled tokens; the logits themselves without a head."""
         if self.split_head:
-            logp = self._chunked(predicting_states(backbone(self.model), batch), tokens)
-        else:
-            logits = self.model(**inputs(batch), use_cache=False).logits
-            logp = selected_logp(_rows(logits.flatten(0, 1), where), tokens, self.temperature)
-        return logp.new_zeros(batch.mask.shape).masked_scatter(batch.mask, logp)
+            return predicting_states(backbone(self.model), batch)
+        logits = self.model(**inputs(batch), use_cache=False).logits
+        return _rows(logits.flatten(0, 1), batch.predictor[batch.mask])
 
-    def _chunked(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        head = self.model.get_output_embeddings()
+    @property
+    def _head(self) -> Callable[[Tensor], Tensor]:
+        head: Callable[[Tensor], Tensor] = self.model.get_output_embeddings() if self.split_head else _itself  # type: ignore[operator]
+        return head
 
-        def part(h: Tensor, t: Tensor) -> Tensor:
-            return selected_logp(head(h), t, self.temperature)
-
-        size = max(1, CHUNK // head.weight.shape[0])
-        if len(hidden) <= size:
-            return part(hidden, tokens)
-        recompute: Callable[..., Tensor] = part
+    def _chunked(self, part: Callable[..., tuple[Tensor, ...]], tokens: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
+        """`part` over chunks of tokens, its logits computed once more on the way back instead of being held."""
+        width = self._head.weight.shape[0] if self.split_head else columns[0].shape[1]  # type: ignore[attr-defined]
+        size = max(1, CHUNK // width)
+        if len(tokens) <= size:
+            return part(tokens, *columns)
+        recompute: Callable[..., tuple[Tensor, ...]] = part
         if torch.is_grad_enabled():
-            recompute = lambda h, t: checkpoint(part, h, t, use_reentrant=False)  # noqa: E731
-        return torch.cat([recompute(h, t) for h, t in zip(hidden.split(size), tokens.split(size), strict=True)])
+            recompute = lambda *x: checkpoint(part, *x, use_reentrant=False)  # noqa: E731
+        chunks = zip(*(x.split(size) for x in (tokens, *columns)), strict=True)
+        return tuple(torch.cat(x) for x in zip(*(recompute(*chunk) for chunk in chunks), strict=True))
+
+
+def _itself(logits: Tensor) -> Tensor:
+    return logits
 
 
 def inputs(batch: Pack) -> dict[str, Tensor | None]:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
-from policygrad.core.objective import measure, surrogate
+from policygrad.core.metrics import Metrics, Sum
 from policygrad.core.types import Batch, Forward
 from policygrad.rollout.draw import at_least_float32
 from policygrad.rollout.types import Weights
+from policygrad.training.curvature import Curvature
 from policygrad.training.forward import Scorer, probe
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
-from policygrad.training.optimizer import Optimizer
-from policygrad.training.packing import active, merge_equal
+from policygrad.training.optimizer import Optimizer, train_only
+from policygrad.training.packing import Pack, merge_equal
+from policygrad.training.problem import LocalProblem
+from policygrad.training.score_norms import ScoreNorms
 from policygrad.training.value_model import ValueModel, measure_values
 
 
@@ -56,26 +58,37 @@ class LocalLearner:
         model: nn.Module,
         algorithm: Algorithm,
         *,
-        lr: float,
+        lr: float | None,
         steps: int,
         temperature: float = 1.0,
         config: LearnerConfig | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> None:
-        """`steps`: rollouts of the run, for the schedule; `temperature`: the one completions are sampled at."""
+        """`steps`: rollouts of the run, for the schedule; `temperature`: the one completions are sampled at; `lr`: None where
+        the algorithm's step has no use for one.
+
+        Raises:
+            ValueError: no learning rate where one is needed; `config.trainable` fits no parameter.
+        """
+        if lr is None and algorithm.step.uses_lr:
+            raise ValueError(f"{type(algorithm.step).__name__} needs a learning rate: give LocalLearner a number as lr")
         config = config or LearnerConfig()
         self.model, self.config, self.version, self.rollouts = model, config, 0, 0
         self.device = next(model.parameters()).device
         if config.gradient_checkpointing:
-            _recompute_activations(model)
+            recompute_activations(model)
+        train_only(model, config.trainable)
         self.scorer = probe(model, temperature)
-        self.optimizer = Optimizer(model, optimizer or OptimizerConfig(), lr, steps * algorithm.step.updates)
+        self.optimizer = Optimizer(model, optimizer or OptimizerConfig(), lr or 0.0, steps * algorithm.step.updates)
+        self.curvature = Curvature(self.scorer, self.optimizer, config.micro_tokens, self.differentiating)
+        self.norms = ScoreNorms.of(self.scorer, config) if "score_norm" in algorithm.needs else None
         self.critic: ValueModel | None = None
         if algorithm.critic is not None:
-            total = steps * algorithm.step.updates
+            updates = (steps, algorithm.step.value_updates)
             self.critic = ValueModel.of(
-                model, self.scorer, algorithm.critic, config, optimizer or OptimizerConfig(), total
+                self.scorer, algorithm.critic, config, optimizer or OptimizerConfig(), lr, updates
             )
+        self.old: Scorer | None = None  # the policy when a rollout's updates began, for an exact KL(π_old‖π_θ)
         self.reference: Scorer | None = None
         self.refreshed = False  # a reference that is no longer the initial model is part of a checkpoint
         if "logp_ref" in algorithm.needs:
@@ -84,9 +97,12 @@ class LocalLearner:
 
     @torch.no_grad()
     def score(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """logp_old from the policy, logp_ref from the reference, values from the critic; equal completions once."""
+        """logp_old and score_norm from the policy, logp_ref from the reference, values from the critic; equal completions once."""
         if self.critic is not None and "values" in needs:
             batch = self.critic.score(batch)
+        if self.norms is not None and "score_norm" in needs:
+            with self.differentiating():
+                batch = self.norms.score(batch)
         scorers = {"logp_old": self.scorer, "logp_ref": self.reference}
         wanted = {name: scorer for name, scorer in scorers.items() if name in needs and scorer is not None}
         if not wanted:
@@ -105,6 +121,8 @@ class LocalLearner:
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """One rollout's optimiser steps, as `algorithm.step` takes them."""
+        if "kl_old" in algorithm.forward_needs:
+            self._remember()
         metrics = algorithm.step(LocalProblem(self, batch, psi, algorithm, seed=self.version))
         self.rollouts += 1
         if algorithm.reference is not None and self.reference is not None and algorithm.reference.due(self.rollouts):
@@ -114,6 +132,17 @@ class LocalLearner:
                 self.optimizer.forget()
             metrics |= {"reference/refreshed": Sum(1.0)}
         return metrics if self.critic is None else metrics | measure_values(batch)
+
+    def _remember(self) -> None:
+        """Keeps the policy as it is now."""
+        if self.old is None:
+            self.old = replace(self.scorer, model=copy.deepcopy(self.model).eval().requires_grad_(False))
+        else:
+            self.old.model.load_state_dict(self.model.state_dict())
+
+    def forward(self, part: Pack, algorithm: Algorithm) -> Forward:
+        """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""
+        return self.scorer.forward(part.to(self.device), algorithm.forward_needs, self.old)
 
     @contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -149,95 +178,20 @@ class LocalLearner:
             for name, parameter in self.reference.model.named_parameters():
                 parameter.data.copy_(tensors[f"reference/{name}"])
         mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(("critic/", "reference/"))}
+        trained = {name.removeprefix("weights/") for name in mine if name.startswith("weights/")}
+        if trained != set(self.optimizer.masters):
+            odd = sorted(trained ^ set(self.optimizer.masters))[0]
+            raise RuntimeError(
+                f"it was made with other trainable parameters ({odd}, say): leave learner.trainable as it was"
+            )
         self.optimizer.restore(mine, values["optimizer"])
         self.version, self.rollouts, self.refreshed = values["version"], values["rollouts"], values["refreshed"]
 
 
-def _recompute_activations(model: Any) -> None:
+def recompute_activations(model: Any) -> None:
     """Under its name in transformers ≥ 5.2x, or the one before."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
         enable()
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def average_objective(metrics: Metrics) -> Metrics:
-    """The shares of one optimiser step add up to its objective; a rollout's steps are averaged, however many there are."""
-    found = metrics.get("objective")
-    return metrics if found is None else metrics | {"objective": Mean(found.value)}
-
-
-@dataclass(frozen=True, eq=False)
-class LocalProblem:
-    """A rollout's share of completions for one optimiser step, on a LocalLearner."""
-
-    learner: LocalLearner
-    batch: Batch
-    psi: Tensor
-    algorithm: Algorithm
-    seed: int
-
-    def split(self, epoch: int, minibatches: int) -> list[LocalProblem]:
-        """Minibatches of whole groups, shuffled by (weights' version, epoch)."""
-        if minibatches == 1:
-            return [self]
-        groups = self.batch.group.unique()
-        order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed * 1009 + epoch))
-        shares = [groups[chunk] for chunk in order.tensor_split(minibatches) if len(chunk)]
-        rows = [torch.isin(self.batch.group, share).nonzero().squeeze(1) for share in shares]
-        return [replace(self, batch=self.batch.select(r), psi=self.psi[r]) for r in rows]
-
-    @property
-    def pretraining(self) -> bool:
-        """Whether the policy stands still while its critic is fitted."""
-        return self.algorithm.critic is not None and self.algorithm.critic.pretrain > 0
-
-    def accumulate(self) -> Metrics:
-        """Forward and backward of the policy and of its critic; gradients add up in the learner."""
-        metrics = {} if self.pretraining else self._policy()
-        if self.learner.critic is not None and self.algorithm.critic is not None:
-            metrics |= self.learner.critic.accumulate(self.batch, self.algorithm.critic)
-        return metrics
-
-    def _policy(self) -> Metrics:
-        """The policy's share, over the completions that can move the weights."""
-        learner, batch = self.learner, self.batch
-        coefficients = self.algorithm.all_coefficients(batch)
-        rows = active(batch, self.psi, coefficients).nonzero().squeeze(1)
-        unique, index = merge_equal(batch, self.psi, rows, self.algorithm.needs)
-        summed = tuple(c.new_zeros(len(unique), c.shape[1]).index_add_(0, index, c[rows]) for c in coefficients)
-        count = torch.zeros(len(unique)).index_add_(0, index, torch.ones(len(rows)))
-        place = torch.zeros(len(batch.mask), dtype=torch.int64)
-        place[unique] = torch.arange(len(unique))
-        metrics: Metrics = {
-            "completions/computed": Sum(float(len(unique))),
-            "completions/offered": Sum(float(batch.mask.any(1).sum())),
-        }
-        bare = replace(batch, prompts=None, tokens=None)  # the equation does not read them
-        for part in learner.scorer.packs(batch, unique, learner.config.micro_tokens):
-            at = place[part.rows]
-            share = bare.select(part.rows).to(learner.device)
-            psi, coef = self.psi[part.rows].to(learner.device), tuple(c[at].to(learner.device) for c in summed)
-            with learner.differentiating():
-                out = Forward(learner.scorer(part.to(learner.device)))
-                surrogate(out, share, psi, self.algorithm, coef).backward()
-            learner.optimizer.collect()
-            metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef, count[at].to(learner.device)))
-        if (
-            "clip_ratio/low" in metrics
-        ):  # completions that were skipped have Ψ = 0: their tokens are not clipped, but count
-            skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))
-            metrics = merge(metrics, {"clip_ratio/low": skipped, "clip_ratio/high": skipped})
-        return average_objective(metrics)
-
-    def descend(self) -> Metrics:
-        """One AdamW step; without any gradient (no completion could move the weights) none is taken, and that is counted."""
-        metrics = {} if self.learner.critic is None else self.learner.critic.descend()
-        norm, lr = self.learner.optimizer.step()
-        self.learner.version += 1
-        if self.pretraining:
-            return metrics | {"value_pretraining": Mean(1.0)}
-        if norm is None:
-            return metrics | {"updates/skipped": Sum(1.0)}
-        return metrics | {"grad_norm": Max(norm), "lr": Mean(lr), "updates/taken": Sum(1.0)}

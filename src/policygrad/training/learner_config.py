@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -55,8 +56,17 @@ class LearnerConfig:
     """Tokens per forward and backward pass, padding included."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    trainable: str = ""
+    """Regular expression: the parameters that train, by name; empty = all."""
+    score_parameters: str = ""
+    """Regular expression: the parameters whose gradients make OptimalBaseline's exact norms; empty = all that train."""
 
     def __post_init__(self) -> None:
+        for name in ("trainable", "score_parameters"):
+            try:
+                re.compile(getattr(self, name))
+            except re.error as error:
+                raise ValueError(f"learner.{name} {getattr(self, name)!r} is no regular expression: {error}") from error
         if self.dtype not in ("fp32", "bf16"):
             raise ValueError(f"learner.dtype must be fp32 or bf16, not {self.dtype!r}")
         if self.micro_tokens < 1:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -28,17 +28,37 @@ class Progress:
     """Steps done."""
     position: int = 0
     """The task's next example."""
+    tokens: int = 0
+    """Sampled so far, of whatever became of them."""
+    seconds: float = 0.0
+    """Spent so far in rollouts and updates."""
+
+    def over(self, run: Run) -> bool:
+        """Whether the run is at its end: the last step done, or the token budget used up."""
+        return self.step >= run.steps or (run.tokens is not None and self.tokens >= run.tokens)
 
 
 @dataclass(frozen=True, eq=False)
 class Done:
     """One step, for whoever watches."""
 
-    progress: Progress
+    step: int
     rollout: Rollout
     batch: Batch
     psi: Tensor
     metrics: Metrics
+
+
+class Watcher(Protocol):
+    """Follows a run step by step."""
+
+    def record(self, done: Done) -> Metrics:
+        """A step is done; returns what was measured on held-out problems now, if anything, for the algorithm's parts to see."""
+        ...
+
+    def save(self, progress: Progress) -> bool:
+        """What outlives the step, to be saved from time to time; whether to go on."""
+        ...
 
 
 def loop(
@@ -49,11 +69,11 @@ def loop(
     progress: Progress,
     *,
     until: int,
-    watch: Callable[[Done], bool],
+    watcher: Watcher,
 ) -> Progress:
-    """Steps until step `until`, or until `watch` says stop by returning False. It never asks which sampler or learner it has."""
+    """Steps until step `until`, the run's end, or a `watcher` that says stop. It never asks which sampler or learner it has."""
     sampler.load(learner.publish())
-    while progress.step < until:
+    while progress.step < until and not progress.over(run):
         step, algorithm, began = progress.step + 1, progress.algorithm, time.perf_counter()
         rollout = collect(
             source,
@@ -70,8 +90,16 @@ def loop(
         psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
         measured = learner.update(batch, psi, algorithm)
         sampler.load(learner.publish())
-        progress = replace(progress, algorithm=algorithm.observe(batch, measured), step=step, position=rollout.position)
-        clock = {"time/rollout": Sum(sampled - began), "time/update": Sum(time.perf_counter() - sampled)}
-        if not watch(Done(progress, rollout, batch, psi, merge(rollout.metrics, measured, clock))):
+        updated = time.perf_counter()
+        clock = {"time/rollout": Sum(sampled - began), "time/update": Sum(updated - sampled)}
+        found = watcher.record(Done(step, rollout, batch, psi, merge(rollout.metrics, measured, clock)))
+        progress = Progress(
+            algorithm=algorithm.observe(batch, measured | found),
+            step=step,
+            position=rollout.position,
+            tokens=progress.tokens + int(rollout.metrics["tokens/sampled"].value),
+            seconds=progress.seconds + updated - began,
+        )
+        if not watcher.save(progress):
             break
     return progress

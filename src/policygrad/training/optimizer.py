@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, lr: float, total: int) -> None:
         self.config, self.lr, self.total, self.taken = config, lr, total, 0
+        self.whole = True  # not in the midst of a step
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("the model has no parameter that requires a gradient")
@@ -50,27 +52,30 @@ class Optimizer:
             FloatingPointError: a gradient that is not finite; the weights are as they were.
         """
         rate = self.lr * self.config.rate(self.taken, self.total)
-        self.taken += 1
         masters = [m for m in self.masters.values() if m.grad is not None]
         if not masters:
+            self.taken += 1
             return None, rate
         limit = self.config.clip or math.inf
         norm = float(nn.utils.clip_grad_norm_(masters, limit))
         if not math.isfinite(norm):
             self.adam.zero_grad(set_to_none=True)
             raise FloatingPointError(
-                f"the gradient's norm is {norm} at optimiser step {self.taken}: the weights were left as they were. "
+                f"the gradient's norm is {norm} at optimiser step {self.taken + 1}: the weights were left as they were. "
                 "Lower --lr or optimizer.clip, or use learner.dtype fp32"
             )
         for group in self.adam.param_groups:
             group["lr"] = rate
+        self.taken, self.whole = self.taken + 1, False
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
-        self._show()
+        self.show()
+        self.whole = True
         return norm, rate
 
     @torch.no_grad()
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Gives the model the masters' values, in its own precision."""
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
@@ -80,7 +85,13 @@ class Optimizer:
         self.adam.state.clear()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Master weights, AdamW's moments and the step count."""
+        """Master weights, AdamW's moments and the step count.
+
+        Raises:
+            RuntimeError: a step that an error has cut short, so that some weights have moved and others have not.
+        """
+        if not self.whole:
+            raise RuntimeError("an optimiser step was cut short in its midst, so the weights are of no one step")
         tensors = {f"weights/{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
             for key, value in self.adam.state.get(master, {}).items():
@@ -96,7 +107,7 @@ class Optimizer:
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(tensors[f"weights/{name}"])
-        self._show()
+        self.show()
         self.adam.state.clear()
         for key, tensor in tensors.items():
             if key.startswith("adam/"):
@@ -105,3 +116,19 @@ class Optimizer:
                 on_host = moment == "step"  # AdamW keeps its counter on the CPU
                 self.adam.state[master][moment] = tensor.clone() if on_host else tensor.to(master.device, copy=True)
         self.taken = values["taken"]
+
+
+def train_only(model: nn.Module, pattern: str) -> None:
+    """Lets those parameters train whose name the regular expression is found in; an empty one leaves all as they are.
+
+    Raises:
+        ValueError: it is found in none, with some of the names.
+    """
+    if not pattern:
+        return
+    chosen = {name: re.search(pattern, name) is not None for name, _ in model.named_parameters()}
+    if not any(chosen.values()):
+        some = ", ".join(list(chosen)[:: max(1, len(chosen) // 4)][:4])
+        raise ValueError(f"learner.trainable '{pattern}' is in no parameter's name; some of the {len(chosen)}: {some}")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(chosen[name])

@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from policygrad.core.types import Batch
+from policygrad.core import ragged
+from policygrad.core.types import PER_COMPLETION, PER_TOKEN, Batch
 
 CAP = 1024
 """Tokens in a row that several completions share: attention over it costs the square."""
-_COMPARED = ("mask", "tokens", "logp_old", "logp_ref", "values", "weight")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,25 +53,23 @@ def active(batch: Batch, psi: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
 
 def merge_equal(batch: Batch, psi: Tensor, rows: Tensor, needs: frozenset[str] = frozenset()) -> tuple[Tensor, Tensor]:
     """(representative rows [u], index [len(rows)] of each row's representative): equal completions of one prompt with equal
-    Ψ and equal log-probabilities have one gradient, times the sum of their coefficients.
+    Ψ have one gradient, times the sum of their coefficients.
 
-    The batch is on the CPU. `needs`: the fields an algorithm reads; what the sampler said (the same up to rounding) tells two
-    completions apart only if it is read.
+    Equal in everything the batch holds, since a part of anyone's may read it. `needs`: the fields an algorithm declares; what
+    the sampler said (the same up to rounding) tells two completions apart only if it is among them. The batch is on the CPU.
     """
     if not len(rows):
         return rows, rows
-    names = (*_COMPARED, *({"logp_sampler"} & needs))
-    columns = [psi, *(getattr(batch, name) for name in names if getattr(batch, name) is not None)]
+    present = {n: x for n in (*PER_TOKEN, *PER_COMPLETION) if (x := getattr(batch, n)) is not None}
+    if "logp_sampler" not in needs:
+        present.pop("logp_sampler", None)
     mask = batch.mask[rows]
-    data = [
-        torch.where(mask, c[rows], 0).contiguous() if c.dtype != torch.bool else c[rows].contiguous() for c in columns
-    ]
-    raw = [d.view(torch.uint8).reshape(len(rows), -1).numpy() for d in data if d.shape[1]]
-    each = zip(batch.group[rows].tolist(), batch.reward[rows].tolist(), strict=True)  # a term may read the reward
-    seen: dict[tuple[int, float, bytes], int] = {}
-    index, first = [], []
-    for i, (group, reward) in enumerate(each):
-        key = (group, reward, b"".join(r[i].tobytes() for r in raw))
+    columns = [ragged.masked(x[rows], mask) if x.ndim == 2 else x[rows, None] for x in (psi, *present.values())]
+    raw = [c.contiguous().view(torch.uint8).reshape(len(rows), -1).numpy() for c in columns if c.shape[1]]
+    seen: dict[bytes, int] = {}
+    index, first = list[int](), list[int]()
+    for i in range(len(rows)):
+        key = b"".join(r[i].tobytes() for r in raw)
         if key not in seen:
             seen[key] = len(first)
             first.append(i)

@@ -14,14 +14,18 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "advantages": "psi",
     "corrections": "corrections",
     "critic": "critic",
+    "dual_descent": "step",
     "values": "psi",
+    "process": "psi",
     "ratios": "ratio",
     "gates": "gate",
     "aggregates": "aggregate",
     "terms": "terms",
+    "loss_terms": "terms",
     "shaping": "shaping",
     "filters": "filters",
     "steps": "step",
+    "trust_region": "step",
     "reference": "reference",
 }
 

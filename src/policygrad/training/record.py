@@ -27,7 +27,7 @@ class Recorder:
 
     def step(self, done: Done) -> None:
         """One step: files first, so that what the display showed is also on disk."""
-        step = done.progress.step
+        step = done.step
         values = {name: metric.value for name, metric in done.metrics.items()}
         elapsed = values["time/rollout"] + values["time/update"]
         values["tokens_per_second"] = values["tokens/sampled"] / elapsed if elapsed else 0.0
@@ -36,7 +36,10 @@ class Recorder:
         self.files.completions(step, rows)
         for message in done.rollout.messages:
             self.note(message)
-        if not values.get("updates/taken") and "value_pretraining" not in values:
+        if values.get("trust_region/nonfinite"):
+            kept = "took a shorter step" if values.get("updates/taken") else "left the weights as they were"
+            self.note(f"step {step}: the trust region met numbers that are not finite and {kept}", "nonfinite")
+        elif not values.get("updates/taken") and "value_pretraining" not in values:
             why = _why_nothing(done, values)
             self.note(f"step {step}: nothing was learned; {why}", why)
         if values.get("mismatch/logp_max", 0.0) > MISMATCH:
@@ -59,6 +62,11 @@ def _in_words(prompt: Any) -> str:
 
 def _why_nothing(done: Done, values: dict[str, float]) -> str:
     """Why no completion of a step could move the weights; how often it happens is the metric `updates/skipped`."""
+    if values.get("trust_region/accepted") == 0.0:
+        return (
+            "no candidate of the line search raised the surrogate within the KL allowed: lower algorithm.step.delta, or raise "
+            "algorithm.step.tries"
+        )
     truncated = done.batch.truncated
     if values.get("completions/failed_ratio") == 1.0:
         return "no completion has a reward: see the notes about the reward functions"
@@ -70,12 +78,15 @@ def _why_nothing(done: Done, values: dict[str, float]) -> str:
 
 
 def _rows(done: Done) -> list[dict[str, Any]]:
-    """A step's completions, for the log: prompt, completion, reward, advantage (of the first token), truncated, tokens."""
+    """A step's completions, for the log: prompt, completion, reward, advantage (of the first token), truncated, tokens.
+
+    Where answers are looked at in steps, also each step's [tokens up to its end, advantage].
+    """
     batch, rollout = done.batch, done.rollout
     counted, rewards = rollout.batch.counted.tolist(), rollout.batch.reward.tolist()
     advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(counted)
     truncated = batch.truncated.tolist() if batch.truncated is not None else [False] * len(counted)
-    return [
+    rows: list[dict[str, Any]] = [
         {
             "prompt": prompt,
             "completion": text,
@@ -85,6 +96,9 @@ def _rows(done: Done) -> list[dict[str, Any]]:
             "truncated": cut,
         }
         for prompt, text, reward, ok, advantage, tokens, cut in zip(
-            rollout.prompts, rollout.texts, rewards, counted, advantages, batch.lengths.tolist(), truncated, strict=True
+            rollout.prompts, rollout.texts, rewards, counted, advantages, rollout.lengths, truncated, strict=True
         )
     ]
+    for row, end, psi in zip(rows, batch.step_end, done.psi, strict=True) if batch.step_end is not None else ():
+        row["steps"] = [[t + 1, float(psi[t])] for t in end.nonzero().flatten().tolist()]
+    return rows

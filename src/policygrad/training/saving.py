@@ -17,6 +17,7 @@ from policygrad.training import checkpoint
 from policygrad.training.config import Run
 from policygrad.training.learner import Learner
 from policygrad.training.loop import Progress
+from policygrad.training.manifest import sync
 from policygrad.training.setup import RunError
 from policygrad.training.toml import algorithm_from_dict, algorithm_to_dict
 
@@ -30,6 +31,8 @@ def save_progress(folder: Path, run: Run, learner: Learner, progress: Progress, 
         "algorithm": algorithm_to_dict(progress.algorithm),
         "configured": algorithm_to_dict(run.algorithm),
         "position": progress.position,
+        "tokens": progress.tokens,
+        "seconds": progress.seconds,
         "extra": extra,
     }
     checkpoint.save(folder / "checkpoints", progress.step, tensors, state, keep=run.checkpoint.keep)
@@ -57,11 +60,15 @@ def restore_progress(
     if saved.state["configured"] != algorithm_to_dict(run.algorithm):
         note("the algorithm is not the one the checkpoint was made with: its parts start without their state")
         algorithm = run.algorithm
-    return Progress(algorithm, saved.step, saved.state["position"]), saved.state["extra"]
+    state = saved.state
+    done = Progress(algorithm, saved.step, state["position"], state.get("tokens", 0), state.get("seconds", 0.0))
+    return done, state["extra"]
 
 
-def save_model(folder: Path, model: nn.Module, codec: Codec) -> Path:
-    """`folder/model`, which AutoModelForCausalLM and AutoTokenizer load; whole, or not there.
+def save_model(folder: Path, model: nn.Module, codec: Codec, command: str = "policygrad train") -> Path:
+    """`folder/model`, which the AutoModel class it came from and AutoTokenizer load; whole and on the disk, or as it was before.
+
+    command: what goes on with the run, for the message.
 
     Raises:
         RunError: a full disk, say; the checkpoint of the last step still holds the weights.
@@ -71,17 +78,18 @@ def save_model(folder: Path, model: nn.Module, codec: Codec) -> Path:
     try:
         model.save_pretrained(temporary)  # type: ignore[operator]
         codec.tokenizer.save_pretrained(temporary)
+        for path in (*temporary.rglob("*"), temporary):
+            sync(path)
+        old = checkpoint.install(temporary, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         full = checkpoint.is_full(error)
         reason, first = ("the disk is full", "free some space") if full else (str(error), "see to the cause")
         raise RunError(
             f"{final} was not written: {reason}; the trained weights are in the last checkpoint: {first}, then "
-            f"policygrad train --resume {folder}"
+            f"{command} --resume {folder}"
         ) from error
-    if final.exists():
-        shutil.rmtree(final)
-    temporary.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
     return final
 
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import torch
 
-from policygrad.track import Display, RunFiles, Silent, change
-from policygrad.training.checkpoint import CheckpointError
+from policygrad.core.metrics import Mean, Metrics
+from policygrad.track import Display, Outline, RunFiles, Silent, change
 from policygrad.training.config import Run
 from policygrad.training.evaluate import evaluate
+from policygrad.training.keeping import Keeper
 from policygrad.training.learner import LocalLearner
 from policygrad.training.loop import Done, Progress, loop
+from policygrad.training.memory import peak_memory
 from policygrad.training.record import Recorder
-from policygrad.training.saving import restore_progress, save_model, save_progress, write_atomically
+from policygrad.training.saving import restore_progress, save_model, write_atomically
 from policygrad.training.setup import RunError, prepare
+from policygrad.training.stopping import Stopping
 from policygrad.training.toml import dumps, load
 
 
@@ -31,7 +32,7 @@ class Result:
     output: Path
     steps: int
     before: float | None
-    """Held-out score before training; None without evaluation. Likewise `after`."""
+    """Held-out score before training; None without evaluation, or where every reward failed. Likewise `after`."""
     after: float | None
     model: Path | None
     """None when the run was stopped before its last step; it can be resumed."""
@@ -55,7 +56,7 @@ def train(
         folder = Path(resume)
         if not (folder / "run.toml").is_file():
             raise RunError(f"{folder} is not a run's folder: it has no run.toml")
-        run = run or load(folder / "run.toml")
+        run = (run or load(folder / "run.toml")).resolved()
     else:
         run = (run or Run()).resolved()
         folder = _new_folder(run)
@@ -91,6 +92,8 @@ class Session:
             model=run.model,
             task=run.task,
             reward=run.reward,
+            needs=run.algorithm.declared,
+            step_end=run.step_end,
             held_out=run.held_out,
             seed=run.seed,
             dtype=run.learner.dtype,
@@ -99,7 +102,6 @@ class Session:
             budget=run.rewards.budget,
             max_tokens=run.sampling.max_tokens,
         )
-        assert run.lr is not None  # `resolved` has filled it in
         self.learner = LocalLearner(
             self.ground.model,
             run.algorithm,
@@ -116,9 +118,11 @@ class Session:
         if not (folder / "run.toml").exists():  # first of all, so that a folder with anything in it can be resumed
             write_atomically(folder / "run.toml", dumps(run))
         self.recorder = Recorder(stack.enter_context(RunFiles(folder)), display)
-        self.stopping = False
+        self.stopping = Stopping(display.note)
         self.before: float | None = None
+        self.measured = False  # `before`
         self.binary = True
+        self.until = run.steps
 
     def go(self, *, resumed: bool, stop_after: int | None) -> Result:
         """The whole run, from the newest checkpoint when there is one."""
@@ -126,19 +130,29 @@ class Session:
         saved = restore_progress(self.folder, run, self.learner, self.display.note) if resumed else None
         progress, extra = saved or (Progress(run.algorithm), {})
         self.before, self.binary = extra.get("before"), extra.get("binary", True)
+        self.measured = extra.get("measured", self.before is not None)
         files.truncate_after(progress.step if saved else -1)
         write_atomically(self.folder / "run.toml", dumps(run))
         title = f"policygrad · {run.algorithm.name} on {run.task}"
-        self.display.start(title, self._facts(), run.steps, progress.step + 1, history=files.history("reward"))
-        if self.held_out and self.before is None:
-            self.before = self._evaluate("evaluating before training", progress.step)
-        until = run.steps if stop_after is None else min(run.steps, progress.step + stop_after)
-        source, sampler = self.ground.source, self.ground.sampler
-        with self._signals():
-            progress = loop(
-                run, source, sampler, self.learner, progress, until=until, watch=lambda done: self._watch(done, until)
+        self.display.start(
+            Outline(
+                title,
+                self._facts(),
+                run.steps,
+                first_step=progress.step + 1,
+                history=files.history("reward"),
+                tokens=run.tokens,
+                sampled=progress.tokens,
             )
-        if progress.step == run.steps:
+        )
+        if self.held_out and not self.measured:
+            self.before, self.measured = self._evaluate("evaluating before training", progress.step), True
+        self.until = run.steps if stop_after is None else min(run.steps, progress.step + stop_after)
+        self.keeper = Keeper(self.folder, run, self.learner, files, progress, self._extra, self.display.note)
+        source, sampler = self.ground.source, self.ground.sampler
+        with self.stopping, self.keeper.rescuing():
+            progress = loop(run, source, sampler, self.learner, progress, until=self.until, watcher=self)
+        if progress.over(run):
             return self._finish(progress)
         stopped, resume = f"step {progress.step} of {run.steps}", f"policygrad train --resume {self.folder}"
         self.display.finish({"stopped after": stopped, "go on with": resume})
@@ -147,19 +161,35 @@ class Session:
     def _finish(self, progress: Progress) -> Result:
         after = self._evaluate("evaluating after training", progress.step) if self.held_out else None
         model = save_model(self.folder, self.ground.model, self.ground.codec)
-        numbers = {"steps": progress.step, "held_out_before": self.before, "held_out_after": after}
+        numbers = {
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            "seconds": progress.seconds,
+            **peak_memory(),
+            "held_out_before": self.before,
+            "held_out_after": after,
+        }
         write_atomically(self.folder / "result.json", json.dumps(numbers, indent=1) + "\n")
-        summary: dict[str, str] = {}
-        if self.before is not None and after is not None:
-            summary[f"held-out {'accuracy' if self.binary else 'reward'}"] = change(self.before, after)
-        self.display.finish({**summary, "model": str(model), "run": str(self.folder)})
+        self.display.finish({**self._gain(after), "model": str(model), "run": str(self.folder)})
         return Result(self.folder, progress.step, self.before, after, model)
+
+    def _gain(self, after: float | None) -> dict[str, str]:
+        if not self.held_out:
+            return {}
+        if self.before is None and after is None:
+            return {"held-out": "nothing could be scored, before or after: see the notes about the reward functions"}
+        name = f"held-out {'accuracy' if self.binary else 'reward'}"
+        if self.before is None or after is None:
+            before, now = ("not scored" if score is None else f"{score:.2f}" for score in (self.before, after))
+            return {name: f"{before} -> {now}"}
+        return {name: change(self.before, after)}
 
     def _facts(self) -> dict[str, str]:
         run = self.run
         facts = {
             "model": f"{run.model} ({sum(p.numel() for p in self.ground.model.parameters()) / 1e6:.2f}M parameters)",
-            "batch": f"{run.prompts_per_step} prompts × {run.group_size} samples, {run.steps} steps",
+            "batch": f"{run.prompts_per_step} prompts × {run.group_size} samples, {run.steps} steps"
+            + ("" if run.tokens is None else f" or {run.tokens:,} tokens, whichever is first"),
             "reward": ", ".join(self.ground.rewards),
             "run": str(self.folder),
         }
@@ -167,8 +197,9 @@ class Session:
             facts["held out"] = "too few prompts to hold any out: measured on the training prompts"
         return facts
 
-    def _evaluate(self, phase: str, step: int) -> float:
-        """Held-out mean at this step; what the files already hold (a run killed after measuring) is not measured again."""
+    def _evaluate(self, phase: str, step: int) -> float | None:
+        """Held-out mean at this step, None when every reward failed; what the files already hold (a run killed after measuring)
+        is not measured again."""
         run, files = self.run, self.recorder.files
         known = dict(files.history("held_out"))
         if step in known:
@@ -184,48 +215,27 @@ class Session:
             total = len(self.held_out) * run.evaluation.samples
             failed = f"{outcome.failed} of {total} held-out completions have no reward and count as 0"
             self.recorder.note(failed, "held-out completions without a reward")
+        self.display.phase("")
+        if not outcome.scored:
+            return None
         self.binary = self.binary and outcome.binary
         files.metrics(step, {"held_out": outcome.mean, "held_out_stderr": outcome.standard_error()})
-        self.display.phase("")
         return outcome.mean
 
-    def _watch(self, done: Done, until: int) -> bool:
-        """After every step: record, perhaps measure, perhaps save; whether to go on."""
-        run, step = self.run, done.progress.step
+    def record(self, done: Done) -> Metrics:
+        """After every step: its lines in the files, its picture on the display, and perhaps an evaluation."""
+        evaluation, step = self.run.evaluation, done.step
         self.recorder.step(done)
-        if run.evaluation.every and step % run.evaluation.every == 0 and step < run.steps and self.held_out:
-            self._evaluate(f"evaluating at step {step}", step)
-        going = step < until and not self.stopping
-        if not going or step % run.checkpoint.every == 0:
-            self._save(done.progress, final=not going)
+        if evaluation.every and step % evaluation.every == 0 and step < self.run.steps and self.held_out:
+            score = self._evaluate(f"evaluating at step {step}", step)
+            return {} if score is None else {"held_out": Mean(score)}
+        return {}
+
+    def save(self, progress: Progress) -> bool:
+        """After every step: perhaps a checkpoint; whether to go on."""
+        going = progress.step < self.until and not progress.over(self.run) and not self.stopping.asked
+        self.keeper.keep(progress, final=not going)
         return going
 
-    def _save(self, progress: Progress, *, final: bool) -> None:
-        self.recorder.files.sync()
-        extra = {"before": self.before, "binary": self.binary}
-        try:
-            save_progress(self.folder, self.run, self.learner, progress, extra)
-        except CheckpointError as error:
-            if final:
-                raise
-            self.display.note(f"{error}; training goes on, the next try is in {self.run.checkpoint.every} steps")
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end the run after the step at hand, with a checkpoint; a second one ends it at once."""
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            if self.stopping:
-                raise KeyboardInterrupt
-            self.stopping = True
-            self.display.note("stopping after this step, with a checkpoint (again: at once)")
-
-        try:
-            before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: whoever runs us there keeps their handlers
-            before = {}
-        try:
-            yield
-        finally:
-            for s, handler in before.items():
-                signal.signal(s, handler)
+    def _extra(self) -> dict[str, Any]:
+        return {"before": self.before, "measured": self.measured, "binary": self.binary}

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from policygrad.rewards import RewardPool
+from policygrad.rewards import Reward, RewardPool, resolve
+from policygrad.rewards.steps import StepEnd
 from policygrad.rollout.local import LocalSampler
 from policygrad.rollout.model import Codec, load_codec, load_model, padding_id
 from policygrad.rollout.source import Source
@@ -41,6 +42,8 @@ def prepare(
     model: str,
     task: str,
     reward: tuple[str, ...],
+    needs: frozenset[str] | None = None,
+    step_end: str | None = None,
     held_out: str | None,
     seed: int,
     dtype: str,
@@ -51,17 +54,21 @@ def prepare(
 ) -> Ground:
     """Loads what the names say; the reward workers live as long as `stack`.
 
+    needs: the Batch fields an algorithm reads, None = an evaluation; step_end: a pattern that ends a step.
+
     Raises:
         RunError, ModelError, ValueError: what does not exist or does not fit, with the way out.
     """
     questions = load_task(task, seed=seed, held_out=held_out)
-    names = reward_names(questions, reward)
-    pool = stack.enter_context(RewardPool(names, workers=workers, budget=budget))  # its workers import meanwhile
+    chosen = choose_rewards(questions, reward, needs, step_end)
+    pool = stack.enter_context(RewardPool(chosen, workers=workers, budget=budget))  # its workers import meanwhile
     network = load_model(model, dtype=dtype, device=pick_device(device))
     codec = load_codec(model, network)
     for example in questions.rows:  # a prompt too long for the model is better found now than in a week
         codec.encode(example.prompt, max_tokens, example.source or "a prompt")
-    source = Source(questions.train, codec, pool.score, seed)
+    steps = pool.steps if any(reward.process for reward in chosen) else None
+    source = Source(questions.train, codec, pool.score, seed, steps)
+    names = tuple(_in_words(reward, needs) for reward in chosen)
     return Ground(questions, names, network, codec, source, LocalSampler(network, codec.end, padding_id(codec)))
 
 
@@ -92,6 +99,56 @@ def reward_names(task: Task, chosen: tuple[str, ...]) -> tuple[str, ...]:
             f"task {task.name!r} has no reward of its own: choose one, e.g. --reward exact_match or --reward math"
         )
     return tuple(names)
+
+
+def choose_rewards(
+    task: Task, chosen: tuple[str, ...], needs: frozenset[str] | None, step_end: str | None
+) -> tuple[Reward, ...]:
+    """The rewards of the outcome, then those of the steps where there are any: asked for, by a pattern, or the task's own.
+
+    Raises:
+        RunError: nothing to score the outcome, or nothing to say where steps end for an algorithm that asks; and what would
+            be ignored.
+    """
+    named = tuple(resolve(name) for name in chosen)
+    steps = tuple(reward for reward in named if reward.process)
+    outcome = tuple(reward for reward in named if not reward.process)
+    if steps and needs is None:
+        raise RunError(f"reward {steps[0].name!r} scores steps, and an evaluation is of outcomes: leave it away")
+    if steps and step_end is not None:
+        raise RunError(f"reward {steps[0].name!r} and step_end {step_end!r} both say where steps end: leave one away")
+    if not outcome and steps and not task.rewards:
+        raise RunError(
+            f"reward {steps[0].name!r} scores steps, and task {task.name!r} has no reward of its own for the outcome: name "
+            f"one too, e.g. --reward exact_match {steps[0].name}"
+        )
+    if step_end is not None:
+        steps = (Reward("step_end", StepEnd(step_end), process=True),)
+    elif needs is not None and "step_end" in needs and not steps:
+        steps = tuple(resolve(name) for name in task.steps)
+        if not steps:
+            raise RunError(_no_steps(task, needs))
+    return (*(outcome or tuple(resolve(name) for name in reward_names(task, ()))), *steps)
+
+
+def _no_steps(task: Task, needs: frozenset[str]) -> str:
+    """The way out of a task without steps."""
+    pattern = "" if "token_reward" in needs else "; or --step-end '\\n' to end one at every line"
+    return (
+        f"the algorithm looks at an answer's steps, and task {task.name!r} does not say where they end: take --task "
+        "embedded_steps, or name a process reward, --reward exact_match mine.py:f with @reward(process=True)" + pattern
+    )
+
+
+def _in_words(reward: Reward, needs: frozenset[str] | None) -> str:
+    """A reward for people, with what is read of it."""
+    name = reward.name if reward.weight == 1 else f"{reward.name}*{reward.weight:g}"
+    if not reward.process:
+        return name
+    if isinstance(reward.function, StepEnd):
+        return f"steps by {reward.function.pattern!r}"
+    only_ends = needs is not None and "step_end" in needs and "token_reward" not in needs
+    return f"{name} (only where steps end)" if only_ends else f"{name} (of steps)"
 
 
 def measure_model(

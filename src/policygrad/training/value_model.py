@@ -1,8 +1,9 @@
-"""V_φ: a copy of the initial model with a value head, its own parameters and its own AdamW. A policy step never moves it."""
+"""V_φ: a value head with or without a backbone, its own parameters and its own AdamW. A policy step never moves them."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,21 +20,40 @@ from policygrad.training.packing import Pack, merge_equal
 
 
 class ValueNetwork(nn.Module):
-    """The backbone of a causal model and a linear head on its last hidden states; the head starts at 0, so V = 0."""
+    """A head on last hidden states: of a copy of the policy's backbone, or of the policy itself, under stop-gradient.
 
-    def __init__(self, policy: nn.Module) -> None:
+    The head's last layer starts at 0, so V = 0. The policy is held in a closure: its parameters are none of the critic's.
+    """
+
+    def __init__(self, policy: nn.Module, critic: Critic) -> None:
         super().__init__()
-        self.backbone = copy.deepcopy(backbone(policy)).requires_grad_(True)
         first = next(policy.parameters())
         width = policy.get_output_embeddings().weight.shape[1]  # type: ignore[operator]
-        self.head = nn.Linear(width, 1, dtype=first.dtype, device=first.device)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        if critic.features == "own":
+            self.backbone = copy.deepcopy(backbone(policy)).requires_grad_(True)
+            dtype, own = first.dtype, self.backbone
+            self.states: Callable[[Pack], Tensor] = lambda part: predicting_states(own, part)
+        else:  # a head is small: bf16 would save nothing
+            dtype = first.dtype if first.dtype == torch.float64 else torch.float32
+            self.states = lambda part: _fixed_states(policy, part).to(dtype)
+        self.head = _head(width, critic.hidden).to(first.device, dtype)
 
     def forward(self, part: Pack) -> Tensor:
         """[b, T] the value before each token is taken: at the position that predicts it. 0 off the mask."""
-        values = self.head(predicting_states(self.backbone, part)).squeeze(-1).float()
+        values = self.head(self.states(part)).squeeze(-1).float()
         return values.new_zeros(part.mask.shape).masked_scatter(part.mask, values)
+
+
+def _head(width: int, hidden: int) -> nn.Module:
+    last = nn.Linear(hidden or width, 1)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), last) if hidden else last
+
+
+@torch.no_grad()
+def _fixed_states(policy: nn.Module, part: Pack) -> Tensor:
+    return predicting_states(backbone(policy), part)
 
 
 @dataclass(eq=False)
@@ -47,11 +67,20 @@ class ValueModel:
 
     @classmethod
     def of(
-        cls, policy: nn.Module, scorer: Scorer, critic: Critic, config: LearnerConfig, adam: OptimizerConfig, total: int
+        cls,
+        scorer: Scorer,
+        critic: Critic,
+        config: LearnerConfig,
+        adam: OptimizerConfig,
+        lr: float | None,
+        updates: tuple[int, int],
     ) -> ValueModel:
-        """A critic that starts from the policy's weights; `total` optimiser steps, for the schedule."""
-        network = ValueNetwork(policy)
-        return cls(network, Optimizer(network, adam, critic.lr, total), scorer, config)
+        """A critic that starts from the policy's weights. `lr`: the policy's; `updates`: rollouts, and optimiser steps of the
+        critic in each, for the schedule."""
+        rollouts, each = updates
+        total = (rollouts + min(rollouts, critic.pretrain) * (critic.pretrain_epochs - 1)) * each
+        network = ValueNetwork(scorer.model, critic)
+        return cls(network, Optimizer(network, adam, critic.rate(lr), total), scorer, config)
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Batch:
@@ -67,7 +96,14 @@ class ValueModel:
         return replace(batch, values=out)
 
     def accumulate(self, batch: Batch, critic: Critic) -> Metrics:
-        """Adds the gradient of the value loss, a mean over the step's sampled tokens."""
+        """Adds the gradient of the value loss, a mean over the step's sampled tokens; in pre-training the last of several,
+        after a step for each of the others."""
+        for _ in range(critic.pretrain_epochs - 1 if critic.pretrain else 0):
+            self._gradient(batch, critic)
+            self.descend()
+        return self._gradient(batch, critic)
+
+    def _gradient(self, batch: Batch, critic: Critic) -> Metrics:
         assert batch.returns is not None
         assert batch.values is not None
         rows = batch.mask.any(1).nonzero().squeeze(1)

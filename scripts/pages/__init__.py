@@ -1,0 +1,1 @@
+"""The documentation pages that are computed from the algorithms themselves."""

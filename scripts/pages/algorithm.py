@@ -1,0 +1,211 @@
+"""docs/algorithms/NAME.md: one page per named algorithm."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import fields
+from typing import Any
+
+from measure_algorithms import OVERRIDES
+from pages.markdown import block, page, table
+from pages.measured import by_algorithm, summary_sentence
+from policygrad import algorithms
+from policygrad.algorithms import ABOUT, ALGORITHMS
+from policygrad.commands.describe import COLUMNS, EQUATION, difference, number, part_name, settings
+from policygrad.core.algorithm import Algorithm
+from policygrad.papers import PAPERS, USUAL
+
+OURS = "our choice"
+
+
+def algorithm_page(name: str) -> str:
+    """The whole page."""
+    a, about = ALGORITHMS[name], ABOUT[name]
+    return page(
+        f"# {name}: {about.title}",
+        f"{about.source}. " + _parent_link(about.parent),
+        "## The equation",
+        block("\n".join([_equation(a), "", *_symbols(a)])),
+        f"As published:\n\n{block(PAPERS[name].objective)}",
+        "## Step by step",
+        block("\n".join(pseudo_code(a))),
+        f"## The code\n\n{block(source(name), 'python')}",
+        _difference(a),
+        f"## Defaults\n\n{table(('part', 'setting', 'value', 'where it comes from'), defaults(a))}",
+        f"## What it fixes, how it fails\n\n**Fixes.** {about.fixes}\n\n**Fails.** {about.fails}",
+        f"## Run it\n\n{_run(a)}",
+        "[All algorithms](index.md) · [tables](../tables.md) · [where sources disagree](../where-sources-disagree.md)",
+    )
+
+
+def _parent_link(parent: str | None) -> str:
+    return f"Derived from [`{parent}`]({parent}.md)." if parent else "The root of the family."
+
+
+def _equation(a: Algorithm) -> str:
+    return EQUATION if a.terms else EQUATION.replace(" + k", "").replace("( c · w · Ψ )", "c · w · Ψ ·")
+
+
+def _symbols(a: Algorithm) -> list[str]:
+    equation = a.equation()
+    size = max(map(len, equation))
+    lines = []
+    for symbol, text in equation.items():
+        head, equals, tail = text.partition(" = ")
+        if equals and head.startswith(f"{symbol}_"):
+            text = tail
+        lines.append(f"{symbol:>{size}}  {'=' if len(symbol) <= 3 else ' '} {text}")
+    return lines
+
+
+def pseudo_code(a: Algorithm) -> list[str]:
+    """One step of the loop, from the parts."""
+    lines = [f"sample G = {a.samples_per_prompt} completions of every prompt from π_θ, and score them: R"]
+    lines += [
+        _note(f"sample {part.samples} completions of every step's prefix, and score them: V", part)
+        for part in a.psi
+        if getattr(part, "samples_values", False)
+    ]
+    lines += [_note(f"filter: {_formula(part)}", part) for part in a.filters]
+    lines += [f"keep {what}" for field, what in KEPT.items() if field in a.needs]
+    lines += [_note(_formula(part), part) for part in a.shaping]
+    if not a.psi:
+        lines.append("Ψ ← R")
+    for part in a.psi:
+        formula = _formula(part)
+        chain = f"Ψ{formula.replace(';', ',')}" if formula[0] in "/;" else formula
+        lines.append(_note(f"Ψ ← {chain}", part))
+    if a.critic is not None:
+        lines.append(_note(f"critic's targets ← GAE(λ = {number(a.critic.lam)}) + V_old", a.critic))
+    inner = _inner(a)
+    updates = getattr(a.step, "updates", 1)
+    if updates > 1:
+        head = f"repeat {a.step.epochs} times" + (
+            f", for each of {a.step.minibatches} shares" * (a.step.minibatches > 1)
+        )
+        inner = [f"{head}:", *(f"    {line}" for line in inner)]
+    lines += inner
+    if a.reference is not None and a.reference.every and "logp_ref" in a.needs:
+        lines.append(_note(f"π_ref ← {_formula(a.reference)}", a.reference))
+    remembers = [part for part in a.psi if any(f.metadata.get("state") for f in fields(part))]
+    lines += [_note("remember this rollout's rewards for the next", part) for part in remembers]
+    adapts = [part for part in (*a.terms, *a.shaping) if getattr(part, "target", None) is not None]
+    lines += [_note(f"adapt β, for a KL near {number(part.target)}", part) for part in adapts]
+    return _aligned(["for every step:", *(f"    {line}" for line in lines)])
+
+
+KEPT = {
+    "logp_old": "log π_old of every token",
+    "logp_ref": "log π_ref of every token",
+    "values": "V of every token",
+    "score_norm": "‖∇log π(o)‖² of every completion",
+    "step_end": "the reward of every step",
+}
+
+
+def _inner(a: Algorithm) -> list[str]:
+    lines = [] if a.ratio is None else [_note(_formula(a.ratio).replace(" = ", " ← ", 1), a.ratio)]
+    lines.append(_note(f"w ← {_formula(a.gate)}", a.gate))
+    lines += [_note(f"w ← w {_formula(part)}", part) for part in a.corrections]
+    lines += [_note(f"k ← {_formula(part)}", part) for part in a.terms]
+    lines.append(_note(f"c ← {_formula(a.aggregate)}", a.aggregate))
+    lines.append(f"g ← Σ ( c w Ψ{' + c_k k' if a.terms else ''} ) ∇log π_θ")
+    first_order = type(a.step).__name__ == "FirstOrder"
+    lines.append("θ ← AdamW(θ, g)" if first_order else _note(f"θ ← θ + Δ: {_formula(a.step)}", a.step))
+    if a.critic is not None:
+        lines.append(_note(f"φ ← AdamW on {_formula(a.critic)}", a.critic))
+    return lines
+
+
+def _formula(part: Any) -> str:
+    return " ".join(str(getattr(part, "formula", type(part).__name__)).split())
+
+
+def _note(text: str, part: Any) -> str:
+    return f"{text}  # {type(part).__name__}"
+
+
+def _aligned(lines: list[str]) -> list[str]:
+    """The comments under each other."""
+    split = [line.partition("  # ") for line in lines]
+    width = min(84, max(len(text) for text, mark, _ in split if mark))
+    return [f"{text:<{width}}{mark}{note}".rstrip() for text, mark, note in split]
+
+
+def source(name: str) -> str:
+    """The lines of algorithms.py that build it."""
+    text = inspect.getsource(algorithms)
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            value = getattr(algorithms, node.targets[0].id, None)
+            if isinstance(value, Algorithm):
+                found[value.name] = ast.get_source_segment(text, node) or ""
+    return found[name]
+
+
+def _difference(a: Algorithm) -> str:
+    parent = ABOUT[a.name].parent
+    if parent is None:
+        return ""
+    changed = difference(ALGORITHMS[parent], a)
+    rows = [(what, f"`{theirs}`", f"`{mine}`") for what, (theirs, mine) in changed.items()]
+    rows = [tuple("–" if cell == "`–`" else cell for cell in row) for row in rows]
+    same = "Nothing in the matrix: every part is the parent's; the name says how it is meant to be used."
+    body = table(("part", f"`{parent}`", f"`{a.name}`"), rows) if rows else same
+    return f"## What it changes in [`{parent}`]({parent}.md)\n\n{body}"
+
+
+def defaults(a: Algorithm) -> list[tuple[str, str, str, str]]:
+    """(part, setting, value, source) of every default."""
+    rows = []
+    for field, part in a.parts():
+        if field == "reference" and "logp_ref" not in a.needs:
+            continue
+        label, kind = COLUMNS[field][1], type(part).__name__
+        known = settings(part)
+        if not known:
+            rows.append((f"{label}: `{kind}`", "–", "–", "nothing to set"))
+        for setting, value in known:
+            shown = part_name(value, names=True) if hasattr(value, "__dataclass_fields__") else number(value)
+            rows.append((f"{label}: `{kind}`", f"`{setting}`", f"`{shown}`", origin(a, part, setting, value)))
+    samples = origin(a, None, "samples_per_prompt", a.samples_per_prompt)
+    return [*rows, ("samples", "`samples_per_prompt`", f"`{a.samples_per_prompt}`", samples)]
+
+
+def origin(a: Algorithm, part: Any, setting: str, value: Any) -> str:
+    """Where a default comes from: the algorithm's source, or its parent's where the value is the same, or us."""
+    kind = type(part).__name__
+    key = setting if part is None else f"{kind}.{setting}"
+    if key in PAPERS[a.name].defaults:
+        return PAPERS[a.name].defaults[key]
+    parent = ABOUT[a.name].parent
+    if parent is not None:
+        theirs = ALGORITHMS[parent]
+        held = [getattr(p, setting) for _, p in theirs.parts() if type(p) is type(part)]
+        if value in held if part is not None else value == theirs.samples_per_prompt:
+            inherited = origin(theirs, part, setting, value)
+            if inherited not in (OURS, USUAL.get(key)):
+                return inherited if inherited.startswith("as [") else f"as [`{parent}`]({parent}.md): {inherited}"
+    usual = any(f.name == setting and value == f.default for f in fields(part)) if part is not None else False
+    return USUAL.get(key, OURS) if usual else OURS
+
+
+def _run(a: Algorithm) -> str:
+    override = OVERRIDES.get(a.name)
+    lines = [block(f"policygrad train {a.name}", "sh")]
+    if override is not None:
+        lines.append(f"On the embedded task: {override.reason}")
+        lines.append(block(f"policygrad train {a.name} {' '.join(override.options)}", "sh"))
+    python = f"import policygrad as pg\n\npg.train(pg.Run(algorithm=pg.algorithm({a.name!r})))"
+    lines += [f"In Python:\n\n{block(python, 'python')}", f"**Measured.** {measured(a.name)}"]
+    return "\n\n".join(lines)
+
+
+def measured(name: str) -> str:
+    """The runs on the embedded task, or how to make them."""
+    rows = by_algorithm().get(name)
+    if not rows:
+        return f"Not measured yet: `python scripts/measure_algorithms.py --only {name}` does, and `make docs` writes it here."
+    return f"{summary_sentence(rows)} [All measured runs](../measured.md)."

@@ -1,0 +1,107 @@
+"""What `policygrad sft` and `policygrad reward-model` share: defaults < the run to resume < a TOML file < flags."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from dataclasses import dataclass, fields, make_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from policygrad.commands.describe import paragraphs
+from policygrad.training.config import optional
+from policygrad.training.parts import ConfigError
+from policygrad.training.supervised_config import Supervised
+from policygrad.training.toml import dumps, load
+
+AnyConfig = TypeVar("AnyConfig", bound=Supervised)
+_FLAT = tyro.conf.arg(name="")
+_CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
+_FIXED = ("data", "held_out", "model", "output", "epochs", "batch_size", "seed")
+"""What a resumed run cannot change: its rows, their order, its weights, its folder."""
+
+
+@dataclass(frozen=True)
+class CommandOptions:
+    """Options of the command that are not part of the run itself."""
+
+    config: Annotated[str | None, optional("FILE", "none")] = None
+    """A TOML file of options, such as the one in a run's folder; flags given here win over it."""
+    resume: Annotated[str | None, optional("RUN", "none")] = None
+    """Go on with the run in this folder, from its newest intact checkpoint."""
+    stop_after: Annotated[int | None, optional("INT", "none")] = None
+    """Stop, resumably, after so many steps."""
+    dry_run: bool = False
+    """Print the resolved configuration; load no model."""
+    plain: bool = False
+    """Plain lines, also on a terminal."""
+
+    def __post_init__(self) -> None:
+        if self.stop_after is not None and self.stop_after < 1:
+            raise ConfigError(f"--stop-after must be at least 1, not {self.stop_after}; --dry-run takes no step at all")
+
+
+def parse(kind: type[AnyConfig], args: list[str], words: tuple[str, ...]) -> tuple[AnyConfig, CommandOptions]:
+    """The resolved configuration, and the command's own options.
+
+    Raises:
+        ConfigError: a file that cannot be read, an unknown key, a flag that a resumed run would ignore.
+    """
+    _, command = _parse(kind(), args, words)  # which files to read first
+    base = kind()
+    if command.resume is not None:
+        path = Path(command.resume) / f"{kind.kind}.toml"
+        if not path.is_file():
+            raise ConfigError(
+                f"--resume {command.resume}: no run of `policygrad {kind.kind}` is in it, there is no {path.name}. A run's folder "
+                f"is what --output named, or runs/{kind.kind}-N"
+            )
+        base = load(path, base)  # type: ignore[type-var]
+    if command.config is not None:
+        base = load(command.config, base)  # type: ignore[type-var]
+        if base.output is not None and Path(base.output).resolve() == Path(command.config).resolve().parent:
+            base = replace(base, output=None)  # a run's own file: do it again, in a folder of its own
+    config, command = _parse(base, args, words)
+    if command.resume is not None:
+        _check_resumable(base, config, command.resume)
+    return config.resolved(), command
+
+
+def dry_run(config: Supervised) -> str:
+    """What would be done, as TOML that --config reads."""
+    return dumps(config).rstrip()  # type: ignore[arg-type]
+
+
+def flags(kind: type[Supervised]) -> list[str]:
+    """Every flag of the command, for tab completion."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        _parse(kind(), ["--help"], ())
+    return re.findall(r"^\W+(--[a-z][a-z0-9.-]*[a-z0-9])(?=\s|$)", out.getvalue(), re.MULTILINE)
+
+
+def _parse(base: AnyConfig, args: list[str], words: tuple[str, ...]) -> tuple[AnyConfig, CommandOptions]:
+    columns = [("command", Annotated[CommandOptions, _FLAT]), ("run", Annotated[type(base), _FLAT])]
+    shape: Any = make_dataclass("Command", columns, frozen=True)
+    parsed = tyro.cli(
+        shape,
+        args=args,
+        prog=f"policygrad {base.kind}",
+        description=paragraphs(*words),
+        default=shape(CommandOptions(), base),
+        config=_CONFIG,
+    )
+    return parsed.run, parsed.command
+
+
+def _check_resumable(before: Supervised, config: Supervised, folder: str) -> None:
+    for f in fields(before):
+        if f.name in _FIXED and getattr(before, f.name) != getattr(config, f.name):
+            raise ConfigError(
+                f"--resume {folder} goes on with the run's own weights, rows and folder, so another "
+                f"--{f.name.replace('_', '-')} would not be what the run began with: leave it out, or train anew with "
+                f"--config {folder}/{config.kind}.toml --output DIR"
+            )

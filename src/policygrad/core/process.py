@@ -1,0 +1,111 @@
+"""LEVER 1 along the steps of an answer: rewards at step ends, and the values of steps estimated by sampling.
+
+A step is a run of a completion's sampled tokens that ends where `Batch.step_end` is True; what follows the last end is a
+step too. Both parts start a chain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from policygrad.core import ragged
+from policygrad.core.ragged import Groups
+from policygrad.core.terms import required
+from policygrad.core.types import Batch
+from policygrad.core.values import Packed
+
+
+@dataclass(frozen=True)
+class ProcessReward:
+    """Ψ_t = Σ r̃ over the step ends from t on, r̃ = (r − mean_g)/(std_g + eps) over all steps of the group's completions.
+
+    r is the token reward at a step's end, the last one's with the completion's reward. A group whose steps are all rewarded
+    alike (max r = min r), or that is left with one completion, has Ψ = 0 exactly.
+    Source: Shao et al. 2024 (DeepSeekMath), sec. 4.1.3.
+
+    Raises:
+        ValueError: a batch without steps or their rewards; a completion that counts and has no step end; a reward between
+            two step ends, which no step would count.
+    """
+
+    eps: float = 1e-4
+    ddof: int = 1
+    needs: ClassVar[frozenset[str]] = frozenset({"step_end", "token_reward"})
+    starts: ClassVar[bool] = True
+    group_statistic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.eps >= 0:
+            raise ValueError(f"ProcessReward.eps must be at least 0, not {self.eps}")
+        if self.ddof not in (0, 1):
+            raise ValueError(f"ProcessReward.ddof must be 0 or 1, not {self.ddof}")
+
+    @property
+    def formula(self) -> str:
+        return f"Σ_{{step ends ≥ t}} (r − mean_g)/(std_g + {self.eps:g}),  over the group's steps"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        end, reward = self._rewards(batch)
+        completion, _ = end.nonzero(as_tuple=True)
+        r = reward[end]
+        steps = Groups(batch.group[completion], torch.ones_like(completion, dtype=torch.bool))
+        scaled = (r - steps.mean(r)) / (steps.std(r, self.ddof) + self.eps)
+        siblings = Groups(batch.group, end.any(1)).size[completion] - 1
+        scaled = torch.where(steps.no_spread(r) | (siblings == 0), torch.zeros_like(r), scaled)
+        normalised = torch.zeros_like(reward).masked_scatter(end, scaled)
+        return ragged.masked(ragged.to_go(normalised), batch.mask)
+
+    def _rewards(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(step ends of the completions that count [B, T], rewards there [B, T])."""
+        counts = (batch.counted & batch.mask.any(1))[:, None]
+        end = required(batch.step_end, self, "step_end") & batch.mask & counts
+        dense = ragged.masked(required(batch.token_reward, self, "token_reward"), batch.mask & counts)
+        for row in (counts.squeeze(1) & ~end.any(1)).nonzero().flatten().tolist():
+            raise ValueError(
+                f"ProcessReward: completion {row} counts and has no True in Batch.step_end; end its last step"
+            )
+        for row in ((dense != 0) & ~end).any(1).nonzero().flatten().tolist():
+            raise ValueError(
+                f"ProcessReward: completion {row} has a reward in Batch.token_reward where no step ends; put it at a True of "
+                "Batch.step_end"
+            )
+        last = end & (end.cumsum(1) == end.sum(1, keepdim=True))
+        return end, dense + ragged.masked(batch.reward[:, None].expand(end.shape), last)
+
+
+@dataclass(frozen=True)
+class PrefixValue:
+    """Ψ_t = Σ rewards within t's step + V(start of the next step) − V(start of this one); V after the end is 0.
+
+    `Batch.values` holds V(start of the step) at each of its tokens. A rollout estimates it as the mean reward of `samples`
+    (K) fresh completions of the text so far. Source: Kazemnejad et al. 2024 (VinePPO), sec. 4.
+
+    Raises:
+        ValueError: a batch without step ends or values.
+    """
+
+    samples: int = 9
+    needs: ClassVar[frozenset[str]] = frozenset({"step_end"})
+    starts: ClassVar[bool] = True
+    samples_values: ClassVar[bool] = True
+    """Tells a rollout to estimate `Batch.values`, so that no critic has to."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"PrefixValue.samples must be at least 1 completion per step, not {self.samples}")
+
+    @property
+    def formula(self) -> str:
+        return f"Σ_{{step}} r + V(next step) − V(this step),  V from {self.samples} completions of the prefix"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        p = Packed.of(batch, self)
+        end = (required(batch.step_end, self, "step_end") & batch.mask).gather(1, p.order)
+        step = end.cumsum(1) - end.long()  # steps that ended before this token
+        delta = ragged.masked(p.reward + p.after - p.value, p.mask)  # within a step the values cancel
+        total = torch.zeros_like(delta).scatter_add(1, step, delta)
+        return p.back(total.gather(1, step))

@@ -1,0 +1,196 @@
+"""The constrained step: as far as the surrogate's natural gradient leads while the policy changes by at most δ nats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
+from policygrad.core.steps import Problem
+
+Fisher = Literal["exact", "sampled"]
+Candidates = Literal["first", "best"]
+VALUE_STEPS = 5
+"""The critic's optimiser steps per rollout where `TrustRegion.value_steps` is open."""
+_SEARCH = ("backtrack", "tries", "candidates")
+
+
+def conjugate_gradient(product: Callable[[Tensor], Tensor], b: Tensor, iterations: int) -> tuple[Tensor, float]:
+    """(x [P] with A x ≈ b, ‖b − A x‖/‖b‖) by at most `iterations` products A v with a symmetric positive definite A.
+
+    It ends early when the residual is down to rounding, and where A shows no positive curvature (or a number that is not
+    finite): x is then what was reached before. Source: Hestenes & Stiefel 1952, eq. 3:1.
+    """
+    x, residual = torch.zeros_like(b), b.clone()
+    direction, square = residual.clone(), residual @ residual
+    first = float(square)
+    for _ in range(iterations):
+        if not float(square) > torch.finfo(b.dtype).eps ** 2 * first:
+            break
+        image = product(direction)
+        curvature = direction @ image
+        if not float(curvature) > 0:
+            break
+        length = square / curvature
+        x = x + length * direction
+        residual = residual - length * image
+        before, square = square, residual @ residual
+        direction = residual + square / before * direction
+    return x, math.sqrt(float(square) / first) if first else 0.0
+
+
+class _Point(NamedTuple):
+    """A candidate that was evaluated: θ_old + scale·(full step)."""
+
+    scale: float
+    improvement: float
+    kl: float
+    backtracks: int
+
+
+@dataclass(frozen=True)
+class TrustRegion:
+    """Maximises the surrogate L subject to mean KL(π_old‖π_θ) ≤ δ nats per sampled token.
+
+    x ≈ (F + damping)⁻¹∇L by conjugate gradient, a full step of √(2δ/xᵀFx)·x with the undamped F, then backtrack^j of it for
+    the first j (or the best) where L improves and the KL, exact over the vocabulary, is at most δ. Where there is none the
+    parameters stay as they were. Without the line search the full step is taken as it is: the natural gradient of a length
+    set by δ. A learning rate, AdamW and gradient clipping have no part in the policy's step.
+
+    fisher: exact over the vocabulary, or sampled, E[ssᵀ] of the tokens taken. fisher_share: of the groups, those that the
+    Fisher products see; they only choose the direction and its first length (the paper takes 0.1, appendix C.1), L and the KL
+    are those of all. candidates: the first that is accepted, or the best in L of all `tries`. value_steps: optimiser steps of
+    the critic per rollout; open = 5 where there is a critic.
+
+    Source: Schulman et al. 2015 (TRPO), eq. 12 to 14 and appendix C; Kakade 2001 (natural gradient).
+    """
+
+    delta: float = 0.01
+    iterations: int = 10
+    damping: float = 0.1
+    backtrack: float = 0.8
+    tries: int = 10
+    line_search: bool = True
+    fisher: Fisher = "exact"
+    fisher_share: float = 1.0
+    candidates: Candidates = "first"
+    value_steps: int | None = None
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
+
+    def __post_init__(self) -> None:
+        if not 0 < self.delta < math.inf:
+            raise ValueError(f"TrustRegion.delta must be above 0 nats a token and finite, not {self.delta}")
+        for name in ("iterations", "tries", "value_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"TrustRegion.{name} must be at least 1, not {value}")
+        if not 0 <= self.damping < math.inf:
+            raise ValueError(f"TrustRegion.damping must be at least 0 and finite, not {self.damping}")
+        if not 0 < self.fisher_share <= 1:
+            raise ValueError(f"TrustRegion.fisher_share must be above 0 and at most 1, not {self.fisher_share}")
+        if not 0 < self.backtrack < 1:
+            raise ValueError(f"TrustRegion.backtrack must be between 0 and 1, not {self.backtrack}")
+        for name, kind in (("fisher", Fisher), ("candidates", Candidates)):
+            if getattr(self, name) not in get_args(kind):
+                known = " or ".join(map(repr, get_args(kind)))
+                raise ValueError(f"TrustRegion.{name} must be {known}, not {getattr(self, name)!r}")
+        changed = [f.name for f in fields(self) if f.name in _SEARCH and getattr(self, f.name) != f.default]
+        if changed and not self.line_search:
+            raise ValueError(
+                f"TrustRegion.{changed[0]} shapes the line search, and line_search is False: leave it out, or set "
+                "line_search=True (algorithm trpo)"
+            )
+
+    @property
+    def updates(self) -> int:
+        """One constrained step per rollout."""
+        return 1
+
+    @property
+    def value_updates(self) -> int:
+        return VALUE_STEPS if self.value_steps is None else self.value_steps
+
+    @property
+    def uses_lr(self) -> bool:
+        """δ sets the step's length."""
+        return False
+
+    @property
+    def formula(self) -> str:
+        length = f"√(2·{self.delta:g}/xᵀFx)·x,  x ≈ (F + {self.damping:g})⁻¹∇L"
+        if not self.line_search:
+            return length
+        which = "the first" if self.candidates == "first" else "the best"
+        return f"{which} {self.backtrack:g}^j·{length} with L up and KL(π_old‖π_θ) ≤ {self.delta:g}"
+
+    def __call__(self, problem: Problem) -> Metrics:
+        gradient, measured = problem.gradient()
+        metrics = merge(measured, self._move(problem, gradient))
+        return merge(metrics, *(problem.fit() for _ in range(self.value_updates)))
+
+    def _move(self, problem: Problem, gradient: Tensor) -> Metrics:
+        norm = float(gradient.norm())
+        if norm == 0:  # no completion can move the weights
+            return {"updates/skipped": Sum(1.0)}
+        found = self._full_step(problem, gradient) if math.isfinite(norm) else None
+        if found is None:
+            return self._report(None, not_finite=1)
+        full, residual = found
+        point, not_finite = self._search(problem, full)
+        if point is not None:
+            problem.commit(point.scale * full)
+        solved: Metrics = {"grad_norm": Max(norm), "trust_region/residual": Mean(residual)}
+        return self._report(point, not_finite) | solved
+
+    def _full_step(self, problem: Problem, gradient: Tensor) -> tuple[Tensor, float] | None:
+        """(the step at which the quadratic model of the KL is δ, conjugate gradient's residual); None: not finite."""
+
+        seen = problem if self.fisher_share == 1 else problem.some(self.fisher_share)
+
+        def product(v: Tensor) -> Tensor:
+            return seen.fisher(v, self.fisher == "sampled")
+
+        x, residual = conjugate_gradient(lambda v: product(v) + self.damping * v, gradient, self.iterations)
+        curvature = float(x @ product(x))  # of the KL itself: the damping is no part of the constraint
+        if not 0 < curvature < math.inf:
+            return None
+        return math.sqrt(2 * self.delta / curvature) * x, residual
+
+    def _search(self, problem: Problem, full: Tensor) -> tuple[_Point | None, int]:
+        """(the candidate to take, how many were not finite)."""
+        before, _ = problem.evaluate(torch.zeros_like(full))
+        if not math.isfinite(before):
+            return None, 1
+        best, not_finite = None, 0
+        for j in range(self.tries if self.line_search else 1):
+            scale = self.backtrack**j
+            after, kl = problem.evaluate(scale * full)
+            point = _Point(scale, after - before, kl, j)
+            if not math.isfinite(after + kl):
+                not_finite += 1
+            elif self._accepts(point) and (best is None or point.improvement > best.improvement):
+                best = point
+                if self.candidates == "first":
+                    break
+        return best, not_finite
+
+    def _accepts(self, point: _Point) -> bool:
+        return not self.line_search or (point.improvement > 0 and point.kl <= self.delta)
+
+    def _report(self, point: _Point | None, not_finite: int) -> Metrics:
+        """What the search came to. `kl_old/last` is what an adaptive β reads."""
+        taken = point or _Point(0.0, 0.0, 0.0, self.tries if self.line_search else 1)
+        metrics: Metrics = {
+            "trust_region/accepted": Mean(float(point is not None)),
+            "trust_region/kl": Mean(taken.kl),
+            "trust_region/improvement": Mean(taken.improvement),
+            "trust_region/backtracks": Mean(float(taken.backtracks)),
+            "kl_old/last": Mean(taken.kl),
+            ("updates/skipped" if point is None else "updates/taken"): Sum(1.0),
+        }
+        return metrics | ({"trust_region/nonfinite": Sum(float(not_finite))} if not_finite else {})

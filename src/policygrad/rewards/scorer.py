@@ -1,0 +1,180 @@
+"""Scores of texts under an AutoModelForSequenceClassification with one label; the one file that imports it.
+
+Using a reward model (`--reward model:PATH`) and training one (`policygrad reward-model`) render and score with these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MICRO_TOKENS = 8192
+"""Tokens per forward pass, padding included."""
+_HEAD = "ForSequenceClassification"
+
+Messages = Sequence[Mapping[str, str]]
+
+
+def encode(tokenizer: Any, prompt: str | Messages, completion: str) -> list[int]:
+    """Token ids of prompt and completion as the reward model reads them.
+
+    Chat messages go through its chat template, the completion as the assistant's turn, which the template closes. Plain text
+    is prompt + completion, closed by the end token where the tokenizer has one.
+
+    Raises:
+        ValueError: no chat template, or one that refuses the messages.
+    """
+    if isinstance(prompt, str):
+        ids = list(tokenizer(prompt + completion)["input_ids"])
+        end = tokenizer.eos_token_id
+        return ids if end is None or ids[-1:] == [end] or _is_closed(tokenizer, ids) else [*ids, end]
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(
+            "the prompt is a list of chat messages and the reward model's tokenizer has no chat template: set `chat_template` "
+            "in its tokenizer_config.json, or give the prompts as strings"
+        )
+    messages = [*map(dict, prompt), {"role": "assistant", "content": completion}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # a template is a program of the model's: it may raise anything
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ValueError(f"the reward model's chat template refuses the messages (roles: {roles}): {error}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _is_closed(tokenizer: Any, ids: list[int]) -> bool:
+    """Whether the tokenizer closes a text itself (BERT's [SEP])."""
+    separator = getattr(tokenizer, "sep_token_id", None)
+    return separator is not None and ids[-1:] == [separator]
+
+
+def micro_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Places in `lengths`, longest first, at most `tokens` padded tokens (or one text) at a time."""
+    batch: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > tokens:
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
+
+
+def forward(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
+    """r [n] float32 with graph: one padded forward pass over n texts.
+
+    A model without a padding token is padded with an id that none of the texts contains: what is scored is the last token
+    that is not padding.
+    """
+    config: Any = model.config
+    config = config.get_text_config()
+    device = next(model.parameters()).device
+    filler = config.pad_token_id
+    if filler is None and len(texts) > 1:
+        used = {token for text in texts for token in text}
+        filler = next((token for token in range(config.vocab_size) if token not in used), None)
+        if filler is None:
+            return torch.cat([forward(model, [text]) for text in texts])
+    width = max(map(len, texts))
+    ids = torch.full((len(texts), width), 0 if filler is None else filler, dtype=torch.int64)
+    attention = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = torch.tensor(text)
+        attention[row, : len(text)] = 1
+    with _padded_with(config, filler):
+        out = model(input_ids=ids.to(device), attention_mask=attention.to(device))
+    return out.logits.squeeze(-1).float()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _padded_with(config: Any, filler: int | None) -> Iterator[None]:
+    before = config.pad_token_id
+    config.pad_token_id = filler
+    try:
+        yield
+    finally:
+        config.pad_token_id = before
+
+
+@torch.inference_mode()
+def score(model: nn.Module, texts: Sequence[Sequence[int]], tokens: int = MICRO_TOKENS) -> Tensor:
+    """r [n] float32 on the CPU."""
+    out = torch.zeros(len(texts))
+    for places in micro_batches([len(text) for text in texts], tokens):
+        out[places] = forward(model, [texts[i] for i in places]).cpu()
+    return out
+
+
+def context_length(model: nn.Module) -> int | None:
+    """Positions the model was made for, in tokens; None when its configuration does not say."""
+    config: Any = model.config
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer beside a model.
+
+    Raises:
+        ValueError: none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"{path!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
+
+
+def load_scorer(path: str, dtype: torch.dtype | str = "auto", device: str = "cpu", *, new_head: bool = False) -> Any:
+    """The network with one label, in evaluation mode. new_head: its head may be drawn afresh, to be trained.
+
+    Raises:
+        ValueError: what cannot be loaded; weights without a head, unless it may be new.
+    """
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # of a new head the caller speaks, and a missing one is refused below
+    try:
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, **({"num_labels": 1} if new_head else {})
+        )
+    except Exception as error:  # of which class depends on what is wrong with which file
+        raise ValueError(f"the reward model {path!r} cannot be loaded: {_first_line(error)}") from error
+    finally:
+        logging.set_verbosity(before)
+    if info["missing_keys"] and not new_head:
+        missing = ", ".join(sorted(info["missing_keys"])[:3])
+        raise ValueError(f"the reward model lacks {missing}, so its scores would be random: {path!r}")
+    text = model.config.get_text_config()
+    if getattr(text, "use_cache", False):
+        text.use_cache = (
+            False  # it reads a text once: keys and values kept for a next token would be memory for nothing
+        )
+    return model.to(device).eval()
+
+
+def labels(path: str) -> tuple[int, list[str]]:
+    """(how many scores the model's head gives, its architectures) by its configuration; 0 = it has no such head.
+
+    Raises:
+        ValueError: no configuration.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"there is no model {path!r}: {_first_line(error)}") from error
+    kinds = list(config.architectures or [config.model_type])
+    return (config.num_labels if any(kind.endswith(_HEAD) for kind in kinds) else 0), kinds
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(" .:") or repr(error)

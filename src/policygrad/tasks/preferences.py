@@ -1,0 +1,124 @@
+"""Preferences as JSONL: {"prompt", "chosen", "rejected"}, and the split that no prompt straddles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from policygrad.tasks.jsonl import HOLD_OUT_FROM, parse_message, parse_prompt, prompt_key, read_objects
+from policygrad.tasks.split import is_held_out
+from policygrad.tasks.types import Prompt
+
+EXAMPLE = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}'
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two completions of one prompt, as texts; people (or a verifier) preferred `chosen`."""
+
+    prompt: Prompt
+    chosen: str
+    rejected: str
+    source: str = field(default="", compare=False)
+    """Where it stands, e.g. `pairs.jsonl:12`, for error messages."""
+
+
+class Row(Protocol):
+    """What can be split by its prompt."""
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+def read_pairs(path: str) -> list[Pair]:
+    """Every pair of a JSONL file; columns besides the three are left alone.
+
+    A side is text, or the assistant's message ({"role": "assistant", "content": …}, alone or as a list of one).
+    Raises ValueError naming file and line for a missing side, two equal sides, or a wrong type.
+    """
+    pairs = []
+    for where, row in read_objects(path, EXAMPLE):
+        for name in ("prompt", "chosen", "rejected"):
+            if name not in row:
+                have = ", ".join(map(repr, row)) or "nothing"
+                raise ValueError(f"{where}: no column {name!r} (it has {have}); a line is {EXAMPLE}")
+        prompt = parse_prompt(row["prompt"], where)
+        chosen, rejected = (_side(row[name], prompt, f"{where}: {name!r}") for name in ("chosen", "rejected"))
+        if chosen == rejected:
+            raise ValueError(f"{where}: 'chosen' and 'rejected' are equal, which says nothing; remove the line")
+        pairs.append(Pair(prompt, chosen, rejected, where))
+    return pairs
+
+
+def _side(value: Any, prompt: Prompt, where: str) -> str:
+    if isinstance(value, str):
+        return parse_text(value, where)
+    messages = [value] if isinstance(value, dict) else value
+    if not isinstance(messages, list):
+        raise ValueError(f"{where} must be text or the assistant's message, got {type(value).__name__}")
+    if isinstance(prompt, str):
+        raise ValueError(f"{where} is a chat message and 'prompt' is text: give both as text, or both as messages")
+    parsed = [parse_message(message, f"{where}: message {i + 1}") for i, message in enumerate(messages)]
+    if len(parsed) != 1 or parsed[0]["role"] != "assistant":
+        roles = ", ".join(message["role"] for message in parsed) or "nothing"
+        raise ValueError(
+            f"{where} must be one message of the assistant, got {roles}; the turns before it belong to 'prompt'"
+        )
+    return parse_text(parsed[0]["content"], where)
+
+
+def parse_text(value: Any, where: str) -> str:
+    """Text that can be encoded. Raises ValueError."""
+    if not isinstance(value, str):
+        raise ValueError(f"{where} must be text, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        raise ValueError(f"{where} holds half a surrogate pair (\\u{code:04x}), which is not text") from None
+    return value
+
+
+@dataclass(frozen=True)
+class Split:
+    """Training and held-out rows, by places in `rows`; no prompt is in both."""
+
+    train: tuple[int, ...]
+    held_out: tuple[int, ...]
+    held_out_is_train: bool
+    """Too few prompts to hold any out: measured on the training rows."""
+
+
+def split_rows(rows: Sequence[Row]) -> Split:
+    """Held out are the rows whose prompt's hash says so (1 in 16); with fewer than 32 rows, or when the hash picks none or all
+    of them, training uses every row and so does the measurement."""
+    chosen = [is_held_out(prompt_key(row.prompt)) for row in rows]
+    everything = tuple(range(len(rows)))
+    if len(rows) < HOLD_OUT_FROM or not any(chosen) or all(chosen):
+        return Split(everything, everything, True)
+    return Split(
+        tuple(i for i in everything if not chosen[i]),
+        tuple(i for i in everything if chosen[i]),
+        False,
+    )
+
+
+def without(rows: Sequence[AnyRow], others: Sequence[Row], path: str, other: str) -> list[AnyRow]:
+    """Training rows whose prompt is not measured on. Raises ValueError when none is left."""
+    measured = {prompt_key(row.prompt) for row in others}
+    kept = [row for row in rows if prompt_key(row.prompt) not in measured]
+    if not kept:
+        raise ValueError(f"{other}: holds every prompt of {path}, so none is left to train on; give another --held-out")
+    return kept
+
+
+def by_prompt(rows: Sequence[Row], places: Sequence[int]) -> list[tuple[int, ...]]:
+    """The places of the rows, those of one prompt together, in the order of the prompts' first rows."""
+    found: dict[str, list[int]] = {}
+    for place in places:
+        found.setdefault(prompt_key(rows[place].prompt), []).append(place)
+    return [tuple(group) for group in found.values()]

@@ -1,0 +1,253 @@
+"""Supervised fine-tuning: −log π of the demonstrations' answers, a mean over the tokens of the whole optimiser step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from policygrad.core.types import Batch
+from policygrad.hub import ModelError
+from policygrad.rollout.model import Codec, load_codec, load_model
+from policygrad.tasks.conversations import Demonstration, read_demonstrations
+from policygrad.tasks.preferences import split_rows, without
+from policygrad.track import Display, change
+from policygrad.training.folder import configured
+from policygrad.training.forward import probe
+from policygrad.training.learner import recompute_activations
+from policygrad.training.setup import pick_device
+from policygrad.training.supervised import Numbers, SupervisedResult, supervise
+from policygrad.training.supervised_config import SFTConfig
+
+PORTION = 64
+"""Rows measured at a time, so that progress shows."""
+
+
+def sft(
+    config: SFTConfig | None = None,
+    *,
+    resume: str | Path | None = None,
+    stop_after: int | None = None,
+    display: Display | None = None,
+) -> SupervisedResult:
+    """Fine-tunes a causal language model on demonstrations, or goes on with the run in the folder `resume`.
+
+    stop_after: stop, resumably, after so many steps of this call.
+
+    Raises:
+        RunError, ModelError, ValueError: what cannot be trained, with the way out.
+    """
+    chosen = configured(config, SFTConfig, resume)
+    return supervise(FineTuning, chosen, resume=resume, stop_after=stop_after, display=display)
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A demonstration as token ids."""
+
+    prompt: Tensor
+    """[P]."""
+    tokens: Tensor
+    """[n] what follows."""
+    learnt: Tensor
+    """[n] bool; True where the assistant speaks, its end tokens included."""
+
+
+class FineTuning:
+    """L = −Σ log π(o_t) / (number of o_t), over the tokens that the assistant is to say, of the whole optimiser step."""
+
+    def __init__(self, config: SFTConfig) -> None:
+        rows = read_demonstrations(config.data)
+        others = read_demonstrations(config.held_out) if config.held_out else []
+        kept = without(rows, others, config.data, str(config.held_out)) if others else rows
+        self.model: nn.Module = load_model(
+            config.model, dtype=config.learner.dtype, device=pick_device(config.learner.device)
+        )
+        self.codec = load_codec(config.model, self.model)
+        self.config, self.device = config, next(self.model.parameters()).device
+        self.rows = [tokenise(row, self.codec) for row in [*kept, *others]]
+        split = None if others else split_rows(kept)
+        self.units = [(i,) for i in (split.train if split else range(len(kept)))]
+        self.held_out = list(split.held_out) if split else list(range(len(kept), len(self.rows)))
+        self.facts: dict[str, str] = {
+            "held out": held_out_words(len(self.held_out), split is not None and split.held_out_is_train)
+        }
+        if len(kept) < len(rows):
+            self.facts["left out"] = f"{len(rows) - len(kept)} rows, the held-out file has their prompts"
+        if config.learner.gradient_checkpointing:
+            recompute_activations(self.model)
+        self.scorer = probe(self.model, 1.0)
+
+    def accumulate(self, rows: Sequence[int], collect: Callable[[], None]) -> dict[str, float]:
+        """One optimiser step's gradient; {"loss": nats per token, "tokens": how many}."""
+        batch = to_batch([self.rows[i] for i in rows])
+        total, loss = float(batch.mask.sum()), 0.0
+        for part in self.scorer.packs(batch, torch.arange(len(rows)), self.config.learner.micro_tokens):
+            with differentiating(self.model, self.config.learner.gradient_checkpointing):
+                share = -self.scorer(part.to(self.device)).sum() / total
+                share.backward()
+            collect()
+            loss += float(share.detach())
+        return {"loss": loss, "tokens": total}
+
+    @torch.no_grad()
+    def measure(self, progress: Callable[[int, int], None]) -> dict[str, float]:
+        """Held-out loss in nats per token, and the perplexity exp(loss)."""
+        total, tokens = 0.0, 0
+        for start in range(0, len(self.held_out), PORTION):
+            some = self.held_out[start : start + PORTION]
+            batch = to_batch([self.rows[i] for i in some])
+            for part in self.scorer.packs(batch, torch.arange(len(some)), self.config.learner.micro_tokens):
+                total -= float(self.scorer(part.to(self.device)).double().sum())
+            tokens += int(batch.mask.sum())
+            progress(min(start + PORTION, len(self.held_out)), len(self.held_out))
+        loss = total / tokens
+        return {
+            "held_out/loss": loss,
+            "held_out/perplexity": math.exp(min(loss, 700.0)),
+            "held_out/tokens": float(tokens),
+        }
+
+    def summary(self, before: Numbers, after: Numbers) -> dict[str, str]:
+        """The held-out loss and perplexity, before and after."""
+        return {
+            "held-out loss": change(before["held_out/loss"], after["held_out/loss"], 3) + " nats per token",
+            "perplexity": change(before["held_out/perplexity"], after["held_out/perplexity"]),
+        }
+
+
+@contextmanager
+def differentiating(model: nn.Module, recompute: bool) -> Iterator[None]:
+    """Transformers recompute activations only in training mode; dropout is 0 in both."""
+    model.train(recompute)
+    try:
+        yield
+    finally:
+        model.eval()
+
+
+def held_out_words(count: int, is_train: bool) -> str:
+    """What the held-out rows are, for the display."""
+    return "too few prompts to hold any out: measured on the training rows" if is_train else f"{count} rows"
+
+
+def to_batch(rows: Sequence[Row]) -> Batch:
+    """Demonstrations as completions of their prompts; what the assistant does not say is like a tool's output, unlearnt."""
+    width = max(len(row.tokens) for row in rows)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        mask[i, : len(row.tokens)], tokens[i, : len(row.tokens)] = row.learnt, row.tokens
+    return Batch(
+        mask=mask,
+        group=torch.arange(len(rows)),
+        reward=torch.zeros(len(rows)),
+        tokens=tokens,
+        prompts=tuple(row.prompt for row in rows),
+    )
+
+
+def tokenise(row: Demonstration, codec: Codec) -> Row:
+    """Token ids exactly as in sampling: the prompt's own, then the answer's, closed by an end token.
+
+    Raises:
+        ModelError: text whose prompt is no prefix of the whole in token ids; a template that changes earlier turns or does not
+            close the assistant's; more tokens than the model reads.
+    """
+    prompt = codec.encode(row.prompt, 0, row.source)
+    spans = _text(row, codec, prompt.tolist()) if isinstance(row.rest, str) else _chat(row, codec, prompt.tolist())
+    whole, learnt = spans
+    if codec.context is not None and len(whole) > codec.context:
+        raise ModelError(
+            f"{row.source}: {len(whole)} tokens, more than the {codec.context} positions of {codec.name!r}: shorten it, or leave "
+            "the line out"
+        )
+    size = len(prompt)
+    return Row(prompt, torch.tensor(whole[size:], dtype=torch.int64), torch.tensor(learnt[size:], dtype=torch.bool))
+
+
+def _text(row: Demonstration, codec: Codec, prompt: list[int]) -> tuple[list[int], list[bool]]:
+    """Prompt + completion as plain text, with the end token behind it."""
+    assert isinstance(row.prompt, str)
+    assert isinstance(row.rest, str)
+    whole = list(codec.tokenizer(row.prompt + row.rest)["input_ids"])
+    if len(whole) == len(prompt) or whole[-1] not in codec.end:
+        whole.append(end_token(codec))
+    if whole[: len(prompt)] != prompt:
+        raise ModelError(
+            f"{row.source}: the tokenizer of {codec.name!r} joins the end of 'prompt' with the beginning of 'completion', so the "
+            "model would learn other tokens than it is prompted with: move the space or newline between them from one to "
+            f"the other (the prompt ends {row.prompt[-12:]!r}, the completion begins {row.rest[:12]!r})"
+        )
+    return whole, [i >= len(prompt) for i in range(len(whole))]
+
+
+def end_token(codec: Codec) -> int:
+    """The tokenizer's own end token, or the first of those that the model names."""
+    own = codec.tokenizer.eos_token_id
+    return int(own) if own in codec.end else min(codec.end)
+
+
+def _chat(row: Demonstration, codec: Codec, prompt: list[int]) -> tuple[list[int], list[bool]]:
+    """Renders ever longer beginnings of the conversation: before and after each of the assistant's turns."""
+    assert not isinstance(row.prompt, str)
+    assert not isinstance(row.rest, str)
+    messages: list[Mapping[str, str]] = list(row.prompt)
+    ids, learnt = prompt, [False] * len(prompt)
+    for message in row.rest:
+        if message["role"] == "assistant":
+            ids, learnt = _grown(row, codec, messages, True, ids, learnt)
+            ids, learnt = _turn(row, codec, [*messages, message], ids, learnt)
+        messages.append(message)
+    return ids, learnt
+
+
+def _turn(
+    row: Demonstration, codec: Codec, messages: Sequence[Mapping[str, str]], ids: list[int], learnt: list[bool]
+) -> tuple[list[int], list[bool]]:
+    """With the assistant's turn at the end, learnt up to its last end token: what a template writes behind it (a newline) is
+    never sampled."""
+    longer, _ = _grown(row, codec, messages, False, ids, learnt)
+    ends = [i for i in range(len(ids), len(longer)) if longer[i] in codec.end]
+    if not ends:
+        closes = codec.tokenizer.decode(longer[-3:])
+        known = ", ".join(codec.tokenizer.convert_ids_to_tokens(sorted(codec.end)))
+        raise ModelError(
+            f"{row.source}: the chat template of {codec.name!r} does not close the assistant's turn with an end token ({known}), "
+            f"so the model would not learn to stop: the turn ends {closes!r}. Set `eos_token` in its tokenizer_config.json to "
+            "the token that closes a turn, or add it in the template"
+        )
+    said = [i <= ends[-1] for i in range(len(ids), len(longer))]
+    return longer, learnt + said
+
+
+def _grown(
+    row: Demonstration,
+    codec: Codec,
+    messages: Sequence[Mapping[str, str]],
+    prompting: bool,
+    ids: list[int],
+    learnt: list[bool],
+) -> tuple[list[int], list[bool]]:
+    """The longer rendering, which has to begin with the ids so far."""
+    try:
+        text: Any = codec.tokenizer.apply_chat_template(
+            [dict(m) for m in messages], tokenize=False, add_generation_prompt=prompting
+        )
+    except Exception as error:  # a template is a program of the model's: it may raise anything
+        roles = ", ".join(str(m.get("role")) for m in messages)
+        raise ModelError(f"{row.source}: the chat template refuses the messages (roles: {roles}): {error}") from error
+    longer = list(codec.tokenizer(text, add_special_tokens=False)["input_ids"])
+    if longer[: len(ids)] != ids:
+        raise ModelError(
+            f"{row.source}: the chat template of {codec.name!r} renders the first {len(messages) - 1} messages otherwise once "
+            "there is another one, so that the tokens of the assistant's turns cannot be told apart: split the conversation "
+            "into one line per turn of the assistant, or use a template whose rendering only grows"
+        )
+    return longer, learnt + [False] * (len(longer) - len(ids))

@@ -1,0 +1,179 @@
+"""The rules that adapt β: numbers by hand, what they are fed with, what is refused, and dual descent on a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import policygrad as pg
+from policygrad.core.controllers import LARGEST, SMALLEST, doubling, inside, proportional
+from policygrad.core.metrics import Mean, Sum
+from policygrad.training.tabular import TabularLearner
+
+NAN = float("nan")
+
+
+def test_proportional_by_hand() -> None:
+    """β = 2, target 0.1: KL/target − 1 is clipped to ±0.2 and a tenth of it taken."""
+    for kl, beta in ((0.1, 2.0), (0.11, 2.02), (0.3, 2.04), (0.09, 1.98), (0.0, 1.96), (-5.0, 1.96)):
+        assert proportional(2.0, kl, 0.1) == pytest.approx(beta, rel=1e-14), kl
+
+
+def test_doubling_by_hand() -> None:
+    for kl, beta in ((0.0151, 2.0), (0.015, 1.0), (0.01, 1.0), (0.0067, 1.0), (0.0066, 0.5), (0.0, 0.5)):
+        assert doubling(1.0, kl, 0.01) == beta, kl
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(1e-4, 10), st.floats(0, 10), st.floats(1e-4, 1))
+def test_a_rule_pushes_towards_the_target(beta: float, kl: float, target: float) -> None:
+    """Too far from the reference: β never falls; too near: it never grows; and one step changes it by 2 % or by 2 at most."""
+    for rule, most in ((proportional, 1.02), (doubling, 2.0)):
+        after = rule(beta, kl, target)
+        assert (after - beta) * (kl - target) >= 0
+        assert beta / 2 <= after <= most * beta * (1 + 1e-12)
+    assert inside(kl, target) == (doubling(beta, kl, target) == beta)
+
+
+def batch_of(u: list[float]) -> pg.Batch:
+    """One completion whose log π_old − log π_ref is u at its sampled tokens, and NaN beside them."""
+    logp = torch.tensor([[*u, NAN]], dtype=torch.float64)
+    return pg.Batch(
+        mask=torch.tensor([[True] * len(u) + [False]]),
+        group=torch.zeros(1, dtype=torch.int64),
+        reward=torch.ones(1, dtype=torch.float64),
+        logp_old=logp - 1,
+        logp_ref=torch.full_like(logp, -1.0),
+    )
+
+
+def test_what_each_part_is_fed_with() -> None:
+    """In the reward the k1 mean of the batch; in the loss the metric `kl`; for the penalty the KL the updates ended at."""
+    batch = batch_of([0.2, -0.1, 0.2])  # mean 0.1, twice the target
+    assert pg.KLInReward(0.5, target=0.05).observe(batch, {}).beta == pytest.approx(0.5 * 1.02)
+    assert pg.KLInReward(0.5, target=0.05, rule="doubling").observe(batch, {}).beta == 1.0
+    assert pg.KLInReward(0.5, target=0.1).observe(batch, {}).beta == pytest.approx(0.5)
+    empty = replace(batch, mask=torch.zeros(1, 4, dtype=torch.bool))
+    assert pg.KLInReward(0.5, target=0.05).observe(empty, {}).beta == 0.5
+    term = pg.KLToReference(0.5, "k2", target=0.05)
+    assert term.observe(batch, {"kl": Mean(0.01), "kl_old/last": Mean(9.0)}).beta == pytest.approx(0.5 * 0.98)
+    assert term.observe(batch, {}) is term
+    for part in (pg.KLToOld(0.5, target=0.05), pg.ExactKLToOld(0.5, target=0.05)):
+        assert part.observe(batch, {"kl": Mean(9.0), "kl_old/last": Mean(0.2)}).beta == 1.0
+        assert replace(part, rule="proportional").observe(batch, {"kl_old/last": Mean(0.2)}).beta == pytest.approx(0.51)
+    for fixed in (pg.KLInReward(0.5), pg.KLToReference(0.5), pg.KLToOld(0.5), pg.ExactKLToOld(0.5)):
+        assert fixed.observe(batch, {"kl": Mean(9.0), "kl_old/last": Mean(9.0)}) == fixed
+
+
+def test_beta_stays_where_it_can_come_back_from() -> None:
+    low, high = pg.KLToOld(2 * SMALLEST, target=1.0), pg.KLToOld(0.6 * LARGEST, target=1.0)
+    for _ in range(3):
+        low, high = (
+            low.observe(batch_of([0.0]), {"kl_old/last": Mean(0.0)}),
+            high.observe(batch_of([0.0]), {"kl_old/last": Mean(9.0)}),
+        )
+    assert (low.beta, high.beta) == (SMALLEST, LARGEST)
+
+
+def test_an_algorithm_carries_the_adapted_beta_and_a_checkpoint_holds_it() -> None:
+    from policygrad.training.toml import algorithm_from_dict, algorithm_to_dict
+
+    algorithm = replace(pg.RLOO, shaping=(pg.KLInReward(0.5, target=0.05),))
+    after = algorithm.observe(batch_of([0.1, 0.1]), {})
+    assert after.shaping[0].beta == pytest.approx(0.51)  # type: ignore[attr-defined]
+    assert algorithm_from_dict(algorithm_to_dict(after)) == after
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "target 0": (lambda: pg.KLInReward(target=0.0), "KLInReward.target must be greater than 0 nats a token"),
+    "target NaN": (lambda: pg.KLToReference(target=NAN), "KLToReference.target"),
+    "a negative target": (lambda: pg.ExactKLToOld(target=-1.0), "ExactKLToOld.target"),
+    "a rule alone": (lambda: pg.KLToReference(rule="doubling"), "there is none: set target"),
+    "a rule alone, in the reward": (
+        lambda: pg.KLInReward(rule="proportional"),
+        "KLInReward.rule adapts beta to a target",
+    ),
+    "no such rule": (lambda: pg.KLToOld(target=0.1, rule="tripling"), "proportional, doubling, not 'tripling'"),  # type: ignore[arg-type]
+    "β of 0 with a target": (lambda: pg.KLToOld(0.0, target=0.1), "beta is 0 and would stay so"),
+    "a negative β": (lambda: pg.ExactKLToOld(-1.0), "ExactKLToOld.beta must be at least 0"),
+    "no rounds": (lambda: pg.DualDescent(rounds=0), "DualDescent.rounds"),
+    "no epochs": (lambda: pg.DualDescent(epochs=0), "epochs must be at least 1"),
+    "dual descent without a target": (lambda: replace(pg.PPO, step=pg.DualDescent()), "no term has one: add KLToOld"),
+    "a target and one step": (lambda: replace(pg.PPO_PENALTY, step=pg.FirstOrder()), "before the only one it is 0"),
+}
+
+
+@pytest.mark.parametrize(("build", "says"), REFUSED.values(), ids=REFUSED.keys())
+def test_refuses(build: Callable[[], Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        build()
+
+
+# Two prompts, one token of four; Ψ pulls far: an unpenalised learner leaves the band in one round.
+TABLE = pg.Batch(
+    mask=torch.ones(8, 1, dtype=torch.bool),
+    group=torch.arange(2).repeat_interleave(4),
+    reward=torch.tensor([1.0, 0, 0, 0, 0, 1, 0, 0], dtype=torch.float64),
+    tokens=torch.arange(4).repeat(2)[:, None],
+    prompts=(torch.tensor([0]), torch.tensor([1])),
+)
+
+
+def dual(
+    target: float, beta: float, exact: bool, rounds: int = 12, lr: float = 1.0
+) -> tuple[TabularLearner, pg.Algorithm, dict, pg.Batch]:
+    term = (pg.ExactKLToOld if exact else pg.KLToOld)(beta, target=target)
+    step = pg.DualDescent(epochs=30, rounds=rounds)
+    algorithm = replace(pg.DR_GRPO, aggregate=pg.TokenMean(), gate=pg.Importance(), terms=(term,), step=step)
+    learner = TabularLearner(2, 1, 4, lr)
+    batch = learner.score(TABLE, algorithm.needs)
+    metrics = learner.update(batch, algorithm.advantages(batch), algorithm)
+    return learner, algorithm, metrics, batch
+
+
+def true_kl(learner: TabularLearner) -> float:
+    """KL(π_old‖π_θ) of the table, π_old uniform: the states are the two prompts."""
+    now = learner.table.detach().log_softmax(-1)
+    return float((0.25 * (torch.tensor(0.25).log() - now)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("beta", [0.01, 10.0])
+def test_dual_descent_ends_inside_the_band(beta: float, exact: bool) -> None:
+    """From a β far too small and one far too large. All four tokens were sampled once: k3 is the exact KL here."""
+    learner, algorithm, metrics, batch = dual(0.02, beta, exact)
+    kl = true_kl(learner)
+    assert 0.02 / 1.5 <= kl <= 1.5 * 0.02
+    assert metrics["kl_old/last"].value == pytest.approx(kl, rel=1e-6)
+    rounds = int(metrics["dual_rounds"].value)
+    assert 1 < rounds < 12
+    (term,) = algorithm.observe(batch, metrics).terms
+    moved = beta * 2.0 ** ((rounds - 1) if beta < 1 else -(rounds - 1))
+    assert term.beta == pytest.approx(moved)  # type: ignore[attr-defined]  # the next rollout begins where this one ended
+    name = "beta/exact_kl_to_old" if exact else "beta/kl_to_old"
+    assert metrics[f"{name}/last"].value == pytest.approx(moved)
+
+
+def test_rounds_that_are_used_up_still_move_beta() -> None:
+    """Two rounds are too few: β doubles between them and once more for the next rollout."""
+    learner, algorithm, metrics, batch = dual(0.002, 0.01, True, rounds=2)
+    assert true_kl(learner) > 1.5 * 0.002
+    assert metrics["dual_rounds"] == Sum(2.0)
+    (term,) = algorithm.observe(batch, metrics).terms
+    assert term.beta == pytest.approx(0.04)  # type: ignore[attr-defined]
+    assert learner.version == 60
+    assert algorithm.step.updates == 60
+
+
+def test_a_first_round_inside_the_band_is_the_last() -> None:
+    learner, algorithm, metrics, batch = dual(0.02, 0.01, True, rounds=1)
+    inside_at = true_kl(learner)
+    learner, algorithm, metrics, batch = dual(inside_at, 0.01, True)
+    assert metrics["dual_rounds"] == Sum(1.0)
+    assert algorithm.observe(batch, metrics).terms == algorithm.terms

@@ -1,0 +1,229 @@
+"""The variance-minimising baseline: by enumeration what it promises, by hand what it computes, and where it falls back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_batches import Random, Shape, close, make, shapes
+from test_enumeration import (  # type: ignore[import-not-found]
+    COMPLETIONS,
+    LONGEST,
+    MASK,
+    REWARD,
+    THETA,
+    logp_of,
+    true_gradient,
+)
+from torch import Tensor
+
+import policygrad as pg
+from policygrad.core import ragged
+
+QUICK = settings(max_examples=40, deadline=None, derandomize=True)
+SCORES = torch.autograd.functional.jacobian(logp_of, THETA).flatten(1)
+"""∇_θ log π(o) [15, P] of every completion of the enumerated model."""
+NORM = SCORES.square().sum(1)
+PROBABILITY = logp_of(THETA).exp()
+BEST = ((PROBABILITY * NORM * REWARD).sum() / (PROBABILITY * NORM).sum()).item()
+"""b* = E[R‖s‖²]/E[‖s‖²]."""
+MEAN = (PROBABILITY * REWARD).sum().item()
+LENGTH = MASK.sum(1).double()
+PROXY = ((PROBABILITY * LENGTH * REWARD).sum() / (PROBABILITY * LENGTH).sum()).item()
+
+
+def moments(link: pg.OptimalBaseline | pg.LeaveOneOut | pg.GroupMean | pg.RunningMean, G: int) -> tuple[Tensor, float]:
+    """(mean [T, V, V], total variance) of a group's gradient estimate 1/G Σ_i Ψ_i s_i, over all groups of G completions."""
+    tuples = torch.cartesian_prod(*[torch.arange(len(COMPLETIONS))] * G).reshape(-1, G)
+    rows = tuples.flatten()
+    group = torch.arange(len(tuples)).repeat_interleave(G)
+    batch = pg.Batch(mask=MASK[rows], group=group, reward=REWARD[rows], score_norm=NORM[rows])
+    psi = ragged.first(pg.Algorithm(psi=(link,)).advantages(batch), batch.mask)
+    estimate = (psi[:, None] * SCORES[rows]).reshape(len(tuples), G, -1).mean(1)
+    probability = logp_of(THETA)[tuples].sum(1).exp()
+    mean = probability @ estimate
+    variance = probability @ (estimate - mean).square().sum(1)
+    return mean.reshape(LONGEST, *THETA.shape[1:]), variance.item()
+
+
+@pytest.mark.parametrize("norm", ["exact", "length"])
+@pytest.mark.parametrize("G", [2, 3])
+def test_leave_one_out_is_unbiased(norm, G: int) -> None:
+    close(moments(pg.OptimalBaseline(norm), G)[0], true_gradient())
+
+
+@pytest.mark.parametrize("norm", ["exact", "length"])
+def test_the_plug_in_is_biased(norm, record_property: pytest.RecordProperty) -> None:
+    """Not even a multiple of the true gradient, as the group mean's is."""
+    found, truth = moments(pg.OptimalBaseline(norm, leave_one_out=False), 3)[0], true_gradient()
+    bias = ((found - truth).norm() / truth.norm()).item()
+    cosine = torch.cosine_similarity(found.flatten(), truth.flatten(), dim=0).item()
+    record_property("bias", bias)
+    record_property("cosine", cosine)
+    print(f"plug-in, {norm}: bias {bias:.4f} of the gradient's norm, cosine {cosine:.4f}")
+    assert bias > 0.1
+    assert cosine < 1 - 1e-5
+    assert cosine < torch.cosine_similarity(moments(pg.GroupMean(), 3)[0].flatten(), truth.flatten(), dim=0)
+
+
+def test_b_star_has_the_least_total_variance_of_all_constants() -> None:
+    """The variance is a parabola in b: its vertex is b*, below every point of a grid, the mean and the length proxy."""
+
+    def variance(b: float) -> float:
+        return moments(pg.RunningMean(mean=b), 1)[1]
+
+    low, middle, high = variance(-1.0), variance(0.0), variance(1.0)
+    vertex = (low - high) / (2 * (low + high - 2 * middle))
+    assert vertex == pytest.approx(BEST, abs=1e-12)
+    least = variance(BEST)
+    assert all(least < variance(BEST + step) for step in (-3.0, -0.3, -0.01, 0.01, 0.3, 3.0))
+    print(f"total variance: b = 0 {middle:.4f}, mean {variance(MEAN):.4f}, |o| {variance(PROXY):.4f}, b* {least:.4f}")
+    assert least < variance(MEAN)
+    assert least < variance(PROXY)
+    assert len({round(b, 3) for b in (BEST, MEAN, PROXY)}) == 3
+
+
+def test_estimated_from_few_siblings_its_weights_are_noise_from_more_they_pay() -> None:
+    """Of two completions both baselines are the other's reward; of three the weights cost more than they save, here."""
+    (two, plain_two), (three, plain_three), (four, plain_four) = (
+        (moments(pg.OptimalBaseline(), G)[1], moments(pg.LeaveOneOut(), G)[1]) for G in (2, 3, 4)
+    )
+    print(
+        f"total variance, b* / mean of the others: G=2 {two:.4f} / {plain_two:.4f}, G=3 {three:.4f} / {plain_three:.4f}"
+    )
+    print(f"G=4 {four:.4f} / {plain_four:.4f}; with the true b* {moments(pg.RunningMean(mean=BEST), 4)[1]:.4f}")
+    assert two == pytest.approx(plain_two, rel=1e-12)
+    assert three > plain_three
+    assert four < plain_four
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_the_estimate_tends_to_b_star(leave_one_out: bool) -> None:
+    rows = torch.multinomial(PROBABILITY, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    n, R = NORM[rows].flatten(), REWARD[rows]
+    batch = pg.Batch(mask=MASK[rows], group=torch.zeros_like(rows), reward=R, score_norm=n)
+    b = R - first(batch, pg.OptimalBaseline(leave_one_out=leave_one_out))
+    assert b.mean().item() == pytest.approx(BEST, abs=0.02)
+    assert b.std() < 1e-3
+
+
+def first(batch: pg.Batch, link: pg.OptimalBaseline | pg.LeaveOneOut | pg.GroupMean) -> Tensor:
+    """Ψ [B] at the first sampled token."""
+    return ragged.first(pg.Algorithm(psi=(link,)).advantages(batch), batch.mask)
+
+
+def group_of(reward: list[float], norm: list[float], lengths: list[int] | None = None) -> pg.Batch:
+    """One prompt, float32."""
+    n = torch.tensor(lengths or [2] * len(reward))
+    return pg.Batch(
+        mask=torch.arange(int(n.max())) < n[:, None],
+        group=torch.zeros(len(n), dtype=torch.int64),
+        reward=torch.tensor(reward),
+        score_norm=torch.tensor(norm),
+    )
+
+
+BY_HAND = {
+    "leave-one-out": (pg.OptimalBaseline(), [-1 / 3, -3 / 8, 1.0, -1 / 2]),
+    "plug-in": (pg.OptimalBaseline(leave_one_out=False), [-0.3, -0.3, 0.7, -0.3]),
+    "length": (pg.OptimalBaseline("length"), [-1 / 6, -1 / 4, 1.0, -1 / 5]),
+    "length, plug-in": (pg.OptimalBaseline("length", leave_one_out=False), [-1 / 7, -1 / 7, 6 / 7, -1 / 7]),
+}
+
+
+@pytest.mark.parametrize(("link", "expected"), BY_HAND.values(), ids=BY_HAND.keys())
+def test_the_worked_example(link: pg.OptimalBaseline, expected: list[float]) -> None:
+    """R = [0, 0, 1, 0] with ‖s‖² = [1, 2, 3, 4] and |o| = [1, 3, 1, 2]: a tool token in between does not count."""
+    batch = group_of([0.0, 0.0, 1.0, 0.0], [1.0, 2.0, 3.0, 4.0], [1, 3, 1, 3])
+    batch = replace(batch, mask=batch.mask & torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 0, 1]]).bool())
+    torch.testing.assert_close(first(batch, link), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@pytest.mark.parametrize("norm", ["exact", "length"])
+def test_without_spread_psi_is_exactly_0(norm, leave_one_out: bool) -> None:
+    batch = group_of([0.7] * 8, Random(3).uniform(8).tolist(), [3, 1, 4, 1, 5, 9, 2, 6])
+    assert torch.equal(first(batch, pg.OptimalBaseline(norm, leave_one_out)), torch.zeros(8))
+    alone = group_of([0.7], [2.0])
+    assert torch.equal(first(alone, pg.OptimalBaseline(norm, leave_one_out)), torch.zeros(1))
+
+
+def test_where_no_score_has_a_norm_the_mean_remains() -> None:
+    """A policy that could not have done otherwise: no weights, so equal ones."""
+    rewards = [0.0, 1.0, 0.25]
+    none = group_of(rewards, [0.0] * 3)
+    torch.testing.assert_close(first(none, pg.OptimalBaseline()), first(none, pg.LeaveOneOut()))
+    torch.testing.assert_close(first(none, pg.OptimalBaseline(leave_one_out=False)), first(none, pg.GroupMean()))
+    one = group_of(rewards, [0.0, 5.0, 0.0])
+    torch.testing.assert_close(first(one, pg.OptimalBaseline()), torch.tensor([-1.0, 1 - 0.125, 0.25 - 1]))
+
+
+def test_a_norm_that_dwarfs_its_siblings_does_not_swallow_them() -> None:
+    """One completion the policy hardly gives among near-certain ones: subtracting its share from the whole would leave 0/0."""
+    batch = group_of([1.0, 0.0, 0.5], [1e20, 1e-20, 3e-20])
+    torch.testing.assert_close(first(batch, pg.OptimalBaseline()), torch.tensor([1 - 0.375, -1.0, -0.5]))
+
+
+def test_masked_from_the_gradient_is_weight_0() -> None:
+    """A truncated completion whose reward counts: it has no score to weigh by (NaN here), so it is heard in the fallback alone."""
+    batch = replace(group_of([0.0, 1.0, 0.5, 8.0], [1.0, 3.0, 2.0, float("nan")]), truncated=torch.arange(4) == 3)
+    batch = pg.MaskTruncated(keep_in_statistics=True)(batch)
+    for link in (pg.OptimalBaseline(), pg.OptimalBaseline("length")):
+        without = group_of([0.0, 1.0, 0.5], [1.0, 3.0, 2.0])
+        torch.testing.assert_close(first(batch, link), torch.cat([first(without, link), torch.zeros(1)]))
+    silent = replace(batch, score_norm=torch.zeros(4))
+    torch.testing.assert_close(first(silent, pg.OptimalBaseline()), first(silent, pg.LeaveOneOut()))
+    assert first(silent, pg.LeaveOneOut())[0] == pytest.approx(-9.5 / 3)
+
+
+def literal(batch: pg.Batch, leave_one_out: bool) -> Tensor:
+    """Ψ [B] by loops."""
+    counted = batch.mask.any(1).tolist()
+    out = torch.zeros_like(batch.reward)
+    for i in range(len(out)):
+        group = [j for j in range(len(out)) if counted[j] and batch.group[j] == batch.group[i]]
+        over = [j for j in group if j != i or not leave_one_out]
+        if counted[i] and len({batch.reward[j].item() for j in group}) > 1:
+            n = [batch.score_norm[j].item() for j in over]  # type: ignore[index]
+            out[i] = batch.reward[i] - sum(w * batch.reward[j] for w, j in zip(n, over, strict=True)) / sum(n)
+    return out
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@QUICK
+@given(shape=shapes(max_groups=5, max_size=5, max_width=8), scale=st.sampled_from([1.0, 1e-9, 64.0]))
+def test_ragged_batches_agree_with_loops(leave_one_out: bool, shape: Shape, scale: float) -> None:
+    batch, _ = make(shape)
+    n = 0.1 + Random(shape.seed + 1).uniform(len(batch.mask))
+    batch = replace(batch, score_norm=torch.where(batch.mask.any(1), n, torch.nan))
+    link = pg.OptimalBaseline(leave_one_out=leave_one_out)
+    psi, one = first(batch, link), torch.ones((), dtype=torch.float64)
+    close(psi, literal(batch, leave_one_out), scale=one)
+    close(first(replace(batch, score_norm=scale * batch.score_norm), link), psi, scale=one)  # type: ignore[operator]
+    close(first(replace(batch, reward=batch.reward + 4), link), psi, scale=one, tolerance=1e-11)
+    flat = replace(batch, score_norm=torch.full_like(n, scale))
+    close(first(flat, link), first(batch, pg.LeaveOneOut() if leave_one_out else pg.GroupMean()), scale=one)
+
+
+def test_token_rewards_count_towards_the_total_and_to_go() -> None:
+    batch = replace(group_of([0.0, 1.0], [1.0, 2.0]), token_reward=torch.tensor([[0.5, 0.25], [0.0, -1.0]]))
+    psi = pg.Algorithm(psi=(pg.OptimalBaseline(),)).advantages(batch)
+    torch.testing.assert_close(psi, torch.tensor([[0.75, 0.25], [-0.75, -0.75]]))
+
+
+def test_needs_and_refusals() -> None:
+    exact, proxy = replace(pg.RLOO, psi=(pg.OptimalBaseline(),)), pg.OPO
+    assert exact.needs == {"score_norm", "logp_old", "logp_ref"}
+    assert proxy.needs == frozenset()
+    batch = replace(group_of([0.0, 1.0], [1.0, 2.0]), score_norm=None)
+    with pytest.raises(ValueError, match=r"OptimalBaseline needs Batch\.score_norm.*norm='length'"):
+        first(batch, pg.OptimalBaseline())
+    with pytest.raises(ValueError, match=r"'exact'.*or 'length'.*not 'lenght'"):
+        pg.OptimalBaseline("lenght")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="OptimalBaseline compares the samples of one prompt"):
+        exact.check_sampling(1, 1.0)
+    with pytest.raises(ValueError, match=r"Batch\.score_norm has shape \[3\]"):
+        replace(batch, score_norm=torch.ones(3))

@@ -1,0 +1,298 @@
+"""The constrained step on problems made by hand: conjugate gradient, the step's length, the line search, what is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import policygrad as pg
+from policygrad.core.metrics import Mean, Metrics
+from policygrad.core.trust_region import conjugate_gradient
+
+NAN, INF = float("nan"), float("inf")
+
+
+def random_fisher(seed: int, size: int) -> Tensor:
+    """Symmetric positive definite, condition number below a hundred."""
+    generator = torch.Generator().manual_seed(seed)
+    q, _ = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+    return (q * torch.linspace(0.1, 5.0, size, dtype=torch.float64)) @ q.T
+
+
+@dataclass
+class Quadratic:
+    """L(δ) = gᵀδ + bend, KL(δ) = ½δᵀFδ + excess: what a step may ask, without a model."""
+
+    F: Tensor
+    g: Tensor
+    bend: Callable[[Tensor], float] = lambda delta: 0.0
+    excess: Callable[[Tensor], float] = lambda delta: 0.0
+    start: float = 0.0
+    theta: Tensor = field(init=False)
+    asked: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.theta = torch.zeros_like(self.g)
+
+    def gradient(self) -> tuple[Tensor, Metrics]:
+        return self.g, {"objective": Mean(self.start)}
+
+    def fisher(self, v: Tensor, sampled: bool) -> Tensor:
+        self.asked.append("sampled" if sampled else "exact")
+        return self.F @ v
+
+    def some(self, share: float) -> Quadratic:
+        self.asked.append(f"some {share}")
+        return self
+
+    def kl(self, delta: Tensor) -> float:
+        return float(0.5 * delta @ self.F @ delta)
+
+    def evaluate(self, delta: Tensor) -> tuple[float, float]:
+        assert torch.equal(self.theta, torch.zeros_like(self.theta))  # the search looks, it does not move
+        return self.start + float(self.g @ delta) + self.bend(delta), self.kl(delta) + self.excess(delta)
+
+    def commit(self, delta: Tensor) -> None:
+        self.theta = self.theta + delta
+
+    def fit(self) -> Metrics:
+        self.asked.append("fit")
+        return {"value_loss": Mean(1.0)}
+
+
+def problem(seed: int = 0, size: int = 6, **options: object) -> Quadratic:
+    generator = torch.Generator().manual_seed(seed + 100)
+    g = torch.randn(size, generator=generator, dtype=torch.float64)
+    return Quadratic(random_fisher(seed, size), g, **options)  # type: ignore[arg-type]
+
+
+def run(p: Quadratic, step: pg.TrustRegion) -> dict[str, float]:
+    return {name: metric.value for name, metric in step(p).items()}  # type: ignore[arg-type]
+
+
+UNDAMPED = pg.TrustRegion(damping=0.0)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 12))
+def test_conjugate_gradient_solves_in_as_many_steps_as_there_are_dimensions(seed: int, size: int) -> None:
+    F, b = random_fisher(seed, size), problem(seed, size).g
+    x, residual = conjugate_gradient(lambda v: F @ v, b, iterations=3 * size)
+    assert torch.allclose(x, torch.linalg.solve(F, b), rtol=1e-9, atol=1e-9)
+    assert residual < 1e-9
+
+
+def test_conjugate_gradient_reports_the_residual_it_stopped_at() -> None:
+    p = problem(size=12)
+    x, residual = conjugate_gradient(lambda v: p.F @ v, p.g, iterations=3)
+    assert residual == pytest.approx(float((p.g - p.F @ x).norm() / p.g.norm()), rel=1e-9)
+    assert 1e-3 < residual < 1
+
+
+def test_conjugate_gradient_ends_early_and_survives_what_is_no_fisher_matrix() -> None:
+    calls: list[int] = []
+
+    def identity(v: Tensor) -> Tensor:
+        calls.append(1)
+        return v
+
+    b = torch.tensor([3.0, 4.0])
+    x, residual = conjugate_gradient(identity, b, iterations=10)
+    assert torch.equal(x, b)
+    assert (residual, len(calls)) == (0.0, 1)
+    nothing, zero = conjugate_gradient(identity, torch.zeros(2), iterations=10)
+    assert (float(nothing.norm()), zero, len(calls)) == (0.0, 0.0, 1)
+    for broken in (-b, torch.full((2,), NAN)):
+        x, residual = conjugate_gradient(lambda v, out=broken: out, b, iterations=10)  # type: ignore[misc]
+        assert (float(x.norm()), residual) == (0.0, 1.0)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), delta=st.floats(1e-4, 1.0), damping=st.sampled_from([0.0, 0.1, 3.0]))
+def test_the_full_step_has_the_quadratic_kl_delta_whatever_the_damping(seed: int, delta: float, damping: float) -> None:
+    p = problem(seed, 8)
+    metrics = run(p, pg.TrustRegion(delta, iterations=16, damping=damping, line_search=False))
+    assert p.kl(p.theta) == pytest.approx(delta, rel=1e-9)
+    x = torch.linalg.solve(p.F + damping * torch.eye(8, dtype=torch.float64), p.g)
+    assert torch.allclose(p.theta, math.sqrt(2 * delta / float(x @ p.F @ x)) * x, rtol=1e-6, atol=1e-9)
+    assert metrics["trust_region/kl"] == pytest.approx(delta)
+    assert metrics["trust_region/improvement"] == pytest.approx(float(p.g @ p.theta))
+    assert metrics["updates/taken"] == 1
+
+
+def test_undamped_it_is_the_natural_gradient() -> None:
+    """√(2δ/gᵀF⁻¹g)·F⁻¹g; with gᵀFg in the root, as one source prints it, the KL would be another."""
+    p = problem(3)
+    run(p, replace(UNDAMPED, line_search=False))
+    direct = torch.linalg.solve(p.F, p.g)
+    right = math.sqrt(2 * 0.01 / float(p.g @ direct)) * direct
+    misprint = math.sqrt(2 * 0.01 / float(p.g @ p.F @ p.g)) * direct
+    assert torch.allclose(p.theta, right, rtol=1e-8)
+    assert abs(p.kl(misprint) / 0.01 - 1) > 0.1
+
+
+def test_accepts_the_first_candidate_inside_the_region() -> None:
+    """A KL that is 1.5 times its quadratic model: 0.8² = 0.64 of the length is the first with 0.64²·1.5 < 1."""
+    p = problem(excess=lambda delta: 0.5 * problem().kl(delta))
+    metrics = run(p, UNDAMPED)
+    assert metrics["trust_region/backtracks"] == 1  # 0.8² · 1.5 = 0.96
+    assert metrics["trust_region/kl"] == pytest.approx(0.96 * 0.01)
+    assert metrics["trust_region/kl"] == pytest.approx(1.5 * p.kl(p.theta))
+    assert metrics["trust_region/accepted"] == 1
+    assert metrics["kl_old/last"] == metrics["trust_region/kl"]
+
+
+def test_a_surrogate_that_falls_further_out_is_backtracked_to_where_it_rises() -> None:
+    """L = gᵀδ − c·|δ|² turns negative beyond some length."""
+    full = problem()
+    run(full, UNDAMPED)
+    c = 1.3 * float(full.g @ full.theta) / float(full.theta @ full.theta)
+    p = problem(bend=lambda delta: -c * float(delta @ delta))
+    metrics = run(p, UNDAMPED)
+    assert metrics["trust_region/backtracks"] == 2  # 1 − 1.3·0.8^j > 0 from j = 2
+    assert torch.allclose(p.theta, 0.64 * full.theta, rtol=1e-9)
+    best = problem(bend=lambda delta: -c * float(delta @ delta))
+    assert (
+        run(best, replace(UNDAMPED, candidates="best"))["trust_region/backtracks"] == 4
+    )  # s(1 − 1.3 s) at 0.8^4 = 0.41
+    scores = {j: 0.8**j * (1 - 1.3 * 0.8**j) for j in range(10)}
+    assert max(scores, key=scores.get) == 4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("candidates", ["first", "best"])
+@pytest.mark.parametrize(
+    "options",
+    [{"bend": lambda d: -1.0 if d.any() else 0.0}, {"excess": lambda d: 1.0}],
+    ids=["the surrogate falls", "the KL stays above δ"],
+)
+def test_without_an_acceptable_candidate_the_parameters_stay(options: dict[str, object], candidates: str) -> None:
+    p = problem(**options)
+    metrics = run(p, replace(UNDAMPED, candidates=candidates))
+    assert torch.equal(p.theta, torch.zeros_like(p.theta))
+    assert metrics["trust_region/accepted"] == metrics["trust_region/kl"] == metrics["trust_region/improvement"] == 0
+    assert metrics["trust_region/backtracks"] == 10
+    assert metrics["updates/skipped"] == 1
+    assert not {"updates/taken", "trust_region/nonfinite"} & metrics.keys()
+
+
+def test_without_the_search_a_step_is_taken_whatever_comes_of_it() -> None:
+    p = problem(bend=lambda d: -1.0 if d.any() else 0.0, excess=lambda d: 1.0)
+    metrics = run(p, replace(UNDAMPED, line_search=False))
+    assert metrics["updates/taken"] == 1
+    assert metrics["trust_region/kl"] == pytest.approx(1.01)
+    assert metrics["trust_region/improvement"] < 0
+
+
+BROKEN: dict[str, Callable[[], Quadratic]] = {
+    "gradient NaN": lambda: Quadratic(random_fisher(0, 2), torch.tensor([NAN, 1.0], dtype=torch.float64)),
+    "gradient inf": lambda: Quadratic(random_fisher(0, 2), torch.tensor([INF, 1.0], dtype=torch.float64)),
+    "Fisher NaN": lambda: Quadratic(torch.full((2, 2), NAN, dtype=torch.float64), torch.ones(2, dtype=torch.float64)),
+    "Fisher 0": lambda: Quadratic(torch.zeros(2, 2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)),
+    "Fisher negative": lambda: Quadratic(-random_fisher(0, 2), torch.ones(2, dtype=torch.float64)),
+    "surrogate NaN": lambda: problem(bend=lambda d: NAN if d.any() else 0.0),
+    "surrogate at the start NaN": lambda: problem(start=NAN),
+    "KL inf": lambda: problem(excess=lambda d: INF if d.any() else 0.0),
+}
+
+
+@pytest.mark.parametrize("line_search", [True, False])
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_not_finite_leaves_the_parameters_and_is_said(name: str, line_search: bool) -> None:
+    p = BROKEN[name]()
+    metrics = run(p, pg.TrustRegion(line_search=line_search))
+    assert torch.equal(p.theta, torch.zeros_like(p.theta))
+    assert metrics["trust_region/nonfinite"] >= 1
+    assert metrics["updates/skipped"] == 1
+    assert "updates/taken" not in metrics
+    assert all(math.isfinite(v) for k, v in metrics.items() if k != "objective")
+    assert p.asked.count("fit") == 5  # the critic is still fitted
+
+
+def test_a_candidate_that_is_not_finite_gives_way_to_a_shorter_one() -> None:
+    longest = problem()
+    run(longest, UNDAMPED)
+    limit = 0.9 * float(longest.theta.norm())
+    p = problem(bend=lambda d: NAN if float(d.norm()) > limit else 0.0)
+    metrics = run(p, UNDAMPED)
+    assert (metrics["trust_region/backtracks"], metrics["trust_region/nonfinite"]) == (1, 1)
+    assert metrics["updates/taken"] == 1
+    assert torch.allclose(p.theta, 0.8 * longest.theta)
+
+
+def test_a_gradient_of_zero_asks_for_nothing() -> None:
+    p = Quadratic(random_fisher(0, 3), torch.zeros(3, dtype=torch.float64))
+    metrics = run(p, pg.TrustRegion())
+    assert set(p.asked) == {"fit"}
+    assert metrics["updates/skipped"] == 1
+    assert "trust_region/nonfinite" not in metrics
+
+
+def test_how_often_each_thing_is_asked_for() -> None:
+    p = problem(size=12)
+    run(p, pg.TrustRegion(iterations=4, fisher="sampled", value_steps=3))
+    assert p.asked == ["sampled"] * 5 + ["fit"] * 3  # one more product, for the step's length
+    step = pg.TrustRegion(value_steps=3)
+    assert (step.updates, step.value_updates, pg.TrustRegion().value_updates) == (1, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"delta": 0.0}, "delta must be above 0 nats"),
+        ({"delta": -0.1}, "delta must be above 0 nats"),
+        ({"delta": NAN}, "delta must be above 0 nats"),
+        ({"delta": INF}, "finite"),
+        ({"iterations": 0}, "iterations must be at least 1"),
+        ({"tries": 0}, "tries must be at least 1"),
+        ({"value_steps": 0}, "value_steps must be at least 1"),
+        ({"damping": -1.0}, "damping must be at least 0"),
+        ({"damping": NAN}, "damping must be at least 0"),
+        ({"backtrack": 1.0}, "backtrack must be between 0 and 1"),
+        ({"backtrack": 0.0}, "backtrack must be between 0 and 1"),
+        ({"fisher": "full"}, "'exact' or 'sampled', not 'full'"),
+        ({"candidates": "last"}, "'first' or 'best', not 'last'"),
+        ({"line_search": False, "tries": 3}, "tries shapes the line search"),
+        ({"line_search": False, "candidates": "best"}, "candidates shapes the line search"),
+    ],
+)
+def test_refuses(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        pg.TrustRegion(**options)  # type: ignore[arg-type]
+
+
+def test_refuses_algorithms_it_cannot_serve() -> None:
+    with pytest.raises(ValueError, match="without a ratio it is the same at all"):
+        replace(pg.REINFORCE, step=pg.TrustRegion())
+    with pytest.raises(ValueError, match=r"value_steps are the critic's, and there is none.*critic=Critic"):
+        replace(pg.DR_GRPO, step=pg.TrustRegion(value_steps=5))
+    with pytest.raises(ValueError, match="forgets AdamW's moments"):
+        replace(pg.PRORL, step=pg.TrustRegion())
+    assert replace(pg.REINFORCE, step=pg.TrustRegion(line_search=False)).needs == {"logp_old"}
+    assert replace(pg.DR_GRPO, step=pg.TrustRegion()).step.updates == 1
+
+
+def test_the_rows_differ_in_the_line_search_alone() -> None:
+    assert replace(pg.NATURAL, name="trpo", step=pg.TRPO.step) == pg.TRPO
+    assert pg.NATURAL.step == pg.TrustRegion(line_search=False)
+    assert pg.TRPO.step == pg.TrustRegion(0.01, 10, 0.1, 0.8, 10)
+    assert "0.8^j" in pg.TRPO.equation()["step"]
+    assert "0.8^j" not in pg.NATURAL.equation()["step"]
+
+
+def test_fisher_products_may_see_a_share_of_the_groups() -> None:
+    p = problem()
+    run(p, pg.TrustRegion(fisher_share=0.25, iterations=2))
+    assert p.asked[0] == "some 0.25"
+    whole = problem()
+    run(whole, pg.TrustRegion(iterations=2))
+    assert not [word for word in whole.asked if word.startswith("some")]
+    for share in (0.0, -1.0, 1.5, NAN):
+        with pytest.raises(ValueError, match="fisher_share"):
+            pg.TrustRegion(fisher_share=share)

@@ -1,0 +1,225 @@
+"""The documentation: generated pages are up to date, code in pages runs and prints what stands there, links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import make_docs
+import measure_algorithms
+import policygrad as pg
+from pages import algorithm as algorithm_pages
+from pages import checked, probe, tables
+from policygrad.algorithms import ABOUT, ALGORITHMS
+from policygrad.commands.describe import describe, difference, settings
+from policygrad.papers import PAPERS, USUAL
+from policygrad.training.parts import part_names
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+OWN = (DOCS / "your-own-algorithm.md").read_text(encoding="utf-8")
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    assert make_docs.out_of_date(make_docs.generated()) == []
+
+
+def test_a_page_that_is_out_of_date_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, wrong, missing, old = (
+        tmp_path / "algorithms" / f"{name}.md" for name in ("right", "wrong", "missing", "old")
+    )
+    right.parent.mkdir()
+    for path in (right, wrong, old):
+        path.write_text("text")
+    monkeypatch.setattr(make_docs, "DOCS", tmp_path)
+    assert make_docs.out_of_date({right: "text", wrong: "other", missing: "text"}) == [wrong, missing, old]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", make_docs.CHECKED, ids=lambda p: p.stem)
+def test_pages_print_what_they_say(path: Path) -> None:
+    """Every ```python block that a ```text block follows; the figures in the page are this code's."""
+    text = path.read_text(encoding="utf-8")
+    assert len(checked.BLOCK.findall(text)) == text.count("```text") > 0, "a ```text block without code before it"
+    assert checked.executed(text, path.name) == text
+
+
+def test_a_changed_figure_is_found() -> None:
+    text = "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"
+    assert checked.executed(text) == text.replace("3", "2")
+
+
+# --- what the pages say of every algorithm
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_is_described(name: str) -> None:
+    about, paper = ABOUT[name], PAPERS[name]
+    assert all(getattr(about, f.name) for f in fields(about) if f.name != "parent")
+    assert about.parent is None or about.parent in ALGORITHMS
+    shown = " ".join("".join(text for text, _ in line) for line in describe(ALGORITHMS[name], 400))
+    assert paper.objective.strip()
+    assert all(line in shown for line in paper.objective.split("\n"))
+    held = {f"{type(p).__name__}.{setting}" for _, p in ALGORITHMS[name].parts() for setting, _ in settings(p)}
+    assert set(paper.defaults) <= held | {"samples_per_prompt"}, (
+        "a source for a default that the algorithm does not have"
+    )
+
+
+def test_no_text_is_left_over() -> None:
+    assert set(PAPERS) == set(ABOUT) == set(ALGORITHMS)
+    assert set(measure_algorithms.OVERRIDES) <= set(ALGORITHMS)
+    parts = [getattr(pg, name) for name in part_names()]
+    known = {f"{kind.__name__}.{f.name}" for kind in parts for f in fields(kind)}
+    assert set(USUAL) <= known
+
+
+def test_origins_are_inherited_only_with_the_value() -> None:
+    clip = pg.DAPO.gate
+    assert algorithm_pages.origin(pg.DAPO, clip, "high", 0.28) == "0.28, sec. 4.1"
+    assert algorithm_pages.origin(pg.DR_GRPO, pg.DR_GRPO.gate, "high", 0.2).startswith(
+        "as [`grpo`](grpo.md): 0.2 as in PPO"
+    )
+    assert algorithm_pages.origin(pg.MAGISTRAL, pg.MAGISTRAL.psi[1], "ddof", 1) == algorithm_pages.OURS
+    assert algorithm_pages.origin(pg.PRORL, pg.PRORL.terms[0], "beta", 1e-4) == algorithm_pages.OURS
+
+
+def test_differences_from_the_parent() -> None:
+    assert difference(pg.GRPO, pg.DAPO) == {
+        "filters": ("–", "DropNoSpread(refill, 4) MaskTruncated(False)"),
+        "shaping": ("–", "SoftOverlong(0.2)"),
+        "gate": ("Clip(high=0.2)", "Clip(high=0.28)"),
+        "average": ("SequenceMean", "TokenMean"),
+        "terms": ("KLToReference(0.04, k3)", "–"),
+        "reference": ("Reference", "–"),
+    }
+    assert difference(pg.GRPO, pg.ITERATIVE_GRPO) == {
+        "step": ("FirstOrder(epochs=1)", "FirstOrder(epochs=2)"),
+        "reference": ("Reference(every=0)", "Reference(every=100)"),
+    }
+    assert difference(pg.RLOO, replace(pg.RLOO, samples_per_prompt=5)) == {"samples": ("4", "5")}
+    assert difference(pg.GSPO, pg.GSPO_TOKEN) == {}
+
+
+def test_pseudo_code() -> None:
+    lines = algorithm_pages.pseudo_code(pg.ITERATIVE_GRPO)
+    order = [
+        "R",
+        "keep log π_old",
+        "keep log π_ref",
+        "Ψ ← R_i − mean_g",
+        "Ψ ← Ψ/(std_g",
+        "repeat 2 times",
+        "r_t ←",
+        "w ←",
+        "k ←",
+    ]
+    order += ["c ←", "g ← Σ ( c w Ψ + c_k k )", "θ ← AdamW", "π_ref ←"]
+    at = [next(i for i, line in enumerate(lines) if piece in line) for piece in order]
+    assert at == sorted(at)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "ratio", "length"),
+    [
+        ("reinforce", "completion", "none, r = 1", "a token × 1, the completion × 2"),
+        ("rloo", "token", "none, r = 1", "a token × 1, the completion × 2"),  # its KL stands at tokens
+        ("ppo", "token", "token", "a token × 1, the completion × 2"),
+        ("grpo", "completion", "token", "a token × 0.5, the completion × 1"),
+        ("gspo", "completion", "completion, geometric mean", "a token × 0.5, the completion × 1"),
+    ],
+)
+def test_units_and_lengths(name: str, unit: str, ratio: str, length: str) -> None:
+    a = pg.algorithm(name)
+    assert (probe.advantage_unit(a), probe.ratio_unit(a)) == (unit, ratio)
+    assert probe.length_handling(a) == f"twice as long: {length}"
+    assert probe.ratio_unit(replace(pg.GSPO, ratio=pg.SequenceProduct())) == "completion, product"
+
+
+def test_gates_in_numbers() -> None:
+    assert probe.gate_weights(pg.GRPO, 1.0) == [0.5, 0.9, 1.0, 1.1, 0.0]
+    assert probe.gate_weights(pg.GRPO, -1.0) == [0.0, 0.9, 1.0, 1.1, 1.5]
+    assert probe.outside(pg.GRPO) == "Ψ>0: w = 0 above, r below; Ψ<0: w = r above, 0 below"
+    assert probe.outside(pg.CISPO) == "w = 5 above, r below"
+    assert probe.outside(pg.REINFORCE) == "w = 1"
+    assert probe.outside(pg.SAPO) == "w → 0"
+
+
+def test_the_classic_comparison_of_memory() -> None:
+    """PPO holds four models, GRPO three, with a verifier two, without KL one."""
+    assert [row[-2:] for row in tables.classic()] == [("4", "10 P"), ("3", "6 P"), ("2", "5 P"), ("1", "4 P")]
+
+
+# --- an algorithm of one's own
+
+
+def own_blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", OWN, re.DOTALL | re.MULTILINE)
+
+
+def write_own(folder: Path) -> None:
+    """The page's modules, as it tells to save them."""
+    (folder / "tent.py").write_text(own_blocks()[0], encoding="utf-8")
+    (folder / "best.py").write_text(own_blocks()[2], encoding="utf-8")
+
+
+SMALL: dict[str, Any] = {
+    "steps": 2,
+    "prompts_per_step": 4,
+    "samples_per_prompt": 4,
+    "evaluation": pg.Evaluation(problems=0),
+}
+
+
+def test_own_algorithm_in_15_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules are as short as the page says, and its example prints the gradient that stands there."""
+    for module in (own_blocks()[0], own_blocks()[2]):
+        assert len([line for line in module.splitlines() if line]) <= 15
+    write_own(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert OWN.count("```text") == len(checked.BLOCK.findall(OWN)) == 1
+    assert checked.executed(OWN) == OWN
+
+
+@pytest.mark.slow
+def test_own_algorithm_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's gate and its advantage, trained from Python as the page does, at a small size."""
+    write_own(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    train, done = pg.train, []
+    monkeypatch.setattr(pg, "train", lambda run: done.append(train(replace(run, **SMALL))))
+    exec(own_blocks()[1], {"__name__": "page"})
+    import best
+
+    pg.train(pg.Run(algorithm=best.BEST))
+    assert [result.steps for result in done] == [2, 2]
+    assert "tent:Tent" in (done[0].output / "run.toml").read_text()
+    rows = [json.loads(line) for line in (done[1].output / "completions.jsonl").read_text().splitlines()]
+    assert {row["advantage"] for row in rows} <= {0.0, -1.0}
+    assert all(row["advantage"] == 0 for row in rows if row["reward"] == 1)
+
+
+@pytest.mark.slow
+def test_own_gate_on_the_command_line(tmp_path: Path) -> None:
+    write_own(tmp_path)
+    (command,) = re.findall(r"^policygrad (train .* tent:Tent .*)$", OWN, re.MULTILINE)
+    small = "--steps 2 --prompts-per-step 4 --samples-per-prompt 4 --evaluation.problems 0 --output run"
+    words = [sys.executable, "-m", "policygrad", *command.split(), *small.split()]
+    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    text = (tmp_path / "run" / "run.toml").read_text()
+    assert 'part = "tent:Tent"\nwidth = 0.3' in text

@@ -1,0 +1,314 @@
+"""Supervised fine-tuning: which tokens are learnt, the loss, a run that resumes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import policygrad as pg
+from policygrad import cli
+from policygrad.commands.completion import script
+from policygrad.hub import ModelError
+from policygrad.rollout.model import Codec, load_codec, load_model
+from policygrad.tasks.conversations import Demonstration, read_demonstrations
+from policygrad.track import Sample, Silent
+from policygrad.training.config import Checkpointing
+from policygrad.training.setup import RunError
+from policygrad.training.sft import FineTuning, tokenise
+from policygrad.training.supervised_config import SFTConfig
+from policygrad.training.toml import load
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": f"{a} + {b} =\n", "completion": f"<answer>{a + b}</answer>"} for a in range(7) for b in range(6)
+]
+CHAT = [
+    {"role": "system", "content": "Add."},
+    {"role": "user", "content": "1 + 1 ="},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2 + 2 ="},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "thanks"},
+]
+QWEN = (  # ChatML's shape: a newline behind each turn's end token
+    "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def config(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
+    data = write(tmp_path_factory.mktemp("demonstrations") / "sums.jsonl", ROWS)
+    return SFTConfig(data=data, model=str(random_model), batch_size=16, epochs=2, lr=3e-3)
+
+
+@pytest.fixture
+def codec(random_model: Path) -> Codec:
+    return load_codec(str(random_model), load_model(str(random_model)))
+
+
+def read(tmp_path: Path, row: Any) -> Demonstration:
+    return read_demonstrations(write(tmp_path / "one.jsonl", [row]))[0]
+
+
+def learnt(row: Any, codec: Codec) -> list[str]:
+    """The runs of tokens that carry a loss, as text."""
+    found = tokenise(row, codec)
+    runs: list[list[int]] = []
+    for i, (token, said) in enumerate(zip(found.tokens.tolist(), found.learnt.tolist(), strict=True)):
+        if said and (i == 0 or not found.learnt[i - 1]):
+            runs.append([])
+        if said:
+            runs[-1].append(token)
+    return [codec.tokenizer.decode(run) for run in runs]
+
+
+# --- which tokens are learnt
+
+
+def test_of_text_the_completion_and_the_end_token(codec: Codec, tmp_path: Path) -> None:
+    row = read(tmp_path, ROWS[9])
+    assert learnt(row, codec) == ["<answer>4</answer><eos>"]
+    found = tokenise(row, codec)
+    assert found.prompt.tolist() == codec.encode(row.prompt, 0).tolist()
+    assert learnt(read(tmp_path, {"prompt": "1 + 1 =\n", "completion": ""}), codec) == ["<eos>"]
+
+
+@pytest.mark.parametrize("template", [None, QWEN])
+def test_of_a_chat_the_assistants_turns(codec: Codec, tmp_path: Path, template: str | None) -> None:
+    """With their end tokens, without what the template writes behind those; the prompt is what sampling would see."""
+    codec.tokenizer.chat_template = template or codec.tokenizer.chat_template
+    row = read(tmp_path, {"messages": CHAT})
+    found = tokenise(row, codec)
+    assert learnt(row, codec) == ["2<eos>", "4<eos>"]
+    assert found.prompt.tolist() == codec.encode(CHAT[:2], 0).tolist()
+    text = codec.tokenizer.apply_chat_template(CHAT[:5], tokenize=False)
+    assert codec.tokenizer.decode([*found.prompt, *found.tokens]) == text
+    same = read(tmp_path, {"prompt": CHAT[:4], "completion": "4"})
+    assert learnt(same, codec) == ["2<eos>", "4<eos>"]  # an answer in the prompt is an answer
+    same = read(tmp_path, {"prompt": CHAT[:2], "completion": [CHAT[2]]})
+    assert learnt(same, codec) == ["2<eos>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (
+            "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+            r"does not close the assistant's turn with an end token",
+        ),
+        (  # earlier turns shortened once there is a later one, as templates of reasoning models do
+            "{% for m in messages %}{{ m.content if loop.last else m.content[:1] }}<eos>{% endfor %}",
+            "renders the first 2 messages otherwise once there is another",
+        ),
+        ("{{ raise_exception('only one turn') }}", r"one.jsonl:1: the chat template .* refuses the messages"),
+        (None, "has no chat template"),
+    ],
+)
+def test_a_template_that_cannot_be_learnt_from(codec: Codec, tmp_path: Path, template: str | None, says: str) -> None:
+    codec.tokenizer.chat_template = template
+    with pytest.raises(ModelError, match=says) as caught:
+        tokenise(read(tmp_path, {"messages": CHAT}), codec)
+    assert "one.jsonl:1" in str(caught.value)
+
+
+def test_a_prompt_that_joins_its_completion_is_refused(codec: Codec, tmp_path: Path) -> None:
+    """`The answer ` + `is` is one token where the prompt's end and the completion's beginning were to be two."""
+    row = read(tmp_path, {"prompt": "The answer", "completion": " is 2"})
+    with pytest.raises(ModelError, match=r"one.jsonl:1: the tokenizer .* joins the end of 'prompt'.*'The answer'"):
+        tokenise(row, codec)
+    with pytest.raises(ModelError, match=r"one.jsonl:1: \d+ tokens, more than the 256 positions"):
+        tokenise(read(tmp_path, {"prompt": "a", "completion": "b" * 2000}), codec)
+
+
+# --- the loss
+
+
+def test_the_loss_is_a_mean_over_the_steps_tokens_whatever_the_micro_batches(config: SFTConfig) -> None:
+    """Loss and gradient against the model called directly, one demonstration at a time; long and short rows mixed."""
+    rows = [*ROWS[:3], {"prompt": "1 + 1 =\n", "completion": "2 " * 40}, {"messages": CHAT}]
+    data = write(Path(config.data).parent / "mixed.jsonl", rows)
+    objective = FineTuning(replace(config, data=data, learner=pg.LearnerConfig(micro_tokens=60)).resolved())
+    calls: list[int] = []
+    metrics = objective.accumulate(range(len(rows)), lambda: calls.append(1))
+    assert len(calls) > 1
+    found = {n: p.grad.clone() for n, p in objective.model.named_parameters() if p.grad is not None}
+    objective.model.zero_grad()
+    total, tokens = torch.zeros(()), 0
+    for row in objective.rows:
+        ids = torch.cat([row.prompt, row.tokens])[None]
+        logp = objective.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        said = torch.cat([torch.zeros(len(row.prompt), dtype=torch.bool), row.learnt])[1:]
+        total, tokens = total - logp[said].sum(), tokens + int(said.sum())
+    (total / tokens).backward()
+    assert metrics == {"loss": pytest.approx((total / tokens).item(), abs=1e-5), "tokens": tokens}
+    for name, parameter in objective.model.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.allclose(found[name], parameter.grad, atol=1e-6), name
+    measured = objective.measure(lambda done, total: None)  # too few rows to hold any out: these
+    assert measured["held_out/loss"] == pytest.approx((total / tokens).item(), abs=1e-5)
+    assert measured["held_out/perplexity"] == pytest.approx(math.exp((total / tokens).item()), rel=1e-4)
+    assert "too few prompts" in objective.facts["held out"]
+
+
+# --- a run
+
+
+class Record(Silent):
+    def __init__(self, at: int = 0) -> None:
+        self.at, self.steps, self.summary = at, list[int](), dict[str, str]()
+
+    def step(self, step: int, metrics: Mapping[str, float], sample: Sample | None = None) -> None:
+        self.steps.append(step)
+        if step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def finish(self, summary: Mapping[str, str]) -> None:
+        self.summary = dict(summary)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if "time" not in k and "per_second" not in k} for line in lines]
+
+
+@pytest.mark.parametrize("changes", [{}, {"learner": pg.LearnerConfig(dtype="bf16", gradient_checkpointing=True)}])
+def test_it_learns_and_is_resumed_bit_for_bit(config: SFTConfig, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Stopped by a signal, by --stop-after, and once by losing what was done since the last checkpoint."""
+    config = replace(
+        config,
+        **changes,
+        epochs=4,
+        optimizer=pg.OptimizerConfig(warmup=2, schedule="linear"),
+        checkpoint=Checkpointing(2),
+    )
+    record = Record()
+    whole = pg.sft(replace(config, output=str(tmp_path / "whole")), display=record)
+    assert record.steps == list(range(1, whole.steps + 1))
+    assert whole.after is not None
+    assert whole.after["held_out/loss"] < 0.8 * whole.before["held_out/loss"]
+    assert "nats per token" in record.summary["held-out loss"]
+    pieces = tmp_path / "pieces"
+    stopped = pg.sft(replace(config, output=str(pieces)), display=Record(at=3))
+    assert (stopped.steps, stopped.model) == (3, None)
+    stopped = pg.sft(resume=pieces, stop_after=2)
+    for path in (pieces / "checkpoints" / "step-000005").iterdir():  # the newest is lost, as after a kill at step 5
+        path.unlink()
+    result = pg.sft(resume=pieces)
+    assert result.after == whole.after
+    one, other = weights(whole.output), weights(pieces)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert rows(whole.output) == rows(pieces)
+    assert json.loads((pieces / "result.json").read_text())["after"] == whole.after
+    assert load(pieces / "sft.toml", SFTConfig()) == replace(config, output=str(pieces))  # type: ignore[type-var]
+    AutoModelForCausalLM.from_pretrained(whole.model)
+
+
+def test_only_what_is_trainable_moves(config: SFTConfig, tmp_path: Path) -> None:
+    config = replace(config, learner=pg.LearnerConfig(trainable=r"layers\.1\."), output=str(tmp_path / "run"))
+    pg.sft(config, stop_after=2)
+    with pytest.raises(RunError, match=r"other trainable parameters \(.*\): leave learner.trainable as it was"):
+        pg.sft(replace(config, learner=pg.LearnerConfig()), resume=tmp_path / "run")
+    pg.sft(resume=tmp_path / "run")
+    before, after = load_file(Path(config.model) / "model.safetensors"), weights(tmp_path / "run")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if "layers.1." in name}
+
+
+def test_a_resumed_run_refuses_other_data(config: SFTConfig, tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", ROWS)
+    pg.sft(replace(config, data=data, output=str(tmp_path / "run")), stop_after=1)
+    write(Path(data), ROWS[1:])
+    with pytest.raises(RunError, match=r"is not what the run in .* began with: put the old file back"):
+        pg.sft(resume=tmp_path / "run")
+    with pytest.raises(RunError, match=r"no run of `policygrad reward-model`.*`policygrad sft --resume"):
+        pg.train_reward_model(resume=tmp_path / "run")
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "a"}, r"bad.jsonl:2: no column 'messages', and no 'completion' \(it has 'prompt'\)"),
+        ({"text": "a"}, r"bad.jsonl:2: no column 'messages', and no 'prompt'"),
+        ({"prompt": "a", "completion": None}, "bad.jsonl:2: 'completion' must be text, got NoneType"),
+        ({"prompt": "a", "completion": "b", "messages": CHAT}, "both 'messages' and 'completion'"),
+        ({"messages": "hello"}, "'messages' must be a list of chat messages, got str"),
+        ({"messages": CHAT[:2]}, r"no turn of the assistant to learn from \(roles: system, user\)"),
+        ({"messages": CHAT[2:]}, "the conversation begins with the assistant"),
+        ({"messages": [{"role": "user"}]}, "bad.jsonl:2: message 1 must be an object like"),
+        ({"messages": [*CHAT, {"role": "tool", "content": "\ud800"}]}, "message 7 holds half a surrogate pair"),
+        ("text", "bad.jsonl:2: a JSON object is needed on every line, got a str"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
+    path = write(tmp_path / "bad.jsonl", [ROWS[0], row])
+    with pytest.raises(ValueError, match=says):
+        read_demonstrations(path)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs a command line; (exit status, all that it said)."""
+
+    def go(*args: str) -> tuple[int, str]:
+        code = cli.main(list(args))
+        out, err = capsys.readouterr()
+        return code, " ".join((out + err).split())
+
+    return go
+
+
+@pytest.mark.parametrize("command", ["sft", "reward-model"])
+def test_the_command_line(run: Callable[..., tuple[int, str]], command: str, tmp_path: Path) -> None:
+    """Defaults < the run to resume < a file < flags; what makes no sense is refused before anything is loaded."""
+    file = tmp_path / "mine.toml"
+    file.write_text('data = "a.jsonl"\nepochs = 3\n[optimizer]\nschedule = "linear"\n')
+    code, out = run(command, "--config", str(file), "--epochs", "2", "--dry-run")
+    assert code == 0
+    for words in ('data = "a.jsonl"', "epochs = 2", 'schedule = "linear"', "lr = 0.001"):
+        assert words in out
+    assert "lr = 1e-05" in run(command, "--data", "a", "--model", "big", "--dry-run")[1]
+    (tmp_path / f"{command}.toml").write_text(file.read_text())
+    code, out = run(command, "--resume", str(tmp_path), "--dry-run")
+    assert (code, "epochs = 3" in out) == (0, True)
+    for args, says in (
+        (("--resume", str(tmp_path), "--epochs", "5"), "so another --epochs would not be what the run began with"),
+        (("--resume", str(tmp_path / "nowhere")), f"no run of `policygrad {command}` is in it"),
+        ((), f"{command} needs data: --data FILE.jsonl"),
+        (("--data", "a", "--batch-size", "0"), "batch_size must be at least 1, not 0"),
+        (("--data", "a", "--lr", "-1"), "lr must be at least 0 and finite, not -1"),
+        (("--data", "a", "--seed", "-1"), "seed must be at least 0"),
+        (("--data", "a", "--stop-after", "0"), "--stop-after must be at least 1"),
+        (("--data", "a", "--optimizer.schedule", "steps"), "must be one of constant, linear, cosine"),
+        (("--data", "a", "--learner.score-parameters", "head"), "learner.score_parameters is for policy gradients"),
+        (("--data", "a", "--task", "embedded"), "Unrecognized options: --task"),
+        (("--data", str(tmp_path / "nosuch.jsonl")), "no such file"),
+    ):
+        code, out = run(command, *args)
+        assert code == 2, args
+        assert says in out.replace("│ ", ""), (args, out)
+    file.write_text('data = "a.jsonl"\nepoch = 3\n')
+    assert "--batch-size" in script("bash")
+    assert "unknown key 'epoch': did you mean 'epochs'?" in run(command, "--config", str(file))[1]

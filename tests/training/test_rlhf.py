@@ -1,0 +1,64 @@
+"""The whole RLHF path by its command line: demonstrations → SFT, preferences → reward model, then PPO with the KL in the reward."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from policygrad import cli
+from policygrad.rewards.scorer import encode, load_scorer, load_tokenizer, score
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make_preferences.py"
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(*args: str) -> None:
+    assert cli.main([*args, "--plain"]) == 0
+
+
+@pytest.mark.slow
+def test_sft_then_a_reward_model_then_ppo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    specification = importlib.util.spec_from_file_location("make_preferences", SCRIPT)
+    assert specification is not None
+    assert specification.loader is not None
+    script = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(script)
+    demonstrations, pairs = script.make(tmp_path / "data", problems=160, samples=8)
+    assert demonstrations > 96
+    assert pairs > 128
+    sft, judge, ppo = (str(tmp_path / name) for name in ("sft", "rm", "ppo"))
+
+    run("sft", "--data", f"{tmp_path}/data/sft.jsonl", "--batch-size", "32", "--output", sft)
+    result = json.loads(Path(sft, "result.json").read_text())
+    assert result["after"]["held_out/loss"] < 0.9 * result["before"]["held_out/loss"]
+
+    preferences = ("--data", f"{tmp_path}/data/pairs.jsonl", "--batch-size", "32", "--epochs", "2")
+    run("reward-model", *preferences, "--output", judge)
+    result = json.loads(Path(judge, "result.json").read_text())
+    before, after = result["before"], result["after"]
+    assert after["held_out/accuracy"] - 2 * after["held_out/accuracy_stderr"] > 0.6
+    assert after["held_out/accuracy"] > before["held_out/accuracy"]
+    assert after["held_out/margin"] > 0.5
+
+    sizes = ("--steps", "4", "--prompts-per-step", "24", "--evaluation.problems", "32", "--evaluation.samples", "4")
+    run("train", "ppo", "--model", sft, "--reward", f"model:{judge}", "--lr", "3e-4", *sizes, "--output", ppo)
+    result = json.loads(Path(ppo, "result.json").read_text())
+    assert result["held_out_after"] > result["held_out_before"] + 0.1
+    assert "held-out reward" in capsys.readouterr().out
+    metrics = [row for row in rows(Path(ppo, "metrics.jsonl")) if "reward" in row]
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4]
+    assert all(row["grad_norm"] > 0 and row["reward_std"] > 0 for row in metrics)
+    assert metrics[-1]["kl"] > 1e-4  # it has left the SFT model, which is its reference
+
+    model, tokenizer = load_scorer(f"{judge}/model"), load_tokenizer(f"{judge}/model")
+    sampled = rows(Path(ppo, "completions.jsonl"))[:40]
+    scores = score(model, [encode(tokenizer, row["prompt"], row["completion"]) for row in sampled])
+    assert torch.allclose(scores, torch.tensor([row["reward"] for row in sampled]), atol=1e-4)
