@@ -1,0 +1,194 @@
+"""`policygrad lab`: every algorithm's gradient estimator measured against the true gradient, and the field's claims as numbers."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from policygrad.algorithms import ALGORITHMS, algorithm
+from policygrad.commands import describe as words
+from policygrad.commands.describe import HEAD, NAME, QUIET, Line
+from policygrad.core.algorithm import Algorithm
+from policygrad.training.config import optional
+from policygrad.training.parts import ConfigError, part_class
+
+if TYPE_CHECKING:
+    from policygrad.lab.measurement import Figures
+    from policygrad.lab.report import Report
+
+COLUMNS = ("scale", "bias", "cosine", "variance", "MSE", "SNR", "best")
+LEGEND = (
+    "bias ‖E g − ∇J‖, variance and MSE are relative to ∇J; scale is how long E g is along ∇J, which a learning rate absorbs; "
+    "SNR ‖E g‖²/tr Cov g; best the MSE at the best length (1 = g says nothing). One step is one group of one prompt, "
+    "J the algorithm's own objective, its KL penalty included."
+)
+
+DETAIL = (
+    "p=…: the scale on the prompt that is solved with this probability (alike in a row: no difficulty is favoured). right n, "
+    "wrong n: the mean factor of ∇log π at a token of a right, or a wrong, completion of n tokens."
+)
+
+
+@dataclass(frozen=True)
+class LabOptions:
+    """Measures gradient estimators exactly, on problems small enough to enumerate."""
+
+    algorithm: Annotated[tuple[str, ...], optional("NAME", "all of them")] = ()
+    """Which algorithms; several are allowed."""
+    part: Annotated[tuple[str, ...], optional("[FIELD=]MODULE:CLASS", "none")] = ()
+    """A part of your own, measured in `base` beside the others: a gate, an advantage, or FIELD=ratio, aggregate, …"""
+    base: str = "dr_grpo"
+    """The algorithm that a part of your own is put into."""
+    group_size: int = 4
+    """G, completions per group."""
+    kl: float = 0.05
+    """Nats a completion between the policy that sampled and the one that learns, off-policy."""
+    experiment: Annotated[tuple[str, ...], optional("NAME", "all of them; none = only the table")] = ()
+    """Which experiments; several are allowed."""
+    seed: int = 0
+    """Of the worlds and of what is sampled."""
+    json: Annotated[Path | None, optional("FILE", "a table in the terminal")] = None
+    """Write everything as one JSON object; - is standard output."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ConfigError(f"--group-size must be at least 1, not {self.group_size}")
+        if not 0 < self.kl < 100:
+            raise ConfigError(f"--kl must be above 0 nats and below 100, not {self.kl:g}")
+
+
+def lab(args: list[str]) -> int:
+    """`policygrad lab`."""
+    options = tyro.cli(LabOptions, args=args, prog="policygrad lab", config=(tyro.conf.FlagCreatePairsOff,))
+    chosen = {name: algorithm(name) for name in options.algorithm} if options.algorithm else dict(ALGORITHMS)
+    for spec in options.part:
+        label, own = with_part(algorithm(options.base), spec)
+        chosen[label] = own
+    from policygrad.lab.report import report
+
+    names = None if not options.experiment else () if options.experiment == ("none",) else options.experiment
+    found = report(chosen, options.group_size, options.kl, options.seed, names)
+    if options.json is None:
+        words.emit(page(found, shutil.get_terminal_size((100, 24)).columns))
+    elif str(options.json) == "-":
+        print(json.dumps(found.to_dict(), ensure_ascii=False))
+    else:
+        options.json.write_text(json.dumps(found.to_dict(), ensure_ascii=False) + "\n", encoding="utf-8")
+    return 0
+
+
+def with_part(base: Algorithm, spec: str) -> tuple[str, Algorithm]:
+    """(its label, the algorithm with the part in it); a gate has weight() and value(), an advantage is called with Ψ and a batch.
+
+    Raises:
+        ConfigError: no such class, or one that cannot be built without arguments, or a field that there is not.
+    """
+    place, _, path = spec.rpartition("=")
+    kind = part_class(path, "command line", f"algorithm.{place or 'gate'}" if ":" in path else "part")
+    missing = [p.name for p in inspect.signature(kind).parameters.values() if p.default is p.empty]
+    if missing:
+        raise ConfigError(f"--part {spec}: {kind.__name__} needs {', '.join(missing)}: give its fields defaults")
+    part = kind()
+    place = place or ("gate" if callable(getattr(part, "weight", None)) else "psi" if callable(part) else "")
+    if not place:
+        raise ConfigError(
+            f"--part {spec}: {kind.__name__} is no gate (weight and value) and no advantage (it is not called): name its field, "
+            f"FIELD={path}"
+        )
+    if place not in ("gate", "psi", "ratio", "aggregate", "terms", "shaping", "filters", "corrections"):
+        raise ConfigError(
+            f"--part {spec}: no field {place!r} takes a part here: psi, ratio, gate, aggregate, terms, shaping, …"
+        )
+    several = isinstance(getattr(base, place), tuple)
+    changes: dict[str, Any] = {place: (part,) if several else part}
+    if place == "gate" and getattr(part, "on_policy", False):
+        changes["ratio"] = None
+    label = kind.__name__
+    return label, replace(base, name=label, **changes)
+
+
+def page(found: Report, width: int) -> list[Line]:
+    """The table and the findings."""
+    text = max(40, min(width, 110))
+    lines: list[Line] = [((f"Gradient estimators, groups of {found.group_size}", HEAD),)]
+    lines += words.wrapped((("  ", ""),), found.world + ".", text, QUIET)
+    lines += [(), *_table(found, width), *words.wrapped((("  ", ""),), LEGEND, text, QUIET)]
+    lines += [(), (("By difficulty and length, on-policy", HEAD),), *_detail(found, width)]
+    lines += words.wrapped((("  ", ""),), DETAIL, text, QUIET)
+    if found.findings:
+        lines += [(), (("Findings", HEAD),)]
+    for finding in found.findings:
+        mark = "✓ " if finding.holds else "✗ "
+        lines += [(), *words.wrapped(((mark, HEAD),), finding.claim, text, NAME)]
+        error = "" if finding.error is None else f" (standard error {finding.error:.2g})"
+        lines += words.wrapped((("  ", ""),), finding.sentence + error, text)
+    return lines
+
+
+def _table(found: Report, width: int) -> list[Line]:
+    """On- and off-policy side by side where there is room, else one after the other."""
+    name = max(len(on.name) for on, _ in found.rows) + 2
+    heads = ("on-policy", f"off-policy, {found.kl:g} nats away")
+    sides = [[[*_cells(m.figures), "" if m.exact else "~"] for m in side] for side in zip(*found.rows, strict=True)]
+    cell = 9
+    block = cell * len(COLUMNS) + 1
+    names = [on.name for on, _ in found.rows]
+    groups = [(0, 1)] if width >= name + 2 * block + 2 else [(0,), (1,)]
+    lines: list[Line] = []
+    for group in groups:
+        lines.append(((" " * name + "  ".join(heads[i].center(block) for i in group), HEAD),))
+        lines.append(((" " * name + "   ".join(_row(COLUMNS, cell) for _ in group), HEAD),))
+        for row, label in enumerate(names):
+            cells = "  ".join(_row(sides[i][row][:-1], cell) + (sides[i][row][-1] or " ") for i in group)
+            lines.append(((label.ljust(name), NAME), (cells, "")))
+        lines.append(())
+    if not all(m.exact for pair in found.rows for m in pair):
+        lines += words.wrapped(
+            (("  ", ""),), f"~ sampled: {_sampled(found)} steps; standard errors are in the JSON.", 100, QUIET
+        )
+    return lines
+
+
+def _detail(found: Report, width: int) -> list[Line]:
+    """On-policy: how long E g is along ∇J on each prompt, and what a token's ∇log π is multiplied by, by length."""
+    first = found.rows[0][0]
+    ps = [f"p={row['p']:.2f}" for row in first.difficulty]
+    lengths = [(key, row["length"]) for key in ("right", "wrong") for row in first.length if key in row]
+    name = max(len(on.name) for on, _ in found.rows) + 2
+    heads = [*ps, *(f"{key} {n:g}" for key, n in lengths)]
+    columns = heads[: max(1, (width - name) // 9)]
+    lines: list[Line] = [((" " * name + _row(columns, 9), HEAD),)]
+    for on, _ in found.rows:
+        weight = {(key, row["length"]): row[key] for row in on.length for key in ("right", "wrong") if key in row}
+        values = [row["scale"] for row in on.difficulty] + [weight[key] for key in lengths]
+        lines.append(((on.name.ljust(name), NAME), (_row([_figure(x) for x in values[: len(columns)]], 9), "")))
+    return lines
+
+
+def _sampled(found: Report) -> int:
+    return next(m.steps for pair in found.rows for m in pair if not m.exact)
+
+
+def _cells(f: Figures) -> list[str]:
+    values = (f.scale, f.bias, f.cosine, f.variance, f.mse, f.snr, f.best_mse)
+    return ["exact 0" if name == "bias" and x < 1e-9 else _figure(x) for name, x in zip(COLUMNS, values, strict=True)]
+
+
+def _figure(x: float) -> str:
+    return f"{x:.3f}" if abs(x) < 100 else f"{x:.3g}"
+
+
+def _row(cells: Sequence[str], width: int) -> str:
+    return "".join(c.rjust(width) for c in cells)
+
+
+if __name__ == "__main__":
+    sys.exit(lab(sys.argv[1:]))

@@ -1,0 +1,131 @@
+"""An algorithm's gradient at every step, by the library's own functions, and what is true of its distribution.
+
+What acts on whole steps is in `levers`. What acts completion by completion (ratio, gate, terms) is asked of all steps at
+once, through `surrogate`: its derivative in log π is the coefficient of ∇log π.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.objective import Coefficients, surrogate
+from policygrad.core.types import Batch, Forward
+from policygrad.lab.calculus import jacobian
+from policygrad.lab.groups import Steps
+from policygrad.lab.levers import Levers, decide
+from policygrad.lab.setting import Setting
+
+CHUNK = 100_000
+"""Completions per call of `surrogate`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Estimates:
+    """What an algorithm makes of M steps."""
+
+    gradient: Tensor
+    """[M, P] of the surrogate objective, the direction in which it grows."""
+    weight: Tensor
+    """[M] probabilities; steps that a filter samples again have none."""
+    coefficient: Tensor
+    """[M, B] of ∇log π at a completion's tokens, their mean; 0 where it was filtered."""
+    exact: bool
+
+    @property
+    def mean(self) -> Tensor:
+        """[P] E g."""
+        return self.weight @ self.gradient
+
+    @property
+    def variance(self) -> float:
+        """tr Cov g; of a sample, without bias."""
+        spread = float(self.weight @ (self.gradient - self.mean).square().sum(1))
+        kept = int((self.weight > 0).sum())
+        return spread if self.exact else spread * kept / max(1, kept - 1)
+
+
+def estimates(algorithm: Algorithm, setting: Setting, steps: Steps, levers: Levers | None = None) -> Estimates:
+    """The algorithm's gradient at θ for every step.
+
+    levers: those of another setting with the same π_old, reference and critic, where they are known.
+    """
+    algorithm = setting.prepared(algorithm)
+    book = setting.book(algorithm)
+    levers = decide(algorithm, setting, steps) if levers is None else levers
+    cells, states = _token_scores(algorithm, setting)
+    gradients, per_completion = [], []
+    out = _detached(setting.forward(algorithm))
+    chunk = max(1, CHUNK // steps.rows.shape[1])
+    for start in range(0, len(steps.rows), chunk):
+        part = torch.arange(start, min(start + chunk, len(steps.rows)))
+        score, extra = _coefficients(algorithm, book, out, steps.rows[part], levers.at(part))
+        gradient = _summed(score, setting.world.cell[steps.rows[part]], len(cells)) @ cells
+        for name, value in extra.items():
+            gradient = (
+                gradient + _summed(value, setting.world.state[steps.rows[part]], len(states[name])) @ states[name]
+            )
+        gradients.append(gradient)
+        per_completion.append(score.sum(-1) / book.lengths[steps.rows[part]])
+    weight = steps.weight
+    if any(
+        getattr(part, "rounds", 1) > 1 for part in algorithm.filters
+    ):  # refilled: sampled again until something is left
+        weight = weight * levers.mask.flatten(1).any(1)[levers.index]
+        weight = weight / weight.sum()
+    return Estimates(torch.cat(gradients), weight, torch.cat(per_completion), steps.exact)
+
+
+def _coefficients(
+    algorithm: Algorithm, book: Batch, out: Forward, rows: Tensor, levers: tuple[Tensor, Tensor, Coefficients]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """([m, B, L] of ∇log π, and of each exact quantity that a loss term reads): minus the surrogate's derivatives."""
+    mask, psi, coef = levers
+    flat = rows.flatten()
+    batch = replace(book.select(flat), mask=mask, group=torch.arange(len(rows)).repeat_interleave(rows.shape[1]))
+    leaves = {
+        name: value[flat].requires_grad_()
+        for name, value in (("logp", out.logp), ("entropy", out.entropy), ("kl_old", out.kl_old))
+        if value is not None
+    }
+    loss = surrogate(Forward(**leaves), batch, psi, algorithm, coef)
+    found = torch.autograd.grad(loss, list(leaves.values()))
+    score, *rest = ((-g).reshape(*rows.shape, -1) for g in found)
+    return score, dict(zip(list(leaves)[1:], rest, strict=True))
+
+
+def _detached(out: Forward) -> Forward:
+    entropy, kl = (None if x is None else x.detach() for x in (out.entropy, out.kl_old))
+    return Forward(out.logp.detach(), entropy=entropy, kl_old=kl)
+
+
+def _token_scores(algorithm: Algorithm, setting: Setting) -> tuple[Tensor, dict[str, Tensor]]:
+    """([cells, P] ∇log π(a|s), [states, P] the derivative of each exact quantity that a loss term reads)."""
+    world = setting.world
+    here = torch.zeros(int(world.state.max()) + 1, dtype=torch.int64)  # for each state, a token that is taken there
+    here[world.state[world.mask]] = torch.arange(world.mask.numel()).reshape(world.mask.shape)[world.mask]
+
+    def of(name: str) -> Callable[[Tensor], Tensor]:
+        """θ -> [X·S], with π_old where it is."""
+        still = replace(setting, old=setting.old_or_theta)
+        return lambda theta: getattr(replace(still, theta=theta).forward(algorithm), name).flatten()[here]  # type: ignore[no-any-return]
+
+    states = {name: jacobian(of(name), setting.theta) for name in sorted(algorithm.forward_needs)}
+    return world.cell_scores(setting.theta), states
+
+
+def _summed(value: Tensor, index: Tensor, size: int) -> Tensor:
+    """[m, B, L] added up at index [m, B, L]: [m, size]."""
+    return value.new_zeros(len(value), size).scatter_add_(1, index.flatten(1), value.flatten(1))
+
+
+def blocks(weight: Tensor, number: int = 16) -> Iterator[Tensor]:
+    """Leave-one-block-out weights for the jackknife, each normalised."""
+    which = torch.arange(len(weight)) % number
+    for block in range(number):
+        kept = weight * (which != block)
+        yield kept / kept.sum()

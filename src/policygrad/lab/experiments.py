@@ -1,0 +1,58 @@
+"""Every experiment of the lab by name: the field's claims, and the theory of trust regions."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+
+from policygrad.lab import theory
+from policygrad.lab.finding import Finding
+from policygrad.lab.findings import adam, baselines, critics, groups, kl, lengths, ratios
+
+Experiment = Callable[[int], Finding]
+"""seed -> Finding."""
+_CLAIMS: tuple[Experiment, ...] = (
+    baselines.leave_one_out,
+    baselines.group_mean,
+    baselines.z_score,
+    baselines.optimal_baseline,
+    baselines.state_baseline,
+    groups.group_size,
+    groups.more_statistics,
+    lengths.sequence_mean,
+    lengths.brevity,
+    ratios.product_ratio,
+    ratios.ratio_over_length,
+    ratios.gates,
+    ratios.experts,
+    critics.gae_curve,
+    kl.kl_places,
+    adam.adam,
+)
+_THEORY: tuple[Experiment, ...] = (
+    theory.performance_difference,
+    theory.surrogate_matches,
+    theory.trust_region_bound,
+    theory.conservative_mixture,
+    theory.natural_invariance,
+    theory.monotonic_improvement,
+    theory.occupancy_sum,
+)
+CLAIMS: dict[str, Experiment] = {f.__name__: f for f in _CLAIMS}
+THEORY: dict[str, Experiment] = {f.__name__: f for f in _THEORY}
+
+
+def run(names: Iterable[str] | None = None, seed: int = 0) -> list[Finding]:
+    """The named experiments, or all.
+
+    Raises:
+        ValueError: an unknown name, with the nearest known one.
+    """
+    known = CLAIMS | THEORY
+    chosen = list(known if names is None else names)
+    for name in chosen:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"no experiment is called {name!r}: {hint}")
+    return [known[name](seed) for name in chosen]

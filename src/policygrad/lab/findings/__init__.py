@@ -1,0 +1,1 @@
+"""The field's claims, one small function each: `(seed) -> Finding`."""

@@ -1,0 +1,236 @@
+"""Tabular Markov decision processes: J, V, Q, A, the discounted occupancy, ∇J and the Fisher matrix, by linear algebra."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from policygrad.lab.calculus import derivative, jacobian
+
+
+@dataclass(frozen=True, eq=False)
+class TabularMDP:
+    """S states, A actions. What the transitions out of (s, a) lack to 1 is the probability that the episode ends there.
+
+    γ = 1 is allowed where every policy's episodes end; `finite` makes such a problem of any other.
+
+    Raises:
+        ValueError: shapes that do not fit, probabilities that are none, γ = 1 where an episode may go on for ever.
+    """
+
+    transition: Tensor
+    """[S, A, S] P(s'|s, a)."""
+    reward: Tensor
+    """[S, A] expected reward."""
+    start: Tensor
+    """[S] the first state's probabilities."""
+    gamma: float = 0.9
+
+    def __post_init__(self) -> None:
+        states, actions = self.reward.shape
+        for name, shape in (("transition", (states, actions, states)), ("start", (states,))):
+            value = getattr(self, name)
+            if value.shape != shape:
+                raise ValueError(
+                    f"TabularMDP.{name} has shape {list(value.shape)}, expected {list(shape)}: reward is [S, A] = "
+                    f"{[states, actions]}"
+                )
+            low, high = float(value.min()), float(value.sum(-1).max())
+            if low < 0 or high > 1 + 1e-9:
+                raise ValueError(
+                    f"TabularMDP.{name} holds no probabilities: the smallest is {low:g}, a row sums to {high:g}"
+                )
+        if abs(float(self.start.sum()) - 1) > 1e-9:
+            raise ValueError(f"TabularMDP.start must sum to 1, not {float(self.start.sum()):g}")
+        if not 0 <= self.gamma <= 1:
+            raise ValueError(f"TabularMDP.gamma must be in [0, 1], not {self.gamma}")
+        if self.gamma == 1 and not self.always_ends:
+            raise ValueError(
+                "TabularMDP with gamma = 1 and an infinite horizon: an episode may go on for ever, and J has no value. Take "
+                "gamma below 1, or a finite horizon: mdp.finite(steps)"
+            )
+
+    @property
+    def states(self) -> int:
+        return self.reward.shape[0]
+
+    @property
+    def actions(self) -> int:
+        return self.reward.shape[1]
+
+    @property
+    def always_ends(self) -> bool:
+        """Whether, from every state and under every policy, the episode ends with probability 1."""
+        ends = 1 - self.transition.sum(-1)
+        reached = torch.zeros_like(self.start)
+        for _ in range(self.states):  # the least probability, over policies, to have ended within k steps
+            reached = (ends + self.transition @ reached).amin(1)
+        return bool((reached > 1e-12).all())
+
+    def finite(self, steps: int, gamma: float = 1.0) -> TabularMDP:
+        """The same problem cut off after `steps` steps: a state is (time, state), numbered time·S + state."""
+        if steps < 1:
+            raise ValueError(f"TabularMDP.finite needs at least 1 step, not {steps}")
+        s, a = self.states, self.actions
+        moves = self.transition.new_zeros(steps, s, a, steps, s)
+        for t in range(steps - 1):
+            moves[t, :, :, t + 1] = self.transition
+        start = torch.cat([self.start, self.start.new_zeros((steps - 1) * s)])
+        return TabularMDP(moves.reshape(steps * s, a, steps * s), self.reward.repeat(steps, 1), start, gamma)
+
+
+def random_mdp(states: int = 5, actions: int = 3, gamma: float = 0.9, seed: int = 0) -> TabularMDP:
+    """Transitions uniform on the simplex, standard normal rewards, a uniform start."""
+    generator = torch.Generator().manual_seed(seed)
+    waits = -torch.rand(states, actions, states, generator=generator, dtype=torch.float64).log()
+    reward = torch.randn(states, actions, generator=generator, dtype=torch.float64)
+    start = torch.full((states,), 1 / states, dtype=torch.float64)
+    return TabularMDP(waits / waits.sum(-1, keepdim=True), reward, start, gamma)
+
+
+def chain(length: int = 6, gamma: float = 0.95, slip: float = 0.1) -> TabularMDP:
+    """States in a row; left and right slip into each other; right at the far end pays 1 and ends, left at the near one 0.05."""
+    moves, reward = torch.zeros(length, 2, length, dtype=torch.float64), torch.zeros(length, 2, dtype=torch.float64)
+    for state in range(length):
+        for action in (0, 1):
+            for way, p in ((action, 1 - slip), (1 - action, slip)):
+                there = state + (1 if way else -1)
+                if there == length:
+                    reward[state, action] += p
+                else:
+                    moves[state, action, max(there, 0)] += p
+                    reward[state, action] += 0.05 * p * (there < 0)
+    return TabularMDP(moves, reward, torch.eye(length, dtype=torch.float64)[0], gamma)
+
+
+def gridworld(height: int = 3, width: int = 4, gamma: float = 0.95, slip: float = 0.1) -> TabularMDP:
+    """From the upper left to the lower right corner, which pays 1 and ends; a step costs 0.02, a wall is stayed at.
+
+    Actions are up, down, left, right; with probability `slip` the move is one of the four at random.
+    """
+    goal, cells = height * width - 1, height * width
+    moves, reward = (
+        torch.zeros(cells, 4, cells, dtype=torch.float64),
+        torch.full((cells, 4), -0.02, dtype=torch.float64),
+    )
+    for cell in range(cells):
+        row, column = divmod(cell, width)
+        there = [
+            min(max(row + dy, 0), height - 1) * width + min(max(column + dx, 0), width - 1)
+            for dy, dx in ((-1, 0), (1, 0), (0, -1), (0, 1))
+        ]
+        for action in range(4):
+            for way, target in enumerate(there):
+                p = slip / 4 + (1 - slip) * (way == action)
+                if target == goal:
+                    reward[cell, action] += p
+                else:
+                    moves[cell, action, target] += p
+    return TabularMDP(moves, reward, torch.eye(cells, dtype=torch.float64)[0], gamma)
+
+
+def bandit(rewards: Tensor) -> TabularMDP:
+    """One state, one action, and the episode ends; rewards [A]."""
+    rewards = rewards.double()
+    return TabularMDP(torch.zeros(1, len(rewards), 1).double(), rewards[None], torch.ones(1).double(), gamma=1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """What is true of a policy π [S, A] in an MDP."""
+
+    value: Tensor
+    """[S] V = (I − γP_π)⁻¹ r_π."""
+    q: Tensor
+    """[S, A]."""
+    occupancy: Tensor
+    """[S] d = Σ_t γ^t P(s_t = s), unnormalised: it sums to 1/(1−γ) where no episode ends."""
+    objective: Tensor
+    """[] J = μ₀ᵀV."""
+
+    @property
+    def advantage(self) -> Tensor:
+        """[S, A] Q − V."""
+        return self.q - self.value[:, None]
+
+
+def solve(mdp: TabularMDP, policy: Tensor) -> Solution:
+    """The policy's values and occupancy, with the graph of `policy` [S, A]."""
+    if policy.shape != mdp.reward.shape:
+        raise ValueError(f"a policy of this MDP is [S, A] = {list(mdp.reward.shape)}, not {list(policy.shape)}")
+    moves = torch.einsum("sa,sat->st", policy, mdp.transition)
+    system = torch.eye(mdp.states, dtype=policy.dtype) - mdp.gamma * moves
+    value = torch.linalg.solve(system, (policy * mdp.reward).sum(1))
+    occupancy = torch.linalg.solve(system.T, mdp.start)
+    q = mdp.reward + mdp.gamma * mdp.transition @ value
+    return Solution(value, q, occupancy, mdp.start @ value)
+
+
+def softmax(theta: Tensor, features: Tensor | None = None) -> Tensor:
+    """π [S, A] from logits: a table theta [S, A], or features [S, A, P] times theta [P]."""
+    return (theta if features is None else features @ theta).softmax(-1)
+
+
+def gradient(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
+    """∇J through the linear solve, by autograd."""
+    return derivative(lambda x: solve(mdp, softmax(x, features)).objective, theta)
+
+
+def theorem_gradient(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
+    """∇J = Σ_s d(s) Σ_a ∇π(a|s) Q(s, a). Source: Sutton et al. 2000, theorem 1."""
+    exact = solve(mdp, softmax(theta, features).detach())
+    return derivative(lambda x: (exact.occupancy[:, None] * softmax(x, features) * exact.q).sum(), theta)
+
+
+def fisher(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
+    """[P, P] F = E[∇log π ∇log πᵀ], the states drawn from the normalised occupancy: the Hessian of the mean KL."""
+    policy = softmax(theta, features)
+    scores = jacobian(lambda x: softmax(x, features).log(), theta)
+    scores = scores.reshape(*policy.shape, -1)
+    occupancy = solve(mdp, policy).occupancy
+    weight = (occupancy / occupancy.sum())[:, None] * policy
+    return torch.einsum("sa,sap,saq->pq", weight, scores, scores)
+
+
+def natural_gradient(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
+    """F⁺∇J, shaped like theta; the pseudo-inverse, since a softmax does not feel a constant. Source: Kakade 2001, eq. 3."""
+    solution = torch.linalg.pinv(fisher(mdp, theta, features), hermitian=True, rtol=1e-10)
+    step: Tensor = solution @ gradient(mdp, theta, features).flatten()
+    return step.reshape(theta.shape)
+
+
+def state_kl(old: Tensor, new: Tensor) -> Tensor:
+    """[S] KL(old‖new) in nats."""
+    return (old * (old.log() - new.log())).sum(-1)
+
+
+def total_variation(old: Tensor, new: Tensor) -> Tensor:
+    """[S] ½‖old − new‖₁."""
+    return (old - new).abs().sum(-1) / 2
+
+
+def surrogate_value(mdp: TabularMDP, old: Tensor, new: Tensor) -> Tensor:
+    """[] L_old(new) = J(old) + Σ_s d_old(s) Σ_a new(a|s) A_old(s, a). Source: Schulman et al. 2015, eq. 3."""
+    exact = solve(mdp, old)
+    return exact.objective + (exact.occupancy[:, None] * new * exact.advantage).sum()
+
+
+def improvement_bound(mdp: TabularMDP, old: Tensor, new: Tensor) -> tuple[float, float]:
+    """(by KL, by total variation) lower bounds of J(new): L − C·max_s KL and L − C·max_s TV², C = 4εγ/(1−γ)².
+
+    ε = max |A_old|. Source: Schulman et al. 2015, theorem 1 and eq. 9.
+    """
+    level = float(surrogate_value(mdp, old, new))
+    constant = penalty_constant(mdp, old)
+    kl, tv = float(state_kl(old, new).max()), float(total_variation(old, new).max())
+    return level - constant * kl, level - constant * tv**2
+
+
+def penalty_constant(mdp: TabularMDP, old: Tensor) -> float:
+    """C = 4εγ/(1−γ)²."""
+    if mdp.gamma == 1:
+        raise ValueError("the bound's constant 4εγ/(1−γ)² is infinite at gamma = 1: take gamma below 1")
+    epsilon = float(solve(mdp, old).advantage.abs().max())
+    return 4 * epsilon * mdp.gamma / (1 - mdp.gamma) ** 2

@@ -1,0 +1,154 @@
+"""What is said of an estimator: bias, direction, variance and errors against the true gradient; by difficulty and length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from policygrad.core.algorithm import Algorithm
+from policygrad.lab.estimators import Estimates, blocks, estimates
+from policygrad.lab.groups import Steps, steps_for
+from policygrad.lab.levers import Levers, decide
+from policygrad.lab.setting import Setting
+
+
+@dataclass(frozen=True)
+class Figures:
+    """An estimator g against the truth t = ∇J; relative to ‖t‖ (bias) and ‖t‖² (variance, errors)."""
+
+    scale: float
+    """⟨E g, t⟩/‖t‖²: how long the expected gradient is in the true direction; a learning rate absorbs it."""
+    bias: float
+    """‖E g − t‖/‖t‖."""
+    cosine: float
+    """Of E g and t."""
+    variance: float
+    """tr Cov g/‖t‖²."""
+    mse: float
+    """E‖g − t‖²/‖t‖²."""
+    snr: float
+    """‖E g‖²/tr Cov g, whatever the scale."""
+    best_mse: float
+    """min_a E‖a·g − t‖²/‖t‖²: the error at the best length; 1 = g says nothing."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One algorithm in one setting."""
+
+    name: str
+    exact: bool
+    """Whether the expectation is over all steps; else over a sample."""
+    steps: int
+    figures: Figures
+    errors: Figures | None
+    """Standard errors, where the steps were sampled (jackknife over 16 blocks)."""
+    difficulty: tuple[Mapping[str, float], ...]
+    """For each prompt: its expected reward p, and the scale, cosine and snr of the steps on it (empty where steps mix prompts)."""
+    length: tuple[Mapping[str, float], ...]
+    """For each length in tokens: the mean coefficient of ∇log π at a token of the best answers (`right`) and of the others
+    (`wrong`), where there are any."""
+
+
+def figures(gradient: Tensor, weight: Tensor, truth: Tensor, exact: bool = True) -> Figures:
+    """From gradients [M, P] with probabilities [M]; of a sample, what its size adds to squares is taken off."""
+    mean = weight @ gradient
+    spread = float(weight @ (gradient - mean).square().sum(1))
+    kept = int((weight > 0).sum())
+    variance, noise = (spread, 0.0) if exact else (spread * kept / max(1, kept - 1), spread / max(1, kept - 1))
+    square, along = float(truth @ truth), float(mean @ truth)
+    if square == 0:
+        raise ValueError(
+            "the true gradient is 0 here, and nothing is measured relative to it: take another θ or reward"
+        )
+    size = max(float(mean @ mean) - noise, 0.0)
+    bias = math.sqrt(max(float((mean - truth).square().sum()) - noise, 0.0) / square)
+    return Figures(
+        scale=along / square,
+        bias=bias,
+        cosine=along / math.sqrt(size * square) if size else 0.0,
+        variance=variance / square,
+        mse=bias**2 + variance / square,
+        snr=size / variance if variance else math.inf,
+        best_mse=1 - along**2 / (square * (size + variance)) if size + variance else 1.0,
+    )
+
+
+def measure(
+    algorithm: Algorithm, setting: Setting, steps: Steps | None = None, levers: Levers | None = None, name: str = ""
+) -> Measured:
+    """The algorithm's estimator in this setting; without `steps`, one group of its own default size is a step."""
+    steps = steps_for(setting, algorithm.samples_per_prompt) if steps is None else steps
+    found, truth = estimates(algorithm, setting, steps, levers), setting.truth(algorithm)
+    whole = figures(found.gradient, found.weight, truth, found.exact)
+    return Measured(
+        name or algorithm.name,
+        found.exact,
+        len(steps.rows),
+        whole,
+        None if found.exact else _errors(found, truth),
+        _by_difficulty(algorithm, setting, steps, found),
+        _by_length(setting, steps, found),
+    )
+
+
+def compare(
+    algorithms: Mapping[str, Algorithm], on: Setting, off: Setting, size: int, seed: int = 0
+) -> list[tuple[Measured, Measured]]:
+    """Each algorithm on- and off-policy, on the same steps of G completions; both settings have one π_old."""
+    steps = steps_for(on, size, seed)
+    rows = []
+    for name, algorithm in algorithms.items():
+        algorithm.check_sampling(size, 1.0)
+        levers = decide(on.prepared(algorithm), off, steps)  # off-policy, logp_old is there for every part
+        rows.append((measure(algorithm, on, steps, levers, name), measure(algorithm, off, steps, levers, name)))
+    return rows
+
+
+def _errors(found: Estimates, truth: Tensor) -> Figures:
+    parts = [figures(found.gradient, weight, truth, exact=False) for weight in blocks(found.weight)]
+    n, deviations = len(parts), {}
+    for name in Figures.__dataclass_fields__:
+        values = torch.tensor([getattr(part, name) for part in parts], dtype=torch.float64)
+        deviations[name] = float(((n - 1) / n * (values - values.mean()).square().sum()).sqrt())
+    return Figures(**deviations)
+
+
+def _by_difficulty(
+    algorithm: Algorithm, setting: Setting, steps: Steps, found: Estimates
+) -> tuple[Mapping[str, float], ...]:
+    if int(steps.group.max()) > 0:
+        return ()
+    world, rows = setting.world, []
+    prompt = steps.rows[:, 0] // world.tree.size
+    p = world.success(setting.behaviour).detach()
+    for x in range(world.prompts):
+        here = found.weight * (prompt == x)
+        truth = setting.truth_at(algorithm, x)
+        if float(here.sum()) == 0 or float(truth @ truth) == 0:
+            continue
+        f = figures(found.gradient, here / here.sum(), truth, found.exact)
+        rows.append({"p": float(p[x]), "scale": f.scale, "cosine": f.cosine, "snr": f.snr})
+    return tuple(rows)
+
+
+def _by_length(setting: Setting, steps: Steps, found: Estimates) -> tuple[Mapping[str, float], ...]:
+    world = setting.world
+    best = (world.reward == world.reward.amax(1, keepdim=True)).flatten()[steps.rows]
+    length = world.tree.lengths.repeat(world.prompts)[steps.rows]
+    weight = found.weight[:, None].expand(length.shape)
+    if steps.silent is not None:
+        weight = weight * ~steps.silent
+    rows = []
+    for n in sorted(set(world.tree.lengths.tolist())):
+        row = {"length": float(n)}
+        for name, where in (("right", best), ("wrong", ~best)):
+            here = weight * (where & (length == n))
+            if float(here.sum()) > 0:
+                row[name] = float((here * found.coefficient).sum() / here.sum())
+        rows.append(row)
+    return tuple(rows)

@@ -1,0 +1,141 @@
+"""Softmax policies over prefixes: a table, features, a tiny transformer, a tiny mixture of experts. θ is one vector [P]."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from policygrad.lab.sequences import Tree
+
+
+def normal(parameters: int, scale: float, seed: int) -> Tensor:
+    """[P] float64."""
+    return scale * torch.randn(parameters, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A logit of its own for every prompt, prefix and token: scores at different states are orthogonal."""
+
+    tree: Tree
+    prompts: int = 1
+    scale: float = 0.5
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.prompts, len(self.tree.prefixes), self.tree.vocabulary
+
+    def initial(self, seed: int) -> Tensor:
+        x, s, v = self.shape
+        return normal(x * s * v, self.scale, seed)
+
+    def logits(self, theta: Tensor) -> Tensor:
+        return theta.reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Bigram:
+    """logit = W[position, previous token, token] + U[prompt, position, token]: prompts share parameters."""
+
+    tree: Tree
+    prompts: int = 1
+    scale: float = 0.5
+
+    @property
+    def _shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        v, n = self.tree.vocabulary, self.tree.length
+        return (n, v, v), (self.prompts, n, v)
+
+    def initial(self, seed: int) -> Tensor:
+        return normal(sum(a * b * c for a, b, c in self._shapes), self.scale, seed)
+
+    def logits(self, theta: Tensor) -> Tensor:
+        pairs, own = self._shapes
+        split = pairs[0] * pairs[1] * pairs[2]
+        position = torch.tensor([len(prefix) for prefix in self.tree.prefixes])
+        previous = torch.tensor([prefix[-1] if prefix else 0 for prefix in self.tree.prefixes])
+        return theta[:split].reshape(pairs)[position, previous] + theta[split:].reshape(own)[:, position]
+
+
+def _slices(theta: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    return [theta[a:b].reshape(shape) for a, b, shape in zip([0, *ends], ends, shapes, strict=False)]
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """One block: an attention head over prompt and prefix, a two-layer perceptron, both with residuals; width D."""
+
+    tree: Tree
+    prompts: int = 1
+    width: int = 4
+    scale: float = 0.3
+
+    @property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        d, v = self.width, self.tree.vocabulary
+        symbols = self.prompts + v
+        return [(symbols, d), (self.tree.length, d), (3, d, d), (d, 2 * d), (2 * d, d), (d, v)]
+
+    def initial(self, seed: int) -> Tensor:
+        return normal(sum(map(math.prod, self._shapes)), self.scale, seed)
+
+    def logits(self, theta: Tensor) -> Tensor:
+        symbol, position, attend, up, down, out = _slices(theta, self._shapes)
+        length, prefixes = self.tree.length, self.tree.prefixes
+        padded = torch.tensor([[*prefix, *[0] * (length - 1 - len(prefix))] for prefix in prefixes]).long()
+        prompt = torch.arange(self.prompts)[:, None, None].expand(-1, len(prefixes), 1)
+        ids = torch.cat([prompt, self.prompts + padded.reshape(1, len(prefixes), -1).expand(self.prompts, -1, -1)], 2)
+        last = torch.tensor([len(prefix) for prefix in prefixes])
+        x = symbol[ids] + position  # [X, S, L, D]
+        query, key, value = (x @ w for w in attend)
+        query = query[:, torch.arange(len(prefixes)), last]  # only the last position is read
+        weight = (query[:, :, None] * key).sum(-1) / self.width**0.5
+        weight = weight.masked_fill(torch.arange(length) > last[:, None], -torch.inf).softmax(-1)
+        hidden = x[:, torch.arange(len(prefixes)), last] + (weight[..., None] * value).sum(2)
+        logits: Tensor = (hidden + (hidden @ up).relu() @ down) @ out
+        return logits
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: a router on random features of the prefix sends each state to one expert's logits, times its gate.
+
+    Routing is a step: where two experts are almost equally liked, a small change of θ sends the state to the other. `frozen`
+    [S] fixes the choice (routing replay).
+    """
+
+    tree: Tree
+    prompts: int = 1
+    experts: int = 4
+    width: int = 6
+    scale: float = 1.0
+    frozen: tuple[int, ...] | None = None
+
+    @property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return [(self.width, self.experts), (self.experts, self.width, self.tree.vocabulary)]
+
+    @property
+    def features(self) -> Tensor:
+        """[S, width], fixed."""
+        states = len(self.tree.prefixes)
+        return normal(states * self.width, 1 / math.sqrt(self.width), 17).reshape(states, self.width)
+
+    def initial(self, seed: int) -> Tensor:
+        return normal(sum(map(math.prod, self._shapes)), self.scale, seed)
+
+    def routes(self, theta: Tensor) -> Tensor:
+        """[S] int64, the expert each state goes to."""
+        return (self.features @ _slices(theta, self._shapes)[0]).argmax(-1)
+
+    def logits(self, theta: Tensor) -> Tensor:
+        router, expert = _slices(theta, self._shapes)
+        route = self.routes(theta) if self.frozen is None else torch.tensor(self.frozen)
+        gate = (self.features @ router).softmax(-1).gather(-1, route[:, None])
+        logits: Tensor = gate * torch.einsum("sd,sdv->sv", self.features, expert[route])
+        return logits.expand(self.prompts, *logits.shape)

@@ -1,0 +1,94 @@
+"""Everything the lab has to say, as data: the table of estimators and the findings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from policygrad.core.algorithm import Algorithm
+from policygrad.lab import experiments
+from policygrad.lab.finding import Finding
+from policygrad.lab.measurement import Measured, compare
+from policygrad.lab.worlds import OFF_POLICY_KL, table_settings
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `policygrad lab` shows."""
+
+    rows: tuple[tuple[Measured, Measured], ...]
+    """(on-policy, off-policy) for each algorithm."""
+    findings: tuple[Finding, ...]
+    group_size: int
+    kl: float
+    """Nats a completion between π_old and π_θ, off-policy."""
+    seed: int
+    world: str
+    """In words."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: numbers that are not finite are null."""
+        rows = [{"name": on.name, "on_policy": _measured(on), "off_policy": _measured(off)} for on, off in self.rows]
+        return {
+            "world": self.world,
+            "group_size": self.group_size,
+            "off_policy_kl": self.kl,
+            "seed": self.seed,
+            "algorithms": _finite(rows),
+            "findings": _finite([asdict(finding) for finding in self.findings]),
+        }
+
+
+def report(
+    algorithms: Mapping[str, Algorithm],
+    group_size: int = 4,
+    kl: float = OFF_POLICY_KL,
+    seed: int = 0,
+    names: Sequence[str] | None = None,
+) -> Report:
+    """Measures the algorithms and runs the experiments (`names`; None = all, () = none).
+
+    Raises:
+        ValueError: a group size that an algorithm or the lab refuses, a KL below 0, an unknown experiment.
+    """
+    with one_thread():
+        on, off = table_settings(kl, seed)
+        rows = tuple(compare(algorithms, on, off, group_size, seed))
+        findings = tuple(experiments.run(names, seed))
+    tree = on.world.tree
+    p = ", ".join(f"{x:.2f}" for x in on.world.success(on.theta).tolist())
+    world = (
+        f"{on.world.prompts} prompts solved with probability {p}; {tree.size} completions each (vocabulary {tree.vocabulary}, up "
+        f"to {tree.length} tokens); a critic that errs by {on.critic_error:g}"
+    )
+    return Report(rows, findings, group_size, kl, seed, world)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The lab's tensors are tiny: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measured(m: Measured) -> dict[str, Any]:
+    return {name: value for name, value in asdict(m).items() if name != "name"}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value

@@ -1,0 +1,128 @@
+"""One situation to measure in: a world, the policy π_θ, the policy π_old that sampled, a reference, a critic of given error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policygrad.core.advantages import reward_to_go, totals
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.shaping import KLInReward
+from policygrad.core.terms import KLToReference
+from policygrad.core.types import Batch, Forward
+from policygrad.lab.calculus import derivative
+from policygrad.lab.sequences import World
+
+STEP = 2
+"""Tokens of a step of an answer, for the parts that read step ends; the last one may be shorter."""
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """Where an estimator is measured."""
+
+    world: World
+    theta: Tensor
+    """[P] of π_θ, whose gradient is asked for."""
+    old: Tensor | None = None
+    """[P] of π_old, which sampled; None = π_θ itself, on-policy."""
+    reference: Tensor | None = None
+    """[P] of π_ref; None = π_θ."""
+    sampler: Tensor | None = None
+    """[P] of μ, where an engine that is not π_old sampled."""
+    critic_error: float = 0.0
+    """The critic says V(s) + error·z(s), z standard normal, drawn once for each state."""
+    values: Tensor | None = None
+    """[X·S] what the critic says, in place of V + error."""
+    cut: bool = False
+    """Whether a completion of the longest length was cut off by the budget; otherwise the budget is one token longer."""
+    seed: int = 0
+    """Of the critic's errors."""
+
+    @property
+    def old_or_theta(self) -> Tensor:
+        """[P] of π_old."""
+        return self.theta if self.old is None else self.old
+
+    @property
+    def behaviour(self) -> Tensor:
+        """[P] of the policy that completions are drawn from."""
+        return self.old_or_theta if self.sampler is None else self.sampler
+
+    @property
+    def budget(self) -> int:
+        return self.world.tree.length + (not self.cut)
+
+    def prepared(self, algorithm: Algorithm) -> Algorithm:
+        """The algorithm in the midst of a run here: open lengths are the budget, a running mean has seen the mean reward J."""
+        zero, seen = torch.zeros(1, 1).double(), self.world.objective(self.behaviour.detach())[None]
+        batch = Batch(mask=zero == 0, group=torch.zeros(1).long(), reward=seen, logp_old=zero, logp_ref=zero)
+        return algorithm.with_budget(self.budget).observe(batch)
+
+    def book(self, algorithm: Algorithm) -> Batch:
+        """Every completion of every prompt once, [X·N, L], with the fields that the algorithm reads."""
+        world, old = self.world, self.old_or_theta
+        reads = set(algorithm.declared) | ({"logp_old"} if self.old is not None else set())
+        if any(getattr(part, "samples_values", False) for _, part in algorithm.parts()):
+            reads.add("values")  # a rollout would sample them
+        batch = Batch(
+            mask=world.mask,
+            group=torch.arange(world.prompts).repeat_interleave(world.tree.size),
+            reward=world.reward.flatten(),
+            truncated=world.tree.truncated.repeat(world.prompts) if self.cut else None,
+        )
+        reference = self.theta if self.reference is None else self.reference
+        thetas = {"logp_old": old, "logp_ref": reference, "logp_sampler": self.behaviour}
+        filled: dict[str, Any] = {n: world.token_logp(t).detach() for n, t in thetas.items() if n in reads}
+        if "score_norm" in reads:
+            filled["score_norm"] = world.scores(old).square().sum(1)
+        if "step_end" in reads:
+            last = torch.arange(world.tree.length) == batch.lengths[:, None] - 1
+            filled["step_end"] = world.mask & (last | ((torch.arange(world.tree.length) + 1) % STEP == 0))
+        if "token_reward" in reads:
+            filled["token_reward"] = torch.zeros(world.mask.shape).double()
+        batch = replace(batch, **filled)
+        return replace(batch, values=self._values(algorithm, batch, old)) if "values" in reads else batch
+
+    def _values(self, algorithm: Algorithm, batch: Batch, old: Tensor) -> Tensor:
+        """[X·N, L] of the rewards after shaping, under π_old."""
+        values = self.values
+        if values is None:
+            values = self.world.values(old, reward_to_go(algorithm.shaped(batch)))
+            generator = torch.Generator().manual_seed(self.seed)
+            values = values + self.critic_error * torch.randn(len(values), generator=generator, dtype=torch.float64)
+        return values[self.world.state]
+
+    def truth(self, algorithm: Algorithm) -> Tensor:
+        """[P] ∇J of the objective that the algorithm states: E of the shaped reward less β·KL(π_θ‖π_ref) of whole completions.
+
+        A KL to the reference in the loss is read as that KL. What other terms ask for (entropy, self-imitation, the KL to
+        π_old) is no part of J, and so is bias.
+        """
+        return self.world.gradient(self.theta, self._stated(algorithm))
+
+    def truth_at(self, algorithm: Algorithm, prompt: int) -> Tensor:
+        """[P] the same for one prompt alone."""
+        reward = self._stated(algorithm)
+        return derivative(lambda theta: self.world.success(theta, reward)[prompt], self.theta)
+
+    def _stated(self, algorithm: Algorithm) -> Tensor:
+        """[X, N] the reward whose expectation the algorithm says it maximises."""
+        algorithm = self.prepared(algorithm)
+        # At π_old = π_θ the penalty's own derivative has expectation 0, so that it may stand still.
+        batch = algorithm.shaped(replace(self, old=self.theta, sampler=None).book(algorithm))
+        for term in algorithm.terms:
+            if isinstance(term, KLToReference):
+                batch = KLInReward(term.beta)(batch)
+        return totals(batch).reshape(self.world.prompts, -1)
+
+    def forward(self, algorithm: Algorithm) -> Forward:
+        """[X·N, L] log π_θ, and entropy and KL(π_old‖π_θ) where a loss term reads them, with the graph of `theta`."""
+        now = self.world.conditionals(self.theta)
+        old = self.world.conditionals(self.old_or_theta)
+        exact = {"entropy": -(now.exp() * now).sum(-1), "kl_old": (old.exp() * (old - now)).sum(-1)}
+        extra = {name: exact[name][self.world.state] for name in algorithm.forward_needs}
+        return Forward(self.world.token_logp(self.theta), **extra)

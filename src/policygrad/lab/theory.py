@@ -1,0 +1,229 @@
+"""The theory of trust regions, checked on random Markov decision processes. All exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from policygrad.core.trust_region import TrustRegion
+from policygrad.lab import mdp as exact
+from policygrad.lab.finding import Finding, verdict
+from policygrad.lab.mdp import TabularMDP, chain, gridworld, random_mdp, softmax, solve
+from policygrad.lab.problem import ExactProblem
+
+EXACT = 1e-10
+PROBLEMS = 20
+
+
+def _logits(mdp: TabularMDP, seed: int) -> Tensor:
+    """[S, A] standard normal."""
+    return torch.randn(mdp.reward.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _pairs(seed: int, scale: float = 1.0) -> list[tuple[TabularMDP, Tensor, Tensor]]:
+    """Random problems with two policies, the second `scale` away in the logits."""
+    found = []
+    for k in range(seed * PROBLEMS, (seed + 1) * PROBLEMS):
+        mdp = random_mdp(4 + k % 3, 2 + k % 3, (0.5, 0.9, 0.99)[k % 3], seed=k)
+        theta = _logits(mdp, 2 * k)
+        found.append((mdp, softmax(theta), softmax(theta + scale * _logits(mdp, 2 * k + 1))))
+    return found
+
+
+def performance_difference(seed: int = 0) -> Finding:
+    """J(π') − J(π) = Σ_s d_π'(s) Σ_a π'(a|s) A_π(s, a). Source: Kakade & Langford 2002, lemma 6.1."""
+    worst, biggest = 0.0, 0.0
+    for mdp, old, new in _pairs(seed):
+        before, after = solve(mdp, old), solve(mdp, new)
+        difference = float(after.objective - before.objective)
+        identity = float((after.occupancy[:, None] * new * before.advantage).sum())
+        worst, biggest = max(worst, abs(identity - difference)), max(biggest, abs(difference))
+    holds = worst < EXACT * max(1, biggest)
+    return Finding(
+        "performance_difference",
+        "J(π') − J(π) is the advantage of π, summed where π' goes.",
+        holds,
+        f"On {PROBLEMS} random problems both sides {verdict(holds, 'agree', 'differ')}: the largest difference is {worst:.0e}, of "
+        f"changes up to {biggest:.2f}.",
+        {"difference": worst},
+    )
+
+
+def surrogate_matches(seed: int = 0) -> Finding:
+    """L_old(π) = J(π) and ∇L_old = ∇J at π = π_old. Source: Schulman et al. 2015, eq. 4."""
+    value, slope, theorem = 0.0, 0.0, 0.0
+    for mdp, old, _ in _pairs(seed):
+        theta = old.log()
+        truth = exact.gradient(mdp, theta)
+        moving = theta.clone().requires_grad_()
+        level = exact.surrogate_value(mdp, old, softmax(moving))
+        found = torch.autograd.grad(level, moving)[0]
+        value = max(value, abs(float(level.detach()) - float(solve(mdp, old).objective)))
+        slope = max(slope, float((found - truth).abs().max()))
+        theorem = max(theorem, float((exact.theorem_gradient(mdp, theta) - truth).abs().max()))
+    holds = max(value, slope, theorem) < EXACT
+    return Finding(
+        "surrogate_matches",
+        "At π_old the surrogate has J's value and J's gradient.",
+        holds,
+        f"Value and gradient {verdict(holds, 'match', 'do not match')} to {value:.0e} and {slope:.0e}; the policy-gradient theorem "
+        f"and differentiating the linear solve agree to {theorem:.0e}.",
+        {"value": value, "gradient": slope, "theorem": theorem},
+    )
+
+
+def trust_region_bound(seed: int = 0) -> Finding:
+    """J(π) ≥ L(π) − C·max KL and ≥ L(π) − C·max TV², C = 4εγ/(1−γ)². Source: Schulman et al. 2015, theorem 1, eq. 9."""
+    distances, gap = (0.01, 0.1, 1.0), {}
+    violated = 0
+    for scale in distances:
+        slack = []
+        for mdp, old, new in _pairs(seed, scale):
+            reached = float(solve(mdp, new).objective)
+            by_kl, by_tv = exact.improvement_bound(mdp, old, new)
+            violated += by_tv > reached + EXACT or by_kl > by_tv + EXACT
+            slack.append((reached - by_kl, reached - by_tv))
+        gap[scale] = torch.tensor(slack, dtype=torch.float64).median(0).values.tolist()
+    holds = violated == 0
+    return Finding(
+        "trust_region_bound",
+        "J(π) ≥ L(π) − 4εγ/(1−γ)²·max KL, and the form in total variation is tighter.",
+        holds,
+        f"{verdict(holds, 'Never', f'{violated} times')} violated on {PROBLEMS * len(distances)} pairs of policies. It is far from "
+        f"tight: the median of J − bound is {_listed(gap[d][0] for d in distances)} in the KL form and "
+        f"{_listed(gap[d][1] for d in distances)} in the other, for logits moved by {_listed(distances)}.",
+        {"violated": float(violated)},
+        curves={
+            "distance": distances,
+            "slack_kl": tuple(gap[d][0] for d in distances),
+            "slack_tv": tuple(gap[d][1] for d in distances),
+        },
+    )
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(f"{x:.2g}" for x in values)
+
+
+def conservative_mixture(seed: int = 0) -> Finding:
+    """π = (1−α)π_old + απ*: J ≥ L − 2εγα²/(1−γ)², ε = max_s|E_{π*}A|, and the step α* = 𝔸(1−γ)²/(4εγ) never harms.
+
+    𝔸 = Σ_s d(s) Σ_a π*(a|s) A(s, a), d unnormalised. Source: Kakade & Langford 2002; Schulman et al. 2015, eq. 6.
+    """
+    violated, worse, gains = 0, 0, []
+    for mdp, old, _ in _pairs(seed):
+        before = solve(mdp, old)
+        greedy = torch.nn.functional.one_hot(before.q.argmax(1), mdp.actions).double()
+        mean = (greedy * before.advantage).sum(1)
+        epsilon, total = float(mean.abs().max()), float(before.occupancy @ mean)
+        penalty = 2 * epsilon * mdp.gamma / (1 - mdp.gamma) ** 2
+        best = min(1.0, total / (2 * penalty))
+        for alpha in (0.01, 0.1, 0.5, best):
+            new = (1 - alpha) * old + alpha * greedy
+            reached = float(solve(mdp, new).objective)
+            bound = float(exact.surrogate_value(mdp, old, new)) - penalty * alpha**2
+            violated += bound > reached + EXACT
+        gains.append(reached - float(before.objective))
+        worse += gains[-1] < -EXACT
+    holds = violated == worse == 0
+    return Finding(
+        "conservative_mixture",
+        "A mixture with a better policy improves J by at least its bound; the step α* never decreases J.",
+        holds,
+        f"On {PROBLEMS} random problems with the greedy policy mixed in, the bound is "
+        f"{verdict(violated == 0, 'never violated', f'violated {violated} times')} and α* "
+        f"{verdict(worse == 0, 'always raises J', f'lowers J {worse} times')}, by {min(gains):.1e} to {max(gains):.2f}.",
+        {"violated": float(violated), "worse": float(worse), "least_gain": min(gains)},
+    )
+
+
+def natural_invariance(seed: int = 0) -> Finding:
+    """θ = Mφ: F_φ⁻¹∇_φJ maps to F_θ⁻¹∇_θJ; the gradient in φ does not. Source: Kakade 2001; Amari 1998."""
+    natural, plain = list[float](), list[float]()
+    for mdp, old, _ in _pairs(seed):
+        size = mdp.states * mdp.actions
+        generator = torch.Generator().manual_seed(seed)
+        change = torch.eye(size).double() + 0.3 * torch.randn(size, size, generator=generator, dtype=torch.float64)
+        features, theta = change.reshape(mdp.states, mdp.actions, size), old.log()
+        phi = torch.linalg.solve(change, theta.flatten())
+        for rule, cosines in ((exact.natural_gradient, natural), (exact.gradient, plain)):
+            direct = _policy_change(theta, rule(mdp, theta))
+            mapped = _policy_change(theta, (features @ rule(mdp, phi, features)).reshape(theta.shape))
+            cosines.append(float(torch.cosine_similarity(direct, mapped, dim=0)))
+    holds = min(natural) > 1 - 1e-6
+    return Finding(
+        "natural_invariance",
+        "The natural gradient changes the policy alike however it is parametrised; the gradient does not.",
+        holds,
+        f"Under a random linear change of parameters the policy's change keeps a cosine of at least {min(natural):.8f} along the "
+        f"natural gradient, {verdict(holds, 'the same to rounding', 'not the same')}, and of {min(plain):.3f} to {max(plain):.3f} "
+        f"along the gradient.",
+        {"natural": min(natural), "gradient_least": min(plain)},
+    )
+
+
+def _policy_change(theta: Tensor, step: Tensor) -> Tensor:
+    """[S·A] the first-order change of π along a step in the logits."""
+    policy = softmax(theta)
+    return (policy * (step - (policy * step).sum(1, keepdim=True))).flatten()
+
+
+def monotonic_improvement(seed: int = 0) -> Finding:
+    """Runs of the library's TrustRegion with exact quantities: a penalised one that the bound covers, and δ = 0.01 as used."""
+    problems = {"chain": chain(), "grid": gridworld(), "random": random_mdp(seed=seed)}
+    steps, falls, covered, gain = 40, 0, 0, dict[str, tuple[float, float]]()
+    for name, mdp in problems.items():
+        problem = ExactProblem(mdp, 0.1 * _logits(mdp, seed))
+        for _ in range(steps):
+            TrustRegion(0.01, damping=1e-6, iterations=50)(problem)
+        falls += sum(b < a - EXACT for a, b in pairwise(problem.history))
+        gain[name] = (problem.history[0], problem.history[-1])
+        covered += _bounded_run(mdp, seed)
+    holds = falls == 0 and covered == 0
+    told = ", ".join(f"{name} {a:.3f} to {b:.3f}" for name, (a, b) in gain.items())
+    return Finding(
+        "monotonic_improvement",
+        "Exact trust-region steps improve J step by step.",
+        holds,
+        f"With δ = 0.01, which no bound covers, J {verdict(falls == 0, 'never falls', f'falls {falls} times')} in {steps} steps "
+        f"each ({told}). Steps so short that the bound promises a gain "
+        f"{verdict(covered == 0, 'never lower J', f'lower J {covered} times')}.",
+        {"falls": float(falls), "falls_bounded": float(covered)},
+    )
+
+
+def _bounded_run(mdp: TabularMDP, seed: int, steps: int = 10) -> int:
+    """How often J falls along steps that raise M(π) = L(π) − C·max KL, the natural direction halved until they do."""
+    theta, falls = 0.1 * _logits(mdp, seed), 0
+    for _ in range(steps):
+        old = softmax(theta)
+        before, step = float(solve(mdp, old).objective), exact.natural_gradient(mdp, theta)
+        while exact.improvement_bound(mdp, old, softmax(theta + step))[0] <= before and float(step.norm()) > 1e-12:
+            step = step / 2
+        theta = theta + step
+        falls += float(solve(mdp, softmax(theta)).objective) < before - 1e-14
+    return falls
+
+
+def occupancy_sum(seed: int = 0) -> Finding:
+    """Σ_s d(s) = 1/(1−γ); over a horizon of H steps Σ_{t<H} γ^t."""
+    worst = max(abs(float(solve(mdp, old).occupancy.sum()) * (1 - mdp.gamma) - 1) for mdp, old, _ in _pairs(seed))
+    finite = 0.0
+    for steps in (1, 5, 20):
+        mdp = random_mdp(seed=seed).finite(steps)
+        finite = max(finite, abs(float(solve(mdp, softmax(_logits(mdp, seed))).occupancy.sum()) - steps))
+    undiscounted = replace(random_mdp(seed=seed), gamma=0.0)
+    first = float(solve(undiscounted, softmax(_logits(undiscounted, seed))).occupancy.sum())
+    holds = max(worst, finite, abs(first - 1)) < 1e-9
+    return Finding(
+        "occupancy_sum",
+        "The unnormalised discounted occupancy sums to 1/(1−γ).",
+        holds,
+        f"It {verdict(holds, 'does', 'does not')}, to {worst:.0e} relative on {PROBLEMS} random problems (γ up to 0.99), and to H "
+        f"over a horizon of H steps at γ = 1, to {finite:.0e}.",
+        {"relative": worst, "finite": finite},
+    )

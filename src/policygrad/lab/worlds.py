@@ -1,0 +1,57 @@
+"""The worlds that the lab's table and findings are measured in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from policygrad.lab.policies import Bigram, Table
+from policygrad.lab.rewards import random_subsets
+from policygrad.lab.sequences import Tree, World, moved
+from policygrad.lab.setting import Setting
+
+DIFFICULTY = (0.15, 0.5, 0.85)
+CRITIC_ERROR = 0.1
+REFERENCE_KL = 0.02
+OFF_POLICY_KL = 0.05
+"""Nats a completion between π_old and π_θ, off-policy."""
+
+
+def table_settings(kl: float = OFF_POLICY_KL, seed: int = 0) -> tuple[Setting, Setting]:
+    """(on-policy, off-policy): three prompts of unequal difficulty, 15 completions of up to 3 tokens each, shared parameters.
+
+    One π_old samples in both; off-policy π_θ is `kl` nats away from it, in a random direction. π_ref is another such move of
+    0.02 nats away; the critic errs by 0.1.
+    """
+    tree = Tree(3, 3)
+    policy = Bigram(tree, len(DIFFICULTY))
+    old = policy.initial(seed)
+    world = World(tree, random_subsets(tree, policy, old, DIFFICULTY, seed), policy)
+    reference = moved(world, old, REFERENCE_KL, seed=seed + 2)
+    on = Setting(world, old, reference=reference, critic_error=CRITIC_ERROR, seed=seed)
+    return on, replace(on, theta=moved(world, old, kl, seed=seed + 1), old=old)
+
+
+def one_prompt(length: int = 3, p: float = 0.4, seed: int = 0, vocabulary: int = 3) -> Setting:
+    """One prompt, a table of logits, a random set of right answers of probability about p; on-policy."""
+    tree = Tree(vocabulary, length)
+    policy = Table(tree)
+    theta = policy.initial(seed)
+    return Setting(World(tree, random_subsets(tree, policy, theta, (p,), seed), policy), theta)
+
+
+def two_answers(p: float, rewards: Sequence[float] = (0.0, 1.0)) -> Setting:
+    """One token: EOS, or the answer that pays the second reward, which has probability p."""
+    tree = Tree(2, 1)
+    theta = torch.tensor([0.0, math.log(p / (1 - p))], dtype=torch.float64)
+    return Setting(World(tree, torch.tensor([list(rewards)], dtype=torch.float64), Table(tree)), theta)
+
+
+def directional(setting: Setting, gradient: Tensor, direction: Tensor) -> float:
+    """How fast a quantity with this gradient grows along `direction`, where J grows by ‖∇J‖² along it."""
+    truth = setting.world.gradient(setting.theta)
+    return float(gradient @ direction) * float(truth @ truth) / float(truth @ direction)

@@ -1,0 +1,159 @@
+"""`policygrad lab`: the table, JSON, a part of one's own, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from policygrad import cli
+from policygrad.algorithms import ALGORITHMS
+
+OWN = """
+from dataclasses import dataclass
+
+import torch
+
+import policygrad as pg
+
+
+@dataclass(frozen=True)
+class HalfGate:
+    on_policy = False
+
+    def weight(self, ratio, psi):
+        return ratio / 2
+
+    def value(self, ratio, psi):
+        return ratio * psi / 2
+
+
+@dataclass(frozen=True)
+class Negated:
+    def __call__(self, psi, batch):
+        return -pg.LeaveOneOut()(psi, batch)
+
+
+@dataclass(frozen=True)
+class Half:
+    factor: float
+
+    def __call__(self, psi, batch):
+        return psi * self.factor
+
+
+@dataclass(frozen=True)
+class Nothing:
+    x: int = 0
+
+
+@dataclass(frozen=True)
+class Everything:
+    def __call__(self, mask, group):
+        return mask.double()
+"""
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch) -> Any:
+    """`run(*words)` -> (exit code, standard output, standard error), in a folder that holds own_part.py."""
+    (tmp_path / "own_part.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_part", raising=False)
+
+    def call(*args: str) -> tuple[int, str, str]:
+        code = cli.main(["lab", *args])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def test_the_table_of_chosen_algorithms(run, monkeypatch) -> None:
+    for columns in ("80", "160"):
+        monkeypatch.setenv("COLUMNS", columns)
+        code, out, err = run("--algorithm", "rloo", "grpo", "--group-size", "2", "--experiment", "occupancy_sum")
+        assert code == 0, err
+        assert max(map(len, out.splitlines())) <= int(columns)
+        rows = [line.split() for line in out.splitlines() if line.startswith("rloo")]
+        assert len(rows) == (3 if columns == "80" else 2)  # on-policy, off-policy, details
+        assert rows[0][1:5] == ["1.000", "exact", "0", "1.000"]
+        assert "off-policy, 0.05 nats away" in out
+        assert "✓ The unnormalised discounted occupancy sums to 1/(1−γ)." in out
+        assert "dapo" not in out
+
+
+def test_json_holds_everything(run, tmp_path) -> None:
+    code, out, err = run("--json", "-", "--group-size", "2", "--experiment", "none")
+    assert code == 0, err
+    report = json.loads(out)
+    assert [row["name"] for row in report["algorithms"]] == list(ALGORITHMS)
+    assert report["findings"] == []
+    for row in report["algorithms"]:
+        for side in ("on_policy", "off_policy"):
+            assert row[side]["exact"] is True
+            assert set(row[side]["figures"]) == {"scale", "bias", "cosine", "variance", "mse", "snr", "best_mse"}
+            assert len(row[side]["difficulty"]) == 3
+    assert run("--json", "out.json", "--group-size", "2", "--experiment", "none")[0] == 0
+    assert json.loads((tmp_path / "out.json").read_text()) == report  # and the same twice
+
+
+def test_sampled_where_there_are_too_many_groups(run) -> None:
+    code, out, _ = run("--algorithm", "rloo", "--group-size", "12", "--experiment", "none", "--json", "-")
+    side = json.loads(out)["algorithms"][0]["on_policy"]
+    assert code == 0
+    assert side["exact"] is False
+    assert side["steps"] == 4096
+    assert 0 < side["errors"]["variance"] < side["figures"]["variance"]
+    assert abs(side["figures"]["scale"] - 1) < 4 * side["errors"]["scale"]
+
+
+def test_parts_of_ones_own_stand_beside_the_others(run) -> None:
+    parts = ("own_part:HalfGate", "own_part:Negated", "aggregate=own_part:Everything")
+    code, out, err = run(
+        "--part", *parts, "--algorithm", "dr_grpo", "--group-size", "2", "--experiment", "none", "--json", "-"
+    )
+    assert code == 0, err
+    rows = {row["name"]: row["on_policy"]["figures"] for row in json.loads(out)["algorithms"]}
+    assert list(rows) == ["dr_grpo", "HalfGate", "Negated", "Everything"]
+    base = rows["dr_grpo"]["scale"]
+    assert rows["HalfGate"]["scale"] == pytest.approx(base / 2)
+    assert rows["Negated"]["scale"] == pytest.approx(-2 * base)  # leave-one-out is twice the group mean at G = 2
+    assert rows["Everything"]["scale"] == pytest.approx(8 * base)  # 1 for 1/(B·L), B = 2, L = 4
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--algorithm", "grop"), "did you mean 'grpo'"),
+        (("--experiment", "adamm"), "did you mean 'adam'"),
+        (("--group-size", "0"), "at least 1, not 0"),
+        (("--group-size", "1"), "one per prompt"),
+        (("--kl", "0"), "above 0 nats"),
+        (("--part", "own_part:Half"), "needs factor"),
+        (("--part", "own_part:Nothing"), "FIELD=own_part:Nothing"),
+        (("--part", "own_part:Absent"), "cannot import"),
+        (("--part", "colour=own_part:Negated"), "no field 'colour'"),
+    ],
+)
+def test_what_cannot_be_is_refused(run, args: tuple[str, ...], words: str) -> None:
+    code, _, err = run(*args)
+    assert code == 2
+    assert words in err
+
+
+def test_the_lab_imports_no_model_library_and_leaves_the_threads_alone(run) -> None:
+    before = torch.get_num_threads()
+    assert run("--algorithm", "reinforce", "--group-size", "2", "--experiment", "none")[0] == 0
+    assert torch.get_num_threads() == before
+    code = (
+        "import sys, policygrad.lab.report; print(sorted(sys.modules.keys() & {'transformers', 'tyro', 'rich', 'reasoning_gym', "
+        "'policygrad.training', 'policygrad.rollout'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

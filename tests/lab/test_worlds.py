@@ -1,0 +1,166 @@
+"""The worlds' exact quantities: by hand, by two routes, and by what sampling says."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from policygrad.lab import mdp
+from policygrad.lab.mdp import TabularMDP, bandit, chain, gridworld, random_mdp, softmax, solve
+from policygrad.lab.policies import Bigram, Experts, Table, Transformer
+from policygrad.lab.rewards import long_enough, random_subsets, sum_equals, verified
+from policygrad.lab.sequences import Tree, World, completions, moved
+
+PROBLEMS = {
+    "random": random_mdp(),
+    "chain": chain(),
+    "grid": gridworld(),
+    "finite": random_mdp(3, 2).finite(4),
+    "bandit": bandit(torch.tensor([1.0, 0.0, 2.0])),
+}
+
+
+def logits(problem: TabularMDP, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(problem.reward.shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_theorem_is_the_derivative_of_the_linear_solve(name: str) -> None:
+    problem = PROBLEMS[name]
+    theta = logits(problem)
+    found = mdp.gradient(problem, theta)
+    torch.testing.assert_close(mdp.theorem_gradient(problem, theta), found, rtol=0, atol=1e-12)
+    assert found.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_bellman_and_occupancy(name: str) -> None:
+    problem = PROBLEMS[name]
+    policy = softmax(logits(problem))
+    exact = solve(problem, policy)
+    torch.testing.assert_close((policy * exact.q).sum(1), exact.value, rtol=0, atol=1e-10)
+    assert (policy * exact.advantage).sum(1).abs().max() < 1e-10
+    assert float((exact.occupancy[:, None] * policy * problem.reward).sum()) == pytest.approx(float(exact.objective))
+
+
+def test_a_bandit_by_hand() -> None:
+    problem = bandit(torch.tensor([1.0, 0.0, 2.0]))
+    exact = solve(problem, torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64))
+    assert float(exact.objective) == pytest.approx(0.9)
+    torch.testing.assert_close(exact.advantage, torch.tensor([[0.1, -0.9, 1.1]], dtype=torch.float64))
+    gradient = mdp.gradient(problem, torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log())
+    torch.testing.assert_close(gradient, torch.tensor([[0.05, -0.27, 0.22]], dtype=torch.float64))  # π·A
+
+
+def test_a_finite_horizon_by_rolling_forward() -> None:
+    problem, policy = random_mdp(3, 2), softmax(logits(random_mdp(3, 2)))
+    moves = torch.einsum("sa,sat->st", policy, problem.transition)
+    state, total = problem.start, 0.0
+    for t in range(5):
+        total += 0.8**t * float(state @ (policy * problem.reward).sum(1))
+        state = state @ moves
+    assert float(solve(problem.finite(5, 0.8), policy.repeat(5, 1)).objective) == pytest.approx(total)
+
+
+def test_the_fisher_matrix_is_the_hessian_of_the_mean_kl() -> None:
+    problem = random_mdp(3, 2)
+    theta = logits(problem)
+    occupancy = solve(problem, softmax(theta)).occupancy
+
+    def kl(other: torch.Tensor) -> torch.Tensor:
+        return (occupancy * mdp.state_kl(softmax(theta), softmax(other))).sum() / occupancy.sum()
+
+    hessian = torch.autograd.functional.hessian(kl, theta).reshape(6, 6)
+    torch.testing.assert_close(mdp.fisher(problem, theta), hessian, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: TabularMDP(*_parts(), gamma=1.0), "infinite horizon.*finite"),
+        (lambda: TabularMDP(*_parts(), gamma=1.5), "gamma must be in"),
+        (lambda: TabularMDP(_parts()[0] * 2, *_parts()[1:]), "no probabilities.*sums to 2"),
+        (lambda: TabularMDP(_parts()[0][:1], *_parts()[1:]), r"expected \[2, 2, 2\]"),
+        (lambda: random_mdp().finite(0), "at least 1 step"),
+        (lambda: Tree(6, 6), "19531 completions.*6000"),
+        (lambda: Tree(1, 3), "vocabulary of at least 2"),
+        (lambda: World(Tree(3, 2), torch.zeros(1, 3).double(), Table(Tree(3, 2))), "N = 7"),
+        (lambda: _subsets(1.0), r"in \(0, 1\), not 1"),
+        (lambda: mdp.penalty_constant(bandit(torch.ones(2)), torch.full((1, 2), 0.5).double()), "gamma below 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def _parts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    half = torch.full((2, 2, 2), 0.5, dtype=torch.float64)
+    return half, half[0], half[0, 0]
+
+
+def _subsets(p: float) -> torch.Tensor:
+    tree = Tree(3, 2)
+    policy = Table(tree)
+    return random_subsets(tree, policy, policy.initial(0), (p,))
+
+
+def test_gamma_1_is_allowed_where_every_policy_ends() -> None:
+    assert chain(gamma=1.0).always_ends
+    assert not random_mdp().always_ends
+
+
+@pytest.mark.parametrize(("vocabulary", "length"), [(2, 1), (3, 3), (5, 2), (2, 6), (4, 4)])
+def test_the_tree_holds_every_completion_once(vocabulary: int, length: int) -> None:
+    tree = Tree(vocabulary, length)
+    brute = {
+        tuple(itertools.takewhile(bool, word)) for word in itertools.product(range(vocabulary), repeat=length)
+    }  # cut at the first EOS
+    assert len(tree.words) == len(set(tree.words)) == completions(vocabulary, length)
+    assert set(tree.words) == brute
+    for word, tokens, states, n in zip(tree.words, tree.tokens, tree.state, tree.lengths, strict=True):
+        for t in range(int(n)):
+            assert tree.prefixes[int(states[t])] == word[:t]
+            assert int(tokens[t]) == (word[t] if t < len(word) else 0)
+
+
+@pytest.mark.parametrize("kind", [Table, Bigram, Transformer, Experts])
+def test_policies_are_distributions_with_exact_gradients(kind) -> None:
+    tree = Tree(3, 3)
+    policy = kind(tree, 2)
+    theta = policy.initial(3)
+    world = World(tree, random_subsets(tree, policy, theta, (0.3, 0.6)), policy)
+    probability = world.logp(theta).exp()
+    torch.testing.assert_close(probability.sum(1), torch.ones(2).double(), rtol=0, atol=1e-12)
+    by_scores = (probability * world.reward).flatten() @ world.scores(theta) / 2
+    torch.testing.assert_close(by_scores, world.gradient(theta), rtol=0, atol=1e-12)
+    step = 1e-6 * torch.randn(len(theta), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rise = float(world.objective(theta + step) - world.objective(theta - step)) / 2
+    assert rise == pytest.approx(float(world.gradient(theta) @ step), rel=1e-4)
+
+
+def test_values_are_expected_rewards_and_distances_are_kept() -> None:
+    tree = Tree(3, 3)
+    policy = Table(tree)
+    theta = policy.initial(0)
+    world = World(tree, verified(tree, sum_equals(3)), policy)
+    to_go = world.reward.flatten()[:, None].expand(world.mask.shape)
+    value = world.values(theta, to_go)
+    assert float(value[0]) == pytest.approx(float(world.objective(theta)))
+    after = world.conditionals(theta).exp()[0]  # the first token: V(()) = Σ_a π(a) V(a)
+    assert float(value[0]) == pytest.approx(float(after[1] * value[1] + after[2] * value[2]))
+    assert float(world.kl(theta, moved(world, theta, 0.07))) == pytest.approx(0.07, rel=1e-6)
+    torch.testing.assert_close(moved(world, theta, 0.0), theta)
+    with pytest.raises(ValueError, match="below 0"):
+        moved(world, theta, -1.0)
+    with pytest.raises(ValueError, match="no step"):
+        moved(world, theta, 0.1, direction=torch.ones_like(theta))
+
+
+def test_verifiers() -> None:
+    tree = Tree(3, 2)
+    assert verified(tree, sum_equals(2)).tolist() == [[0, 0, 1, 1, 0, 0, 0]]
+    assert verified(tree, long_enough(2), 2).tolist() == [[0, 0, 0, 1, 1, 1, 1]] * 2
