@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: docs train test lint format fast base-model constraints clean help
+.PHONY: docs train test lint format fast control base-model constraints clean help
 help:
-	@echo "make train | test | fast (tests without the slow ones) | lint | format | docs | base-model | clean"
+	@echo "make train | test | fast (tests without the slow ones) | lint | format | docs | control | base-model | clean"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,9 @@ docs: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+control: $(STAMP)
+	$(BIN)/python scripts/measure_control.py $(ARGS)
 
 base-model: $(STAMP)
 	$(BIN)/python scripts/make_base_model.py

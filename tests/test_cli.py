@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -343,9 +344,14 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- tab completion
 
 
+@functools.cache
+def bash_script() -> str:
+    return script("bash")
+
+
 def complete(*words: str) -> list[str]:
     """What bash offers for the last word."""
-    command = f'{script("bash")}\nCOMP_WORDS=(policygrad "$@")\nCOMP_CWORD=$#\n_policygrad\nprintf \'%s\\n\' "${{COMPREPLY[@]}}"'
+    command = f'{bash_script()}\nCOMP_WORDS=(policygrad "$@")\nCOMP_CWORD=$#\n_policygrad\nprintf \'%s\\n\' "${{COMPREPLY[@]}}"'
     done = subprocess.run(["bash", "-c", command, "bash", *words], capture_output=True, text=True, check=True)
     return done.stdout.split()
 
@@ -358,6 +364,13 @@ def test_completion() -> None:
         complete("train", "--algorithm.g")
     )
     assert complete("train", "dapo", "--algorithm.gate", "W") == ["WeightCap"]
+    assert complete("train", "dapo", "--algorithm.gate", "n") == []  # an algorithm has one
+    assert complete("train", "dapo", "--algorithm.critic", "n") == complete("train", "--algorithm.psi", "n") == ["none"]
+    assert complete("train", "vineppo", "--task", "embedded_") == ["embedded_steps"]
+    assert complete("train", "grpo_process", "--reward", "w") == ["worked_steps"]
     assert complete("train", "--config", "") == []  # the shell's own: files
     assert "--threshold" in complete("eval", "--th")
+    assert complete("lab", "--experiment", "z_") == ["z_score"]
+    assert complete("lab", "con") == ["control"]
+    assert {"--output", "--part", "--json"} <= set(complete("lab", "--"))
     assert "bashcompinit" in script("zsh")

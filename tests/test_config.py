@@ -167,3 +167,25 @@ def test_a_reference_that_waits_for_evaluations_needs_some() -> None:
     with pytest.raises(ValueError, match=r"evaluation.problems\) above 0, or stall to 0"):
         Run(algorithm=waiting, evaluation=pg.Evaluation(every=5, problems=0))
     assert Run(algorithm=waiting, evaluation=pg.Evaluation(every=5)).algorithm is waiting
+
+
+@pytest.mark.parametrize("term", [pg.KLToOld(), pg.ExactKLToOld()], ids=lambda term: type(term).__name__)
+def test_a_penalty_on_the_old_policy_needs_a_second_step(term: object) -> None:
+    """With one gradient step a rollout it would be 0 throughout, in silence."""
+    held = replace(pg.DR_GRPO, terms=(term,))  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError,
+        match=rf"{type(term).__name__} holds π_θ near π_old, and they are one .* step=FirstOrder\(epochs=4\)",
+    ):
+        Run(algorithm=held)
+    for step in (pg.FirstOrder(epochs=2), pg.FirstOrder(minibatches=2), pg.TrustRegion()):
+        Run(algorithm=replace(held, step=step))
+
+
+def test_an_open_field_stays_open_where_the_named_algorithm_has_a_value(tmp_path: Path) -> None:
+    """prorl renews its reference every 200 rollouts; a run that waits for better scores instead must not get the 200 back."""
+    waits = replace(pg.PRORL, reference=pg.Reference(stall=2))
+    run = pg.Run(algorithm=waits, evaluation=pg.Evaluation(every=5))
+    path = tmp_path / "run.toml"
+    path.write_text(dumps(run))
+    assert load(path).algorithm.reference == waits.reference

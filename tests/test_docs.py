@@ -109,7 +109,7 @@ def test_differences_from_the_parent() -> None:
     }
     assert difference(pg.GRPO, pg.ITERATIVE_GRPO) == {
         "step": ("FirstOrder(epochs=1)", "FirstOrder(epochs=2)"),
-        "reference": ("Reference(every=0)", "Reference(every=100)"),
+        "reference": ("Reference(every=None)", "Reference(every=100)"),
     }
     assert difference(pg.RLOO, replace(pg.RLOO, samples_per_prompt=5)) == {"samples": ("4", "5")}
     assert difference(pg.GSPO, pg.GSPO_TOKEN) == {}

@@ -328,6 +328,8 @@ def test_a_model_without_a_padding_token_gets_one(config: pg.RewardModelConfig, 
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "bad.jsonl:3: 'chosen' and 'rejected' are equal"),
         ({"prompt": "a", "chosen": "b", "rejected": 3}, "bad.jsonl:3: 'rejected' must be text or .* got int"),
         ({"prompt": "", "chosen": "b", "rejected": "c"}, "bad.jsonl:3: 'prompt' is empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "bad.jsonl:3: 'rejected' is empty; give its text"),
+        ({"prompt": "a", "chosen": " \n", "rejected": "c"}, "bad.jsonl:3: 'chosen' is empty"),
         ({"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": "c"}, "give both as text"),
         (
             {

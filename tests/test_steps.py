@@ -254,6 +254,13 @@ def test_a_pattern_ends_steps() -> None:
         check_pattern("(a")
     with pytest.raises(ValueError, match=r"position 2"):
         check_pattern("ab(")
+    for everywhere in ("", "x*", "(?:, )?"):
+        with pytest.raises(
+            ValueError, match="matches the empty text everywhere, so that every character would end a step"
+        ):
+            check_pattern(everywhere)
+    for pattern in (r"\n", "(?m)$", r"(?<=\.)", "."):
+        check_pattern(pattern)
 
 
 # --- choosing --------------------------------------------------------------

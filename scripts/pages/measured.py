@@ -11,7 +11,7 @@ from pages.markdown import block, page, table
 from policygrad.algorithms import ALGORITHMS
 
 Row = dict[str, Any]
-HEAD = ("algorithm", "before", "after", "gain", "steps", "tokens", "seconds", "CPU s", "peak MiB", "override")
+HEAD = ("algorithm", "before", "after", "gain", "steps", "tokens", "CPU seconds", "peak MiB", "override")
 
 
 def by_algorithm() -> dict[str, list[Row]]:
@@ -35,10 +35,10 @@ def spread(rows: Sequence[Row], key: str) -> str:
 def summary_sentence(rows: Sequence[Row]) -> str:
     """One algorithm's runs in a sentence."""
     seeds = f"{len(rows)} seed{'s' * (len(rows) > 1)}"
-    tokens, seconds = mean(rows, "tokens"), mean(rows, "seconds")
+    tokens, seconds = mean(rows, "tokens"), mean(rows, "cpu_seconds")
     return (
         f"Held-out score {spread(rows, 'before')} → {spread(rows, 'after')} ({seeds}, {tokens / 1e3:.0f}k sampled tokens, "
-        f"{seconds:.0f} s each; `{rows[0]['command']}`)."
+        f"{seconds:.0f} CPU seconds each; `{rows[0]['command']}`)."
     )
 
 
@@ -51,10 +51,12 @@ def measured_page() -> str:
         f"The same small model, the same tokens: each algorithm trains the [embedded model](base-model.md) with the default "
         f"learning rate until {TOKENS:,} tokens have been sampled, once per seed ({', '.join(map(str, SEEDS))}). The score is "
         "the mean reward of 8 samples on each of 256 held-out problems, before and after; ± is the standard deviation over "
-        "the seeds. Tokens are all that were sampled for training, those of value estimates included. Seconds are of the "
-        f"whole command, both evaluations included{_threads(found)}.",
+        "the seeds. Tokens are all that were sampled for training, those of value estimates included. CPU seconds are those of "
+        "the whole command, both evaluations and the reward workers included (the machine had other work, so that seconds on "
+        f"the clock would say little){_threads(found)}.",
         table(HEAD, rows),
         _overrides(),
+        _same(found),
         f"Measured by\n\n{block('python scripts/measure_algorithms.py --threads 1 --jobs 2', 'sh')}",
         f"which goes on where it stopped; {_where(found)}. A task this small says that an algorithm works and what it costs, "
         "not which is best on yours: 0.7M parameters, ten-token answers, exact rewards, and one learning rate for all.",
@@ -85,10 +87,26 @@ def _row(name: str, rows: list[Row]) -> tuple[str, ...]:
         f"{gain:+.3f}",
         f"{mean(rows, 'steps'):.0f}",
         f"{mean(rows, 'tokens') / 1e3:.0f}k",
-        f"{mean(rows, 'seconds'):.0f}",
         f"{mean(rows, 'cpu_seconds'):.0f}",
         f"{mean(rows, 'peak_mib'):.0f}",
         mark,
+    )
+
+
+def _same(found: dict[str, list[Row]]) -> str:
+    """Which algorithms' runs are one and the same."""
+    runs: dict[tuple[Any, ...], list[str]] = {}
+    for name in ALGORITHMS:
+        if name in found:
+            outcome = tuple((row["seed"], row["after"], row["steps"], row["tokens"]) for row in found[name])
+            runs.setdefault(outcome, []).append(f"`{name}`")
+    same = [" = ".join(names) for names in runs.values() if len(names) > 1]
+    if not same:
+        return ""
+    return (
+        "While a rollout feeds one optimiser step every ratio is 1, where every gate's weight is 1: algorithms that differ in "
+        f"nothing else that came up here take the same steps, to the digit ({'; '.join(same)}). More updates per rollout tell them apart: "
+        "`--algorithm.step.epochs`."
     )
 
 

@@ -46,7 +46,7 @@ def test_measured_hand_numbers() -> None:
             "ratio/max": 2.0,
             "clip_ratio/low": 3 / 12,  # r = ½ where Ψ < 0
             "clip_ratio/high": 1 / 12,  # r = 2 where Ψ > 0
-            "kl": k3 / 3,
+            "kl": (0.5 * (1 - math.log(2)) + 2 * (math.log(2) - 0.5)) / 3,  # r·k3
             "kl_old": k3 / 3,  # symmetric ratios
             "mismatch/logp_max": 0.25,
             "mismatch/logp_mean": 0.25,
@@ -54,6 +54,24 @@ def test_measured_hand_numbers() -> None:
         },
         rel=1e-14,
     )
+
+
+def test_the_kl_to_the_reference_is_that_of_the_policy_also_after_it_has_moved() -> None:
+    """Every token of a vocabulary, counted by π_old, which sampled them: π_θ has all but given up the last one."""
+    old, new, reference = (
+        torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.3, 0.2], [0.6, 0.4 - 1e-6, 1e-6], [0.4, 0.3, 0.3])
+    )
+    batch = pg.Batch(
+        mask=torch.ones(3, 1, dtype=torch.bool),
+        group=torch.zeros(3, dtype=torch.long),
+        reward=torch.zeros(3, dtype=torch.float64),
+        logp_old=old.log()[:, None],
+        logp_ref=reference.log()[:, None],
+    )
+    out, psi = pg.Forward(new.log()[:, None]), torch.zeros(3, 1, dtype=torch.float64)
+    found = measure(out, batch, psi, pg.DR_GRPO, pg.DR_GRPO.all_coefficients(batch), old)
+    assert found["kl"].value == pytest.approx(float((new * (new / reference).log()).sum()), rel=1e-12)
+    assert found["kl_old"].value == pytest.approx(float((old * (old / new).log()).sum()), rel=1e-12)
 
 
 def test_the_mismatch_between_sampler_and_policy_by_hand() -> None:

@@ -99,7 +99,7 @@ BUILT |= {
     "a negative stall": (lambda: Reference(stall=-1), ["Reference.stall", "at least 1 evaluation", "-1"]),
     "a reference that waits and that no part reads": (
         lambda: replace(pg.DR_GRPO, reference=Reference(stall=2)),
-        ["no part reads", "stall=0"],
+        ["no part reads", "stall=None"],
     ),
 }
 

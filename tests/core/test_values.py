@@ -73,6 +73,17 @@ def test_length_adaptive_lambda_by_hand(length: int, lam: float) -> None:
     assert torch.allclose(advantage(pg.LengthAdaptiveGAE(0.05), batch), advantage(pg.GAE(1.0, lam), batch))
 
 
+def test_the_range_of_lambda_is_reported_over_the_completions_that_take_part() -> None:
+    """α = 0.5: 2 tokens have λ = 0, 4 have 0.5, 8 have 0.75; an empty completion has no length to speak of."""
+    mask = torch.arange(8) < torch.tensor([2, 4, 8, 0])[:, None]
+    batch = pg.Batch(mask=mask, group=torch.zeros(4, dtype=torch.int64), reward=torch.zeros(4, dtype=torch.float64))
+    algorithm = replace(pg.VAPO, psi=(pg.LengthAdaptiveGAE(0.5),))
+    told = {name: metric.value for name, metric in algorithm.report(batch).items()}
+    assert told == {"lambda/min": 0.0, "lambda/max": 0.75, "lambda/mean": pytest.approx(1.25 / 3)}
+    assert algorithm.report(replace(batch, mask=torch.zeros_like(mask))) == {}
+    assert pg.PPO.report(batch) == {}
+
+
 def known(shape: Shape) -> tuple[pg.Batch, transcriptions.Prompts]:
     batch, logits = make(shape, 0.3, "token_reward")
     batch = replace(batch, reward=torch.where(batch.mask.any(1), batch.reward, 0.0))

@@ -126,6 +126,24 @@ def test_fisher_products_are_those_of_the_matrix(name: str, sampled: bool, monke
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_padding_token_in_a_text_counts_like_any_other() -> None:
+    """Where it is also an end token it stands in chat prompts. An embedding's `padding_idx` takes its gradient away in reverse
+    mode alone: the product was then neither that of the matrix nor symmetric."""
+    model, batch = small_model(), make_batch()
+    assert model.get_input_embeddings().padding_idx == PLAIN["pad_token_id"] == 0  # type: ignore[operator, union-attr]
+    batch = replace(
+        batch, prompts=tuple(torch.cat([row, torch.zeros(1, dtype=torch.int64)]) for row in batch.prompts or ())
+    )
+    problem = problem_for(learner_for(model), batch)
+    F = fisher_matrix(model, batch, sampled=False)
+    a, b = directions(len(F), 2)
+    Fa, Fb = problem.fisher(a, False), problem.fisher(b, False)
+    assert float((Fa - F @ a).norm() / (F @ a).norm()) < 1e-6
+    assert float(a @ Fb) == pytest.approx(float(b @ Fa), rel=1e-6)
+    gradient, _ = problem.gradient()
+    assert float((gradient[:8]).norm()) > 0  # the padding token's row of the embeddings, the first parameter
+
+
 def test_the_models_differ_in_the_path_they_take() -> None:
     """Or the test above would compare one path with itself."""
     assert learner_for(small_model()).scorer.split_head
@@ -393,3 +411,6 @@ def test_a_share_of_the_groups_is_the_same_one_every_time() -> None:
     v = directions(len(F), 1)[0]
     assert float((some.fisher(v, False) - F @ v).norm() / (F @ v).norm()) < 1e-12
     assert len(problem.some(1e-9).batch.group.unique()) == 1
+    for seed in range(8):  # a group that takes no part (its rewards failed, say) has no curvature to show
+        empty = replace(problem, seed=seed, batch=replace(batch, mask=batch.mask & (batch.group == 1)[:, None]))
+        assert empty.some(0.5).batch.group.unique().tolist() == [1]

@@ -27,12 +27,10 @@ from policygrad.training import loop as loop_module
 from policygrad.training.config import Checkpointing, Evaluation, Run
 from policygrad.training.optimizer import Optimizer
 from policygrad.training.session import train
+from policygrad.training.setup import RunError
 from policygrad.training.toml import load
 
 REWARD = """
-def few_ones(prompts, completions, **columns):
-    return [1.0 - c.count("1") / max(1, len(c)) for c in completions]
-
 def starts_with_a_digit(prompts, completions, **columns):
     return [float(c[:1].isdigit()) for c in completions]
 """
@@ -83,7 +81,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n") if line]  # splitlines would also cut at U+2028
 
 
 def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
@@ -96,15 +94,17 @@ def untimed(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_learns(small: Run, tmp_path: Path) -> None:
-    """A random model starts 2 % of its answers with a digit; after 60 short steps it does most of the time."""
-    run = replace(
-        small, steps=60, output=str(tmp_path / "run"), evaluation=Evaluation(problems=3, samples=32, every=30)
-    )
+    """A random model starts 2 % of its answers with a digit; after 60 short steps it does most of the time.
+
+    (Of 32 samples a step every other one holds no right answer, and a run's luck decides; with 96 four seeds end above 0.9.)
+    """
+    measured = Evaluation(problems=3, samples=32, every=30)
+    run = replace(small, steps=60, samples_per_prompt=24, output=str(tmp_path / "run"), evaluation=measured)
     record = Record()
     result = train(run, display=record)
     assert result.before is not None
     assert result.after is not None
-    assert result.after > result.before + 0.3
+    assert result.after > result.before + 0.5
     assert json.loads((result.output / "result.json").read_text())["held_out_after"] == result.after
     metrics = rows(result.output / "metrics.jsonl")
     assert [m["step"] for m in metrics if "held_out" in m] == [0, 30, 60]
@@ -126,7 +126,7 @@ def test_learns(small: Run, tmp_path: Path) -> None:
         assert all(name in m for m in metrics if "reward" in m and m.get("updates/taken")), name
     assert max(m["mismatch/logp_max"] for m in metrics if "mismatch/logp_max" in m) < 1e-3
     completions = rows(result.output / "completions.jsonl")
-    assert len(completions) == 60 * 32
+    assert len(completions) == 60 * 96
     assert {"step", "prompt", "completion", "reward", "advantage", "tokens", "truncated"} <= completions[0].keys()
 
 
@@ -194,10 +194,12 @@ def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> 
     assert same(weights(result.output), load_file(Path(resolve("tiny")) / "model.safetensors")) is still
     for _, metrics in record.steps:
         assert all(value == value and abs(value) != float("inf") for value in metrics.values())
+        assert ("lambda/max" in metrics) is (name == "vapo")
 
 
 CHILD = """
 import os, sys
+import torch
 from policygrad.training import checkpoint, session, toml
 stop_at, calls = int(sys.argv[2]), 0
 def counted(name, inner):
@@ -219,8 +221,8 @@ def saving(*args, **kwargs):
             setattr(os, name, ORIGINAL[name])
 ORIGINAL = {name: getattr(os, name) for name in ("fsync", "replace", "rename", "open", "write")}
 checkpoint.save = saving
+torch.set_num_threads(int(sys.argv[3]))  # as the run it is compared with: sums are split among threads
 session.train(resume=sys.argv[1])
-print("calls", calls)
 """
 
 
@@ -236,7 +238,10 @@ def test_kill_9_while_saving_leaves_a_run_that_resumes(small: Run, tmp_path: Pat
     moments = random.Random(0).sample(range(1, 12), 2)
     for moment in moments:
         child = subprocess.run(
-            [sys.executable, "-c", CHILD, str(killed), str(moment)], capture_output=True, text=True, check=False
+            [sys.executable, "-c", CHILD, str(killed), str(moment), str(torch.get_num_threads())],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert child.returncode == -signal.SIGKILL, child.stderr
         assert not (killed / "model").exists()
@@ -411,3 +416,24 @@ def test_a_reference_that_waits_for_better_scores_resumes_bit_for_bit(small: Run
         result = train(resume=pieces, stop_after=1)
     assert same(weights(whole.output), weights(pieces))
     assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+
+
+def test_value_pretraining_says_when_it_begins_and_when_it_is_over(small: Run, tmp_path: Path) -> None:
+    record = Record()
+    critic = pg.Critic(pretrain=2, explained=2.0)  # more than there is to explain: both rollouts go into the fit
+    algorithm = replace(pg.VAPO, critic=critic)
+    train(replace(small, algorithm=algorithm, steps=4, output=str(tmp_path / "run")), display=record)
+    told = [note for note in record.notes if "value pre-training" in note]
+    assert [note.partition(",")[0] for note in told] == [
+        "step 1: value pre-training",
+        "step 3: value pre-training is over",
+    ]
+    explained = record.steps[2][1]["explained_variance"]
+    assert told[1].endswith(f"the values explain {explained:.0%} of the returns' variance")
+
+
+def test_another_algorithm_that_a_checkpoint_has_no_state_for_is_refused(small: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(replace(small, algorithm=pg.REINFORCE, steps=2, output=str(folder)), stop_after=1)
+    with pytest.raises(RunError, match=r"has no 'critic.*', which a2c needs: go on with the algorithm that .* --model"):
+        train(replace(small, algorithm=pg.A2C, steps=2), resume=folder)

@@ -13,10 +13,14 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import COMMANDS
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.evaluate import EvalOptions
+from policygrad.commands.lab import LabOptions
 from policygrad.commands.supervised import flags as supervised_flags
 from policygrad.commands.train import flags
 from policygrad.core.algorithm import Algorithm
+from policygrad.lab.experiments import EXPERIMENTS
+from policygrad.rewards import known_rewards
 from policygrad.rollout.types import Sampling
+from policygrad.tasks import EMBEDDED
 from policygrad.training.parts import part_names
 from policygrad.training.supervised_config import SFTConfig
 
@@ -34,6 +38,7 @@ SCRIPT = """# tab completion of policygrad; written by `policygrad completion {s
             eval) words={evaluate}; [ "$COMP_CWORD" -eq 2 ] && words="$words tiny" ;;
             algorithms) words="--json --help" ;;
             show) words={names} ;;
+            lab) words={lab}; [ "$COMP_CWORD" -eq 2 ] && words="$words control" ;;
             completion) words="bash zsh" ;;
             esac ;;
         esac
@@ -74,14 +79,17 @@ def script(shell: str) -> str:
     )
     evaluate = [f.name for f in fields(EvalOptions) if f.name not in ("model", "sampling")]
     evaluate += [f.name for f in fields(Sampling)]
-    values = {f"--algorithm.{place}": ["none", *part_names(place)] for place in places}
+    required = {f.name for f in fields(Algorithm) if "None" not in str(f.type) and "tuple" not in str(f.type)}
+    values = {f"--algorithm.{p}": [*(["none"] if p not in required else []), *part_names(p)] for p in places}
     values |= {
         "--algorithm": list(ALGORITHMS),
-        "--config|--resume|--output|--held-out|--data": [],  # a file's or folder's name, which the shell knows
+        "--config|--resume|--output|--held-out|--data|--json": [],  # a file's or folder's name, which the shell knows
+        "--experiment": [*EXPERIMENTS, "none"],
+        "--base": list(ALGORITHMS),
         "--model": ["tiny"],
-        "--task": ["embedded"],
+        "--task": list(EMBEDDED),
         "--dtype|--learner.dtype": ["fp32", "bf16"],
-        "--reward": ["exact_match", "format", "math", "model:", "reasoning_gym", "reasoning_gym_partial"],
+        "--reward": [*known_rewards(), "model:"],
         "--optimizer.schedule": ["constant", "linear", "cosine"],
     }
     return SCRIPT.format(
@@ -94,6 +102,7 @@ def script(shell: str) -> str:
         supervised=_quoted([*supervised_flags(SFTConfig), "--help"]),
         evaluate=_quoted([f"--{name.replace('_', '-')}" for name in evaluate] + ["--help"]),
         names=_quoted([*ALGORITHMS, *part_names()]),
+        lab=_quoted([*(f"--{f.name.replace('_', '-')}" for f in fields(LabOptions)), "--help"]),
     )
 
 

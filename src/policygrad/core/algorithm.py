@@ -14,7 +14,7 @@ from policygrad.core.aggregates import SequenceSum
 from policygrad.core.checks import check, check_rewards
 from policygrad.core.critic import Critic
 from policygrad.core.gates import OnPolicy
-from policygrad.core.metrics import Metric
+from policygrad.core.metrics import Metric, Metrics, merge
 from policygrad.core.objective import Coefficients
 from policygrad.core.reference import Reference
 from policygrad.core.steps import FirstOrder, Step
@@ -177,6 +177,10 @@ class Algorithm:
         its updates measured. Data in, data out."""
         shaped, seen = self.shaped(batch), metrics or {}
         return self._map(lambda part: part.observe(shaped, seen) if hasattr(part, "observe") else part)
+
+    def report(self, batch: Batch) -> Metrics:
+        """What the parts have to say about a rollout (the range of a λ that follows the lengths)."""
+        return merge(*(part.report(batch) for _, part in self.parts() if hasattr(part, "report")))
 
     def with_budget(self, max_tokens: int) -> Algorithm:
         """The same with every open `length` set to the generation budget (fixed length, soft overlong penalty)."""

@@ -30,6 +30,18 @@ def check(algorithm: Algorithm) -> None:
             raise ValueError(problem)
 
 
+def check_rollout(algorithm: Algorithm) -> None:
+    """Raises ValueError for a penalty that does nothing where a rollout feeds one gradient step and is the policy's own: in a
+    run. In a loop of one's own the samples may be older than the policy."""
+    for term in algorithm.terms:
+        single = isinstance(algorithm.step, FirstOrder) and algorithm.step.updates == 1
+        if single and getattr(term, "constrains", None) == "kl_old":
+            raise ValueError(
+                f"{type(term).__name__} holds π_θ near π_old, and they are one at the only gradient step of a rollout: set "
+                "step=FirstOrder(epochs=4), or drop it"
+            )
+
+
 def check_rewards(batch: Batch) -> None:
     """Raises ValueError for a reward that is not finite and is read: that of a completion that is counted or trained on."""
     total = batch.reward
@@ -130,7 +142,7 @@ def _steps(algorithm: Algorithm) -> Iterator[str]:
 def _reference(algorithm: Algorithm) -> Iterator[str]:
     read = "logp_ref" in algorithm.declared
     if algorithm.reference is not None and (algorithm.reference.every or algorithm.reference.stall) and not read:
-        yield "a reference that is refreshed and that no part reads: add KLToReference(), or set every=0 and stall=0"
+        yield "a reference that is refreshed and that no part reads: add KLToReference(), or set every=None and stall=None"
     if algorithm.reference is None and read:
         yield "a KL term without a reference: set reference=Reference(), or drop the KL from `terms` and `shaping`"
 

@@ -146,8 +146,9 @@ def measure(
 ) -> Metrics:
     """What one forward pass tells.
 
-    objective; ratio/max; clip_ratio/low and /high; kl, to π_ref, and kl_old, of π_old to π_θ (nats a token, k3; exact
-    where `out.kl_old` is); beta/…, each β that adapts to a target; and of log π_old − log μ, μ what sampled:
+    objective; ratio/max; clip_ratio/low and /high; kl, of π_θ to π_ref (nats a token, r·k3: unbiased though π_old sampled),
+    and kl_old, of π_old to π_θ (k3; exact where `out.kl_old` is); beta/…, each β that adapts to a target; and of
+    log π_old − log μ, μ what sampled:
     mismatch/logp_max, its largest size, mismatch/logp_mean, its mean size (nats a token), mismatch/ess, the effective sample
     size of π_old/μ as a fraction of the tokens.
 
@@ -169,7 +170,10 @@ def measure(
             metrics[f"clip_ratio/{name}"] = mean_of(where.double(), mask, count)
     if batch.logp_ref is not None:
         u = logp - ragged.masked(batch.logp_ref, mask)
-        metrics["kl"] = mean_of(bounded_expm1(-u) + u, mask, count)
+        r = bounded_exp(
+            log_ratio(out.logp, batch.logp_old, mask)
+        )  # without it a token that π_θ has given up on counts e^9
+        metrics["kl"] = mean_of(r * (bounded_expm1(-u) + u), mask, count)
     if batch.logp_old is not None:
         change = logp - ragged.masked(batch.logp_old, mask)
         metrics["kl_old"] = mean_of(bounded_expm1(change) - change, mask, count)

@@ -13,27 +13,25 @@ from policygrad.core.types import Batch
 class Reference:
     """π_ref: the model the run started from. It is held in memory only when a part needs `logp_ref`.
 
-    every: take the policy of the moment as the new reference after so many rollouts (iterative GRPO); 0 = frozen.
+    every: take the policy of the moment as the new reference after so many rollouts (iterative GRPO); None = never.
     stall: take it anew when so many periodic held-out evaluations in a row have not exceeded the best before them, after
-        the rollout that follows; 0 = never. Source: Liu et al. 2025 (ProRL), sec. 2 and 3.
+        the rollout that follows; None = never. Source: Liu et al. 2025 (ProRL), sec. 2 and 3.
     reset: with either, also forget the optimiser's state (ProRL).
 
     `best` and `waited` are its state: the best held-out score, and the evaluations since it or since the last refresh.
     """
 
-    every: int = 0
+    every: int | None = None
     reset: bool = False
-    stall: int = 0
+    stall: int | None = None
     best: float | None = field(default=None, metadata={"state": True})
     waited: int = field(default=0, metadata={"state": True})
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(
-                f"Reference.every must be at least 1 rollout, or 0 for a frozen reference, not {self.every}"
-            )
-        if self.stall < 0:
-            raise ValueError(f"Reference.stall must be at least 1 evaluation, or 0 for never, not {self.stall}")
+        for name, unit in (("every", "rollout"), ("stall", "evaluation")):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Reference.{name} must be at least 1 {unit}, or None for never, not {value}")
         if self.reset and not (self.every or self.stall):
             raise ValueError(
                 "Reference.reset without `every` or `stall` would never happen: set one of them, or reset=False"
@@ -49,7 +47,8 @@ class Reference:
 
     def due(self, rollouts: int) -> bool:
         """Whether it is taken anew after this many rollouts."""
-        return (self.every > 0 and rollouts % self.every == 0) or (self.stall > 0 and self.waited >= self.stall)
+        stalled = self.stall is not None and self.waited >= self.stall
+        return stalled or (self.every is not None and rollouts % self.every == 0)
 
     def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> Reference:
         """The reference for the next rollout: a refresh (`reference/refreshed`) and a better held-out score (`held_out`)

@@ -53,7 +53,7 @@ class KLToReference:
     beta: float = 0.04
     form: KLForm = "k3"
     target: float | None = None
-    """Nats a sampled token: β is adapted after each rollout so that its `kl` (k3, the mean over its updates) stays near."""
+    """Nats a sampled token: β is adapted after each rollout so that its `kl` (r·k3, the mean over its updates) stays near."""
     rule: Rule | None = None
     """How β adapts to the target; proportional where it is left open."""
     aggregate: Aggregation | None = None

@@ -137,18 +137,22 @@ class TrustRegion:
         norm = float(gradient.norm())
         if norm == 0:  # no completion can move the weights
             return {"updates/skipped": Sum(1.0)}
-        found = self._full_step(problem, gradient) if math.isfinite(norm) else None
-        if found is None:
+        if not math.isfinite(norm):
             return self._report(None, not_finite=1)
-        full, residual = found
+        x, residual, curvature = self._solve(problem, gradient)
+        solved: Metrics = {"grad_norm": Max(norm), "trust_region/residual": Mean(residual)}
+        if not math.isfinite(curvature):
+            return self._report(None, not_finite=1)
+        if curvature <= 0:  # rounding: no length makes the quadratic model of the KL δ
+            return self._report(None, not_finite=0) | solved | {"trust_region/flat": Sum(1.0)}
+        full = math.sqrt(2 * self.delta / curvature) * x
         point, not_finite = self._search(problem, full)
         if point is not None:
             problem.commit(point.scale * full)
-        solved: Metrics = {"grad_norm": Max(norm), "trust_region/residual": Mean(residual)}
         return self._report(point, not_finite) | solved
 
-    def _full_step(self, problem: Problem, gradient: Tensor) -> tuple[Tensor, float] | None:
-        """(the step at which the quadratic model of the KL is δ, conjugate gradient's residual); None: not finite."""
+    def _solve(self, problem: Problem, gradient: Tensor) -> tuple[Tensor, float, float]:
+        """(x ≈ (F + damping)⁻¹∇L, conjugate gradient's residual, xᵀFx)."""
 
         seen = problem if self.fisher_share == 1 else problem.some(self.fisher_share)
 
@@ -156,10 +160,7 @@ class TrustRegion:
             return seen.fisher(v, self.fisher == "sampled")
 
         x, residual = conjugate_gradient(lambda v: product(v) + self.damping * v, gradient, self.iterations)
-        curvature = float(x @ product(x))  # of the KL itself: the damping is no part of the constraint
-        if not 0 < curvature < math.inf:
-            return None
-        return math.sqrt(2 * self.delta / curvature) * x, residual
+        return x, residual, float(x @ product(x))  # of the KL itself: the damping is no part of the constraint
 
     def _search(self, problem: Problem, full: Tensor) -> tuple[_Point | None, int]:
         """(the candidate to take, how many were not finite)."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.metrics import Max, Mean, Metrics, Min
 from policygrad.core.terms import required
 from policygrad.core.types import Batch
 
@@ -158,6 +159,14 @@ class LengthAdaptiveGAE:
         """λ [B]."""
         length = batch.lengths.clamp(min=1).to(batch.reward.dtype)
         return (1 - 1 / (self.alpha * length)).clamp(min=0)
+
+    def report(self, batch: Batch) -> Metrics:
+        """lambda/min, /mean and /max over the completions that take part: all 0 where α is too small for their lengths."""
+        lam = self.lam(batch)[batch.mask.any(1)].double()
+        if not len(lam):
+            return {}
+        ends: Metrics = {"lambda/min": Min(lam.min()), "lambda/max": Max(lam.max())}
+        return ends | {"lambda/mean": Mean(lam.sum(), float(len(lam)))}
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         p = Packed.of(batch, self)

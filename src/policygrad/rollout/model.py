@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from policygrad.hub import ModelError, locate
 
 EMBEDDED = "tiny"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def resolve(model: str) -> str:
@@ -43,7 +43,7 @@ def load_model(model: str, *, dtype: str = "fp32", device: str = "cpu") -> nn.Mo
     logging.disable_progress_bar()
     path = resolve(model)
     try:
-        loaded = _pretrained(path, _DTYPES[dtype])
+        loaded = _pretrained(path, DTYPES[dtype])
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _errors(f"the model {model!r}", error, "config.json and safetensors") from error
     for module in loaded.modules():

@@ -13,7 +13,7 @@ from policygrad.tasks.reasoning_gym import ReasoningGymTask, dataset_names
 from policygrad.tasks.spec import parse_mix
 from policygrad.tasks.types import Example, Prompt, Task
 
-__all__ = ["Component", "Example", "Prompt", "Task", "known_tasks", "load_task"]
+__all__ = ["EMBEDDED", "Component", "Example", "Prompt", "Task", "known_tasks", "load_task"]
 
 EMBEDDED = {"embedded": MIX, "embedded_steps": STEPS}
 PROCESS = ("worked_steps",)

@@ -38,7 +38,7 @@ def read_pairs(path: str) -> list[Pair]:
     """Every pair of a JSONL file; columns besides the three are left alone.
 
     A side is text, or the assistant's message ({"role": "assistant", "content": …}, alone or as a list of one).
-    Raises ValueError naming file and line for a missing side, two equal sides, or a wrong type.
+    Raises ValueError naming file and line for a missing or empty side, two equal sides, or a wrong type.
     """
     pairs = []
     for where, row in read_objects(path, EXAMPLE):
@@ -56,7 +56,7 @@ def read_pairs(path: str) -> list[Pair]:
 
 def _side(value: Any, prompt: Prompt, where: str) -> str:
     if isinstance(value, str):
-        return parse_text(value, where)
+        return parse_answer(value, where)
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list):
         raise ValueError(f"{where} must be text or the assistant's message, got {type(value).__name__}")
@@ -68,7 +68,15 @@ def _side(value: Any, prompt: Prompt, where: str) -> str:
         raise ValueError(
             f"{where} must be one message of the assistant, got {roles}; the turns before it belong to 'prompt'"
         )
-    return parse_text(parsed[0]["content"], where)
+    return parse_answer(parsed[0]["content"], where)
+
+
+def parse_answer(value: Any, where: str) -> str:
+    """Text that says something. Raises ValueError."""
+    text = parse_text(value, where)
+    if not text.strip():
+        raise ValueError(f"{where} is empty; give its text, or remove the line")
+    return text
 
 
 def parse_text(value: Any, where: str) -> str:

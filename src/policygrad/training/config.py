@@ -10,6 +10,7 @@ import tyro
 
 from policygrad.algorithms import GRPO
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.checks import check_rollout
 from policygrad.rewards.steps import check_pattern
 from policygrad.rollout.types import Sampling
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
@@ -149,6 +150,7 @@ class Run(Draft):
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, not {self.seed}")
         self.algorithm.check_sampling(self.group_size, self.sampling.temperature)
+        check_rollout(self.algorithm)
         if self.group_size < 1:
             raise ValueError(f"samples_per_prompt must be at least 1, not {self.group_size}")
         if self.sampling.temperature == 0:

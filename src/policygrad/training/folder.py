@@ -1,4 +1,4 @@
-"""The folder of an `sft` or `reward-model` run: a new one, or one to go on with."""
+"""The folder of a run: a new one, or, of `sft` and `reward-model`, one to go on with."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def _own(folder: Path, kind: str) -> Path:
     return folder / ("run.toml" if kind == "train" else f"{kind}.toml")
 
 
-def new_folder(config: Supervised) -> Path:
-    """The folder for a new run. Raises RunError when there is something in it."""
-    if config.output is not None:
-        folder = Path(config.output)
+def new_folder(output: str | None, kind: str) -> Path:
+    """The folder for a new run: `output`, or the next free runs/KIND-N. Raises RunError when there is something in it."""
+    if output is not None:
+        folder = Path(output)
         if folder.exists() and not folder.is_dir():
             raise RunError(f"{folder} is a file: choose another --output")
         if folder.exists() and any(folder.iterdir()):
             raise RunError(f"{folder} is not empty: go on with it by --resume {folder}, or choose another --output")
         return folder
     number = 1
-    while (folder := Path("runs") / f"{config.kind}-{number}").exists():
+    while (folder := Path("runs") / f"{kind}-{number}").exists():
         number += 1
     return folder

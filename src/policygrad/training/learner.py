@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -144,17 +144,9 @@ class LocalLearner:
         """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""
         return self.scorer.forward(part.to(self.device), algorithm.forward_needs, self.old)
 
-    @contextmanager
-    def differentiating(self) -> Iterator[None]:
-        """Transformers recompute activations only in training mode, in which they keep no cache: sampling needs the other.
-
-        Dropout is 0 in both (see `load_model`).
-        """
-        self.model.train(self.config.gradient_checkpointing)
-        try:
-            yield
-        finally:
-            self.model.eval()
+    def differentiating(self) -> AbstractContextManager[None]:
+        """The mode for backward passes."""
+        return differentiating(self.model, self.config.gradient_checkpointing)
 
     def publish(self) -> Weights:
         """The model's own tensors: a sampler that decodes with the same model copies nothing."""
@@ -186,6 +178,19 @@ class LocalLearner:
             )
         self.optimizer.restore(mine, values["optimizer"])
         self.version, self.rollouts, self.refreshed = values["version"], values["rollouts"], values["refreshed"]
+
+
+@contextmanager
+def differentiating(model: nn.Module, recompute: bool) -> Iterator[None]:
+    """Transformers recompute activations only in training mode, in which they keep no cache: sampling needs the other.
+
+    Dropout is 0 in both (see `load_model`).
+    """
+    model.train(recompute)
+    try:
+        yield
+    finally:
+        model.eval()
 
 
 def recompute_activations(model: Any) -> None:

@@ -92,7 +92,8 @@ def loop(
         sampler.load(learner.publish())
         updated = time.perf_counter()
         clock = {"time/rollout": Sum(sampled - began), "time/update": Sum(updated - sampled)}
-        found = watcher.record(Done(step, rollout, batch, psi, merge(rollout.metrics, measured, clock)))
+        metrics = merge(rollout.metrics, algorithm.report(batch), measured, clock)
+        found = watcher.record(Done(step, rollout, batch, psi, metrics))
         progress = Progress(
             algorithm=algorithm.observe(batch, measured | found),
             step=step,

@@ -22,6 +22,7 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: OptimizerConfig, lr: float, total: int) -> None:
         self.config, self.lr, self.total, self.taken = config, lr, total, 0
         self.whole = True  # not in the midst of a step
+        every_token_counts(model)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("the model has no parameter that requires a gradient")
@@ -116,6 +117,15 @@ class Optimizer:
                 on_host = moment == "step"  # AdamW keeps its counter on the CPU
                 self.adam.state[master][moment] = tensor.clone() if on_host else tensor.to(master.device, copy=True)
         self.taken = values["taken"]
+
+
+def every_token_counts(model: nn.Module) -> None:
+    """Lets the embedding of the padding token train like any other, wherever that token stands in a text (as it does where it
+    is also an end token): what is padding is masked. With `padding_idx` its gradient would be 0 in reverse mode and whole in
+    forward mode, so that a Fisher product would not be symmetric."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
 
 
 def train_only(model: nn.Module, pattern: str) -> None:

@@ -44,8 +44,8 @@ class LocalProblem:
         return [self._of(groups[chunk]) for chunk in order.tensor_split(minibatches) if len(chunk)]
 
     def some(self, share: float) -> LocalProblem:
-        """This share of the groups, at least one, drawn by the weights' version."""
-        groups = self.batch.group.unique()
+        """This share of the groups with a sampled token, at least one, drawn by the weights' version."""
+        groups = self.batch.group[self.batch.mask.any(1)].unique()
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))
         return self._of(groups[order[: max(1, round(share * len(groups)))]])
 

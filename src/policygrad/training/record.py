@@ -17,6 +17,7 @@ class Recorder:
     def __init__(self, files: RunFiles, display: Display) -> None:
         self.files, self.display = files, display
         self._told: set[str] = set()
+        self._fitting = False
 
     def note(self, text: str, kind: str | None = None) -> None:
         """Shown the first time something of its kind is said."""
@@ -36,6 +37,7 @@ class Recorder:
         self.files.completions(step, rows)
         for message in done.rollout.messages:
             self.note(message)
+        self._pretraining(step, values)
         if values.get("trust_region/nonfinite"):
             kept = "took a shorter step" if values.get("updates/taken") else "left the weights as they were"
             self.note(f"step {step}: the trust region met numbers that are not finite and {kept}", "nonfinite")
@@ -52,6 +54,18 @@ class Recorder:
         sample = Sample(_in_words(shown["prompt"]), str(shown["completion"]), shown["reward"]) if shown else None
         self.display.step(step, values, sample)
 
+    def _pretraining(self, step: int, values: dict[str, float]) -> None:
+        """Says that the policy waits for its critic, and when the wait is over."""
+        explained = values.get("explained_variance", 0.0)
+        if "value_pretraining" in values:
+            self.note(f"step {step}: value pre-training, the policy waits for its critic", "value pre-training")
+            self._fitting = True
+        elif self._fitting:
+            self._fitting = False
+            self.note(
+                f"step {step}: value pre-training is over, the values explain {explained:.0%} of the returns' variance"
+            )
+
 
 def _in_words(prompt: Any) -> str:
     """A prompt for people: chat messages as `role: content`."""
@@ -62,6 +76,11 @@ def _in_words(prompt: Any) -> str:
 
 def _why_nothing(done: Done, values: dict[str, float]) -> str:
     """Why no completion of a step could move the weights; how often it happens is the metric `updates/skipped`."""
+    if values.get("trust_region/flat"):
+        return (
+            "the Fisher products show no positive curvature along the step, which is rounding: raise algorithm.step.damping, or "
+            "take --learner.dtype fp32"
+        )
     if values.get("trust_region/accepted") == 0.0:
         return (
             "no candidate of the line search raised the surrogate within the KL allowed: lower algorithm.step.delta, or raise "

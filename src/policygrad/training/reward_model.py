@@ -18,17 +18,15 @@ from policygrad.rewards.scorer import (
     load_tokenizer,
     micro_batches,
 )
-from policygrad.rollout.model import Codec, resolve, without_dropout
+from policygrad.rollout.model import DTYPES, Codec, resolve, without_dropout
 from policygrad.tasks.preferences import Pair, by_prompt, read_pairs, split_rows, without
 from policygrad.track import Display, change
 from policygrad.training.folder import configured
-from policygrad.training.learner import recompute_activations
+from policygrad.training.learner import differentiating, recompute_activations
 from policygrad.training.setup import pick_device
-from policygrad.training.sft import differentiating, held_out_words
+from policygrad.training.sft import held_out_words
 from policygrad.training.supervised import Numbers, SupervisedResult, supervise
 from policygrad.training.supervised_config import RewardModelConfig
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def train_reward_model(

@@ -54,7 +54,12 @@ def restore_progress(
     torch.set_rng_state(tensors.pop("rng/torch"))
     try:
         learner.restore(tensors, saved.state["learner"])
-    except (KeyError, RuntimeError) as error:
+    except KeyError as error:
+        raise RunError(
+            f"{saved.path} has no {error}, which {run.algorithm.name} needs: go on with the algorithm that the run began with, or "
+            f"train anew from its model, --model {folder}"
+        ) from error
+    except RuntimeError as error:
         raise RunError(f"{saved.path} does not fit the model {run.model!r}: {error}") from error
     algorithm = algorithm_from_dict(saved.state["algorithm"], str(saved.path))
     if saved.state["configured"] != algorithm_to_dict(run.algorithm):

@@ -14,6 +14,7 @@ from policygrad.core.metrics import Mean, Metrics
 from policygrad.track import Display, Outline, RunFiles, Silent, change
 from policygrad.training.config import Run
 from policygrad.training.evaluate import evaluate
+from policygrad.training.folder import new_folder
 from policygrad.training.keeping import Keeper
 from policygrad.training.learner import LocalLearner
 from policygrad.training.loop import Done, Progress, loop
@@ -59,25 +60,11 @@ def train(
         run = (run or load(folder / "run.toml")).resolved()
     else:
         run = (run or Run()).resolved()
-        folder = _new_folder(run)
+        folder = new_folder(run.output, run.algorithm.name)
     run = replace(run, output=str(folder))
     with ExitStack() as stack:
         shown = stack.enter_context(display or Silent())
         return Session(run, folder, shown, stack).go(resumed=resume is not None, stop_after=stop_after)
-
-
-def _new_folder(run: Run) -> Path:
-    if run.output is not None:
-        folder = Path(run.output)
-        if folder.exists() and not folder.is_dir():
-            raise RunError(f"{folder} is a file: choose another --output")
-        if folder.exists() and any(folder.iterdir()):
-            raise RunError(f"{folder} is not empty: go on with it by --resume {folder}, or choose another --output")
-        return folder
-    number = 1
-    while (folder := Path("runs") / f"{run.algorithm.name}-{number}").exists():
-        number += 1
-    return folder
 
 
 class Session:

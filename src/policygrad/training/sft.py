@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from policygrad.tasks.preferences import split_rows, without
 from policygrad.track import Display, change
 from policygrad.training.folder import configured
 from policygrad.training.forward import probe
-from policygrad.training.learner import recompute_activations
+from policygrad.training.learner import differentiating, recompute_activations
 from policygrad.training.setup import pick_device
 from policygrad.training.supervised import Numbers, SupervisedResult, supervise
 from policygrad.training.supervised_config import SFTConfig
@@ -120,16 +119,6 @@ class FineTuning:
             "held-out loss": change(before["held_out/loss"], after["held_out/loss"], 3) + " nats per token",
             "perplexity": change(before["held_out/perplexity"], after["held_out/perplexity"]),
         }
-
-
-@contextmanager
-def differentiating(model: nn.Module, recompute: bool) -> Iterator[None]:
-    """Transformers recompute activations only in training mode; dropout is 0 in both."""
-    model.train(recompute)
-    try:
-        yield
-    finally:
-        model.eval()
 
 
 def held_out_words(count: int, is_train: bool) -> str:

@@ -102,7 +102,7 @@ def supervise(
         folder = Path(resume)
         check_resumable(folder, config.kind)
     else:
-        folder = new_folder(config)
+        folder = new_folder(config.output, config.kind)
     config = replace(config.resolved(), output=str(folder))
     with ExitStack() as stack:
         shown = stack.enter_context(display or Silent())
@@ -138,10 +138,12 @@ class SupervisedSession:
             self.before = self._measure(files, "measuring before training", done)
         until = len(self.steps) if stop_after is None else min(len(self.steps), done + stop_after)
         with self.stopping:
-            while done < until and not self.stopping.asked:
+            going = done < until
+            while going:
                 done = self._step(files, done + 1)
-                if done == until or self.stopping.asked or done % self.config.checkpoint.every == 0:
-                    self._save(files, done, final=done == until or self.stopping.asked)
+                going = done < until and not self.stopping.asked  # asked once a step: what ends here has a checkpoint
+                if not going or done % self.config.checkpoint.every == 0:
+                    self._save(files, done, final=not going)
         if done == len(self.steps):
             return self._finish(files, done)
         resume = f"policygrad {self.config.kind} --resume {self.folder}"

@@ -91,7 +91,12 @@ def _part(part: Any) -> dict[str, Any]:
     own = getattr(policygrad, kind.__name__, None) is not kind
     name = f"{kind.__module__}:{kind.__qualname__}" if own else kind.__name__
     values = {f.name: getattr(part, f.name) for f in fields(part)}
-    return {"part": name, **{k: _part(v) if is_dataclass(v) else v for k, v in values.items() if v is not None}}
+    return {"part": name, **{k: _field(v) for k, v in values.items()}}
+
+
+def _field(value: Any) -> Any:
+    """An open field is written out: left away, it would be the named algorithm's when the file is read."""
+    return NOTHING if value is None else _part(value) if is_dataclass(value) else value
 
 
 def _change(base: Any, data: Mapping[str, Any], where: str, prefix: str) -> Any:
@@ -207,10 +212,11 @@ def _read_part(current: Any, value: Any, where: str, dotted: str) -> Any:
     for key in value:
         if key not in known:
             raise ConfigError(f"{where}: unknown key '{dotted}.{key}' of {kind.__name__}: {nearest(key, known)}")
-    values = {
-        k: _read_part(None, v, where, f"{dotted}.{k}")
-        if isinstance(v, Mapping)
-        else _typed(v, hints[k], where, f"{dotted}.{k}")
-        for k, v in value.items()
-    }
+    values = {k: _read_field(v, hints[k], where, f"{dotted}.{k}") for k, v in value.items()}
     return _build(lambda: replace(base, **values), where, dotted)
+
+
+def _read_field(value: Any, hint: Any, where: str, dotted: str) -> Any:
+    if value == NOTHING and NoneType in typing.get_args(hint):
+        return None
+    return _read_part(None, value, where, dotted) if isinstance(value, Mapping) else _typed(value, hint, where, dotted)

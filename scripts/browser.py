@@ -1,0 +1,56 @@
+"""A headless Chromium of the system (Debian's package `chromium`), driven by Playwright: for the lab's screenshots and tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--no-sandbox",  # as root, as in a container
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+def missing() -> str | None:
+    """Why there is no browser; None if there is one."""
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ImportError:
+        return "playwright is not installed: pip install -e '.[dev]'"
+    return None if executable() else f"no {' or '.join(NAMES)} on the PATH: apt-get install chromium"
+
+
+def executable() -> str | None:
+    """POLICYGRAD_CHROMIUM, or the first on the PATH."""
+    return os.environ.get("POLICYGRAD_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser with an empty profile of its own.
+
+    Raises:
+        RuntimeError: there is none, with the way out.
+    """
+    if (reason := missing()) is not None:
+        raise RuntimeError(reason)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=executable(), args=list(FLAGS))
+        try:
+            yield browser
+        finally:
+            browser.close()

@@ -1,0 +1,63 @@
+"""Pictures of the lab's page for the docs: python scripts/screenshot_lab.py
+
+Writes docs/lab/{wide,training,dark}.png, 1280 pixels wide, and docs/lab/narrow.png, 390 wide. Needs Chromium.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from browser import chromium
+from policygrad.algorithms import ALGORITHMS
+from policygrad.commands.lab import html
+from policygrad.lab.report import report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "lab"
+LARGEST = 300_000
+"""Bytes of one picture."""
+PICTURES = {  # name: (width, height, scheme, what stands at the top)
+    "wide": (1280, 1240, "light", None),
+    "training": (1280, 1000, "light", "#entropy_collapse"),
+    "dark": (1280, 1000, "dark", "#gate_weights"),
+    "narrow": (390, 1500, "light", None),
+}
+
+
+def picture(browser: Browser, page: Path, width: int, height: int, scheme: str, top: str | None) -> bytes:
+    """A PNG, as small as it gets without loss."""
+    tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce")
+    tab.goto(page.as_uri())
+    tab.wait_for_selector("#scatter .point")
+    if top is not None:
+        tab.evaluate("selector => document.querySelector(selector).scrollIntoView()", top)
+    shot = Image.open(io.BytesIO(tab.screenshot()))
+    tab.close()
+    small = io.BytesIO()
+    shot.convert("RGB").save(small, "PNG", optimize=True)
+    return small.getvalue()
+
+
+def main() -> None:
+    """Measures, and takes the pictures."""
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as place, chromium() as browser:
+        page = Path(place) / "lab.html"
+        page.write_text(html(report(ALGORITHMS), ALGORITHMS), encoding="utf-8")
+        for name, view in PICTURES.items():
+            png = picture(browser, page, *view)
+            if len(png) > LARGEST:
+                raise SystemExit(f"{name}.png has {len(png)} bytes, more than {LARGEST}: make its view smaller")
+            (FOLDER / f"{name}.png").write_bytes(png)
+            print(FOLDER / f"{name}.png", len(png))
+
+
+if __name__ == "__main__":
+    main()
