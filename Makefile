@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: docs train test lint format fast control base-model constraints clean help
+.PHONY: docs lab train test lint format fast control base-model constraints clean help
 help:
-	@echo "make train | test | fast (tests without the slow ones) | lint | format | docs | control | base-model | clean"
+	@echo "make train | test | fast (tests without the slow ones) | lint | format | docs | lab | control | base-model | clean"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,10 @@ lint: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python scripts/make_docs.py
+
+lab: $(STAMP)
+	$(BIN)/python scripts/make_lab.py
+	$(BIN)/python scripts/screenshot_lab.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -103,6 +103,26 @@ def test_json_holds_everything(run, tmp_path) -> None:
     assert json.loads((tmp_path / "out.json").read_text()) == report  # and the same twice
 
 
+def test_a_page_is_written_beside_the_json(run, tmp_path) -> None:
+    words = ("--algorithm", "rloo", "grpo", "--group-size", "2", "--experiment", "z_score")
+    code, out, err = run(*words, "--output", "lab.html", "--json", "-")
+    assert code == 0, err
+    text = (tmp_path / "lab.html").read_text(encoding="utf-8")
+    assert json.loads(out)["findings"][0]["sentence"] in text
+    assert err == "lab.html\n"
+    assert run(*words, "--output", "again.html")[1] == "again.html\n"
+    assert (tmp_path / "again.html").read_text(encoding="utf-8") == text
+    code, out, err = run(*words, "--output", "absent/lab.html")
+    assert code == 2
+    assert "absent/lab.html" in err
+
+
+def test_control_is_a_command_of_its_own(run) -> None:
+    code, out, _ = run("control", "--help")
+    assert code == 0
+    assert "--env" in out
+
+
 def test_sampled_where_there_are_too_many_groups(run) -> None:
     code, out, _ = run("--algorithm", "rloo", "--group-size", "12", "--experiment", "none", "--json", "-")
     side = json.loads(out)["algorithms"][0]["on_policy"]

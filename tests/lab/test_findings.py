@@ -7,8 +7,9 @@ import re
 import pytest
 
 from policygrad.lab import experiments
-from policygrad.lab.experiments import CLAIMS, THEORY
+from policygrad.lab.experiments import CLAIMS, THEORY  # DYNAMICS: test_dynamics.py
 from policygrad.lab.finding import Finding
+from policygrad.lab.plots import plot_of
 from policygrad.lab.report import one_thread
 
 THEOREMS = [
@@ -19,6 +20,7 @@ THEOREMS = [
     "state_baseline",
     "product_ratio",
     "kl_places",
+    "gate_weights",
     *THEORY,
 ]
 """True in every world; the rest is a matter of fact."""
@@ -48,8 +50,23 @@ def test_a_finding_says_its_numbers(found, name: str) -> None:
     assert len({len(column) for column in first.curves.values()}) <= 1
     with one_thread():
         assert first == experiments.run([name], 0)[0]  # the same seed, the same numbers
-    if name != "z_score":  # which draws nothing
+    if name not in ("z_score", "gate_weights"):  # which draw nothing
         assert first.sentence != second.sentence
+
+
+def undrawn(finding: Finding) -> set[str]:
+    """Columns that the page leaves out."""
+    plot = plot_of(finding)
+    return (
+        set(finding.curves) - {next(iter(finding.curves), "")} - {c for p in plot.panels for c in p.columns}
+        if plot
+        else set()
+    )
+
+
+@pytest.mark.parametrize("name", [*CLAIMS, *THEORY])
+def test_every_curve_is_drawn(found, name: str) -> None:
+    assert undrawn(found[name, 0]) == undrawn(found[name, 1]) == set(), "a column is in no panel of PLOTS"
 
 
 def test_what_is_measured(found) -> None:

@@ -6,7 +6,7 @@ import inspect
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,7 @@ from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands import describe as words
 from policygrad.commands.describe import HEAD, NAME, QUIET, Line
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.steps import FirstOrder
 from policygrad.training.config import optional
 from policygrad.training.parts import ConfigError, part_class
 
@@ -57,6 +58,8 @@ class LabOptions:
     """Of the worlds and of what is sampled."""
     json: Annotated[Path | None, optional("FILE", "a table in the terminal")] = None
     """Write everything as one JSON object; - is standard output."""
+    output: Annotated[Path | None, optional("FILE.html", "a table in the terminal")] = None
+    """Write one page with interactive plots that needs no network."""
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
@@ -66,23 +69,44 @@ class LabOptions:
 
 
 def lab(args: list[str]) -> int:
-    """`policygrad lab`."""
+    """`policygrad lab`, and `policygrad lab control`."""
+    if args[:1] == ["control"]:
+        from policygrad.commands.control import control
+
+        return control(args[1:])
     options = tyro.cli(LabOptions, args=args, prog="policygrad lab", config=(tyro.conf.FlagCreatePairsOff,))
     chosen = {name: algorithm(name) for name in options.algorithm} if options.algorithm else dict(ALGORITHMS)
     for spec in options.part:
         label, own = with_part(algorithm(options.base), spec)
-        chosen[label] = own
+        chosen[spec if label in chosen else label] = own
     from policygrad.lab.report import report
 
     names = None if not options.experiment else () if options.experiment == ("none",) else options.experiment
     found = report(chosen, options.group_size, options.kl, options.seed, names)
-    if options.json is None:
-        words.emit(page(found, shutil.get_terminal_size((100, 24)).columns))
-    elif str(options.json) == "-":
+    if options.output is not None:
+        options.output.write_text(html(found, chosen), encoding="utf-8")
+        print(options.output, file=sys.stderr if str(options.json) == "-" else sys.stdout)
+    if str(options.json) == "-":
         print(json.dumps(found.to_dict(), ensure_ascii=False))
-    else:
+    elif options.json is not None:
         options.json.write_text(json.dumps(found.to_dict(), ensure_ascii=False) + "\n", encoding="utf-8")
+    elif options.output is None:
+        words.emit(page(found, shutil.get_terminal_size((100, 24)).columns))
     return 0
+
+
+def html(found: Report, algorithms: Mapping[str, Algorithm]) -> str:
+    """The report as one page."""
+    from policygrad.lab.page import page
+
+    return page(found, algorithms, {name: _parts(a) for name, a in algorithms.items()})
+
+
+def _parts(a: Algorithm) -> dict[str, tuple[str, ...]]:
+    """A row of the matrix, its last columns in one."""
+    row = words.matrix_row(a, changed=True)
+    step = () if a.step == FirstOrder() else (words.part_name(a.step, changed=True),)
+    return row | {"and more": row.pop("shaping") + row.pop("filters") + step}
 
 
 def with_part(base: Algorithm, spec: str) -> tuple[str, Algorithm]:

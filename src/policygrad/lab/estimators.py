@@ -112,7 +112,12 @@ def _token_scores(algorithm: Algorithm, setting: Setting) -> tuple[Tensor, dict[
     def of(name: str) -> Callable[[Tensor], Tensor]:
         """θ -> [X·S], with π_old where it is."""
         still = replace(setting, old=setting.old_or_theta)
-        return lambda theta: getattr(replace(still, theta=theta).forward(algorithm), name).flatten()[here]  # type: ignore[no-any-return]
+
+        def value(theta: Tensor) -> Tensor:
+            found: Tensor = getattr(replace(still, theta=theta).forward(algorithm), name)
+            return found.flatten()[here]
+
+        return value
 
     states = {name: jacobian(of(name), setting.theta) for name in sorted(algorithm.forward_needs)}
     return world.cell_scores(setting.theta), states

@@ -1,13 +1,13 @@
-"""Every experiment of the lab by name: the field's claims, and the theory of trust regions."""
+"""Every experiment of the lab by name: the field's claims, the theory of trust regions, and training runs."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
 
-from policygrad.lab import theory
+from policygrad.lab import dynamics, theory
 from policygrad.lab.finding import Finding
-from policygrad.lab.findings import adam, baselines, critics, groups, kl, lengths, ratios
+from policygrad.lab.findings import adam, baselines, critics, groups, kl, lengths, ratios, shapes
 
 Experiment = Callable[[int], Finding]
 """seed -> Finding."""
@@ -23,6 +23,7 @@ _CLAIMS: tuple[Experiment, ...] = (
     lengths.brevity,
     ratios.product_ratio,
     ratios.ratio_over_length,
+    shapes.gate_weights,
     ratios.gates,
     ratios.experts,
     critics.gae_curve,
@@ -33,26 +34,40 @@ _THEORY: tuple[Experiment, ...] = (
     theory.performance_difference,
     theory.surrogate_matches,
     theory.trust_region_bound,
+    shapes.bound_over_step,
     theory.conservative_mixture,
     theory.natural_invariance,
     theory.monotonic_improvement,
     theory.occupancy_sum,
 )
+_RUNS: tuple[Experiment, ...] = (
+    dynamics.entropy_collapse,
+    dynamics.length_drift,
+    dynamics.k1_in_loss,
+    dynamics.reward_hacking,
+)
 CLAIMS: dict[str, Experiment] = {f.__name__: f for f in _CLAIMS}
 THEORY: dict[str, Experiment] = {f.__name__: f for f in _THEORY}
+DYNAMICS: dict[str, Experiment] = {f.__name__: f for f in _RUNS}
+EXPERIMENTS = CLAIMS | THEORY | DYNAMICS
 
 
 def run(names: Iterable[str] | None = None, seed: int = 0) -> list[Finding]:
+    """The findings of the named experiments, or of all."""
+    return [experiment(seed) for experiment in chosen(names)]
+
+
+def chosen(names: Iterable[str] | None = None) -> list[Experiment]:
     """The named experiments, or all.
 
     Raises:
         ValueError: an unknown name, with the nearest known one.
     """
-    known = CLAIMS | THEORY
-    chosen = list(known if names is None else names)
-    for name in chosen:
+    known = EXPERIMENTS
+    wanted = list(known if names is None else names)
+    for name in wanted:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise ValueError(f"no experiment is called {name!r}: {hint}")
-    return [known[name](seed) for name in chosen]
+    return [known[name] for name in wanted]

@@ -29,6 +29,11 @@ def percent(x: float) -> str:
     return f"{100 * x:.0f} %" if abs(x) >= 0.0995 else f"{100 * x:.2g} %"
 
 
+def tiny(x: float) -> str:
+    """4e-16, or 0 where it is nothing at all."""
+    return f"{x:.0e}" if x else "0"
+
+
 def verdict(holds: bool, yes: str, no: str) -> str:
     """The wording for either outcome."""
     return yes if holds else no

@@ -70,7 +70,7 @@ def figures(gradient: Tensor, weight: Tensor, truth: Tensor, exact: bool = True)
     return Figures(
         scale=along / square,
         bias=bias,
-        cosine=along / math.sqrt(size * square) if size else 0.0,
+        cosine=min(max(along / math.sqrt(size * square), -1.0), 1.0) if size else 0.0,
         variance=variance / square,
         mse=bias**2 + variance / square,
         snr=size / variance if variance else math.inf,

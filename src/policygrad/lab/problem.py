@@ -39,6 +39,10 @@ class ExactProblem:
         """An expectation has no minibatches: each is the whole."""
         return [self] * minibatches
 
+    def some(self, share: float) -> Problem:
+        """Nor has it groups to choose from."""
+        return self
+
     def accumulate(self) -> Metrics:
         self.pending = self.pending + exact.gradient(self.mdp, self.theta)
         return {}

@@ -56,10 +56,11 @@ def report(
     Raises:
         ValueError: a group size that an algorithm or the lab refuses, a KL below 0, an unknown experiment.
     """
+    todo = experiments.chosen(names)  # a wrong name is said before the work, not after it
     with one_thread():
         on, off = table_settings(kl, seed)
         rows = tuple(compare(algorithms, on, off, group_size, seed))
-        findings = tuple(experiments.run(names, seed))
+        findings = tuple(experiment(seed) for experiment in todo)
     tree = on.world.tree
     p = ", ".join(f"{x:.2f}" for x in on.world.success(on.theta).tolist())
     world = (

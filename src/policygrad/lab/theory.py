@@ -106,7 +106,7 @@ def trust_region_bound(seed: int = 0) -> Finding:
 
 
 def _listed(values: Iterable[float]) -> str:
-    return ", ".join(f"{x:.2g}" for x in values)
+    return ", ".join(f"{x:.2g}" if x < 100 else f"{x:.0f}" for x in values)
 
 
 def conservative_mixture(seed: int = 0) -> Finding:

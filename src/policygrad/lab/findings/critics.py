@@ -12,7 +12,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.critic import Critic
 from policygrad.core.types import Advantage
 from policygrad.core.values import GAE, NStep
-from policygrad.lab.finding import Finding, verdict
+from policygrad.lab.finding import Finding, tiny, verdict
 from policygrad.lab.groups import all_steps
 from policygrad.lab.measurement import measure
 from policygrad.lab.worlds import one_prompt
@@ -48,6 +48,7 @@ def gae_curve(seed: int = 0) -> Finding:
         for e in ERRORS
         for a, b in (("TD", "λ=0"), ("Monte Carlo", "λ=1"))
     )
+    error = float(gap.std() / math.sqrt(CRITICS))
     holds = _falls(biased) and not _falls(spread) and spread[-1] > spread[0] and same < 1e-9
     return Finding(
         "gae_curve",
@@ -57,11 +58,13 @@ def gae_curve(seed: int = 0) -> Finding:
         f"λ = 1 and the variance {verdict(spread[-1] > spread[0], 'rises', 'falls')} from {spread[0]:.1f} to {spread[-1]:.1f} "
         f"of ‖∇J‖². The mean squared error of one completion's gradient is least at λ = "
         f"{', '.join(f'{best[e]:g}' for e in ERRORS)} for critics that err by {', '.join(f'{e:g}' for e in ERRORS)}. "
-        f"At the largest error TD has {_mse(mean, 'TD')}, two steps {_mse(mean, '2-step')}, three {_mse(mean, '3-step')} and Monte "
-        f"Carlo {_mse(mean, 'Monte Carlo')}; TD is λ = 0 and Monte Carlo λ = 1 to {same:.0e}.",
+        f"At the largest error the best λ saves {float(gap.mean()):.2f} ± {error:.2f} against λ = 1 (over {CRITICS} critics); "
+        f"TD has {_mse(mean, 'TD')}, two steps {_mse(mean, '2-step')}, three {_mse(mean, '3-step')} and Monte Carlo "
+        f"{_mse(mean, 'Monte Carlo')}. TD is λ = 0 and Monte Carlo λ = 1 to {tiny(same)}.",
         {f"best_lambda_{e:g}": best[e] for e in ERRORS}
+        | {"gap": float(gap.mean())}
         | {f"mse {n} {e:g}": mean[n, e][2] for n in NAMED for e in ERRORS},
-        error=float(gap.std() / math.sqrt(CRITICS)),
+        error=error,
         curves={
             "lambda": LAMBDAS,
             **{

@@ -1,0 +1,171 @@
+"""Gymnasium's vector environments as tensors. The one file that imports gymnasium."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Spaces:
+    """What a policy sees and does."""
+
+    features: int
+    """Numbers in an observation."""
+    actions: int
+    """How many actions there are to choose from, or, if they are continuous, how many numbers an action has."""
+    discrete: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Transition:
+    """One step of N environments. Where an episode ended, `observation` is already the first of the next one."""
+
+    observation: Tensor
+    """[N, d] what the next action is chosen by."""
+    reward: Tensor
+    """[N]."""
+    terminated: Tensor
+    """[N] bool; the episode is over, and its last state is worth nothing more."""
+    truncated: Tensor
+    """[N] bool; it was cut off, by a time limit for one: what its last state was worth is left to a critic."""
+    final: Tensor
+    """[N, d] the state that the action led to, before any reset."""
+
+
+class Environments(Protocol):
+    """N copies of an environment, stepped together."""
+
+    @property
+    def spaces(self) -> Spaces: ...
+
+    @property
+    def number(self) -> int:
+        """N."""
+        ...
+
+    def reset(self, seeds: Sequence[int] | None = None) -> Tensor:
+        """[N, d] the first observations; without seeds the random numbers go on where they were."""
+        ...
+
+    def step(self, action: Tensor) -> Transition:
+        """One step with the actions [N], or [N, k] where they are continuous."""
+        ...
+
+
+class GymEnvironments:
+    """`number` copies of the Gymnasium environment `name`, one after another in this process.
+
+    Observations: Box, flattened, or Discrete, as one-hot vectors. Actions: Discrete, or Box, to whose bounds an action is
+    clipped on its way to the environment alone; its log-probability stays that of the action drawn.
+
+    Raises:
+        ValueError: an unknown environment, with near names; spaces of another kind, with the reason; no time limit.
+        ImportError: gymnasium, or what the environment itself needs, is not installed.
+    """
+
+    def __init__(self, name: str, number: int, max_episode_steps: int | None = None) -> None:
+        """`max_episode_steps`: a time limit in place of the environment's own."""
+        gym = _gymnasium()
+        try:
+            from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+            self.vector: Any = SyncVectorEnv(
+                [lambda: gym.make(name, max_episode_steps, disable_env_checker=True)] * number,
+                autoreset_mode=AutoresetMode.SAME_STEP,
+            )
+        except (gym.error.Error, ImportError) as error:
+            raise _refusal(gym, name, error) from error
+        self.number = number
+        self._observations: Any = self.vector.single_observation_space
+        self._actions: Any = self.vector.single_action_space
+        spec: Any = self.vector.envs[0].spec
+        if spec is None or spec.max_episode_steps is None:
+            raise ValueError(
+                f"{name} has no time limit, and an episode may go on for ever: give one, max_episode_steps=1000 "
+                "(--max-episode-steps 1000)"
+            )
+        self.spaces = Spaces(self._features(name), *self._moves(name))
+
+    def _features(self, name: str) -> int:
+        space, spaces = self._observations, _gymnasium().spaces
+        if isinstance(space, spaces.Box):
+            return int(np.prod(space.shape))
+        if isinstance(space, spaces.Discrete):
+            return int(space.n)
+        raise ValueError(
+            f"{name} observes {space}, and the policies here read vectors of numbers: Box or Discrete observations. Wrap the "
+            "environment in gymnasium.wrappers.FlattenObservation and register that"
+        )
+
+    def _moves(self, name: str) -> tuple[int, bool]:
+        space, spaces = self._actions, _gymnasium().spaces
+        if isinstance(space, spaces.Discrete):
+            return int(space.n), True
+        if isinstance(space, spaces.Box):
+            return int(np.prod(space.shape)), False
+        raise ValueError(
+            f"{name} takes {space} as an action, and the policies here draw from one categorical or one Gaussian distribution: "
+            "Discrete or Box actions"
+        )
+
+    def _seen(self, observation: Any) -> Tensor:
+        if not self._observations.shape and hasattr(self._observations, "n"):
+            index = torch.as_tensor(np.asarray(observation, dtype=np.int64) - int(self._observations.start))
+            return torch.nn.functional.one_hot(index, int(self._observations.n)).float()
+        return torch.as_tensor(np.array(observation, dtype=np.float32)).reshape(self.number, -1)
+
+    def reset(self, seeds: Sequence[int] | None = None) -> Tensor:
+        observation, _ = self.vector.reset(seed=None if seeds is None else list(seeds))
+        return self._seen(observation)
+
+    def step(self, action: Tensor) -> Transition:
+        if self.spaces.discrete:
+            move = action.numpy() + int(self._actions.start)
+        else:
+            move = action.numpy().reshape(self.number, *self._actions.shape)
+            move = move.clip(self._actions.low, self._actions.high).astype(self._actions.dtype)
+        observation, reward, terminated, truncated, info = self.vector.step(move)
+        final = observation
+        if (terminated | truncated).any():
+            final = np.array(observation)
+            for i in np.flatnonzero(terminated | truncated):
+                final[i] = info["final_obs"][i]
+        return Transition(
+            self._seen(observation),
+            torch.as_tensor(np.array(reward, dtype=np.float32)),
+            torch.as_tensor(np.array(terminated)),
+            torch.as_tensor(np.array(truncated)),
+            self._seen(final),
+        )
+
+    def close(self) -> None:
+        self.vector.close()
+
+
+def _gymnasium() -> Any:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ImportError(
+            "classic control needs gymnasium, which is not installed: pip install 'policygrad[control]'"
+        ) from error
+    return gymnasium
+
+
+def _refusal(gym: Any, name: str, error: Exception) -> Exception:
+    """What gymnasium would not make, in words."""
+    if isinstance(error, (ImportError, gym.error.DependencyNotInstalled)):
+        return ImportError(f"{name} needs more than gymnasium itself: {error}")
+    if isinstance(error, gym.error.UnregisteredEnv):
+        known = sorted(gym.registry)
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
+        return ValueError(f"unknown environment {name!r}: {hint}")
+    return ValueError(f"gymnasium does not make {name!r}: {error}")

@@ -1,0 +1,180 @@
+"""Policies over discrete and continuous actions, a critic, and normalised observations; all small networks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from policygrad.lab.control.environments import Spaces
+
+
+class Distribution(Protocol):
+    """π(·|s) at n states."""
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        """[n] or [n, k] an action for each state, without graph: log π is of the action as it was drawn."""
+        ...
+
+    def mode(self) -> Tensor:
+        """The most probable actions."""
+        ...
+
+    def logp(self, action: Tensor) -> Tensor:
+        """[n] nats."""
+        ...
+
+    def entropy(self) -> Tensor:
+        """[n] nats."""
+        ...
+
+    def kl(self, other: Any) -> Tensor:
+        """[n] nats, KL(self‖other), exact."""
+        ...
+
+    def at(self, rows: Tensor) -> Distribution:
+        """Some of the states, without graph."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Categorical:
+    """Discrete actions."""
+
+    logits: Tensor
+    """[n, A]."""
+
+    @property
+    def _logs(self) -> Tensor:
+        return self.logits.log_softmax(-1)
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        return torch.multinomial(self.logits.softmax(-1), 1, generator=generator).squeeze(1)
+
+    def mode(self) -> Tensor:
+        return self.logits.argmax(-1)
+
+    def logp(self, action: Tensor) -> Tensor:
+        return self._logs.gather(-1, action[:, None]).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        logs = self._logs
+        return -(logs.exp() * logs).sum(-1)
+
+    def kl(self, other: Categorical) -> Tensor:
+        logs = self._logs
+        return (logs.exp() * (logs - other._logs)).sum(-1)
+
+    def at(self, rows: Tensor) -> Categorical:
+        return Categorical(self.logits.detach()[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """Continuous actions, each number independent of the others given the state."""
+
+    mean: Tensor
+    """[n, k]."""
+    log_std: Tensor
+    """[n, k]."""
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        noise = torch.randn(self.mean.shape, generator=generator, dtype=self.mean.dtype)
+        return (self.mean + self.log_std.exp() * noise).detach()
+
+    def mode(self) -> Tensor:
+        return self.mean
+
+    def logp(self, action: Tensor) -> Tensor:
+        z = (action - self.mean) * (-self.log_std).exp()
+        return -(z * z / 2 + self.log_std + math.log(2 * math.pi) / 2).sum(-1)
+
+    def entropy(self) -> Tensor:
+        return (self.log_std + (1 + math.log(2 * math.pi)) / 2).sum(-1)
+
+    def kl(self, other: Gaussian) -> Tensor:
+        spread = (2 * (self.log_std - other.log_std)).exp()
+        shift = (self.mean - other.mean) * (-other.log_std).exp()
+        return (other.log_std - self.log_std + (spread + shift * shift - 1) / 2).sum(-1)
+
+    def at(self, rows: Tensor) -> Gaussian:
+        return Gaussian(self.mean.detach()[rows], self.log_std.detach()[rows])
+
+
+def mlp(sizes: tuple[int, ...], gain: float, generator: torch.Generator) -> nn.Sequential:
+    """Linear layers with tanh in between, their weights orthogonal: times √2 within, times `gain` in the last. Biases 0.
+
+    Source: Huang et al. 2022 (PPO details), no. 2.
+    """
+    layers: list[nn.Module] = []
+    for i, (into, out) in enumerate(itertools.pairwise(sizes)):
+        linear = nn.utils.skip_init(nn.Linear, into, out)  # type: ignore[no-untyped-call]
+        last = i == len(sizes) - 2
+        nn.init.orthogonal_(linear.weight, gain if last else math.sqrt(2), generator=generator)
+        nn.init.zeros_(linear.bias)
+        layers += [linear] if last else [linear, nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+class Policy(nn.Module):
+    """π_θ: states [n, d] to a distribution over actions at each; near uniform, or near N(0, 1), to begin with."""
+
+    def __init__(self, spaces: Spaces, hidden: tuple[int, ...], generator: torch.Generator) -> None:
+        super().__init__()
+        self.body = mlp((spaces.features, *hidden, spaces.actions), 0.01, generator)
+        self.log_std = None if spaces.discrete else nn.Parameter(torch.zeros(spaces.actions))
+
+    def forward(self, states: Tensor) -> Distribution:
+        out = self.body(states)
+        if self.log_std is None:
+            return Categorical(out)
+        return Gaussian(out, self.log_std + torch.zeros_like(out))  # numbers of its own: π_old must not move with θ
+
+
+class Value(nn.Module):
+    """V_φ: states [n, d] to [n]."""
+
+    def __init__(self, spaces: Spaces, hidden: tuple[int, ...], generator: torch.Generator) -> None:
+        super().__init__()
+        self.body = mlp((spaces.features, *hidden, 1), 1.0, generator)
+
+    def forward(self, states: Tensor) -> Tensor:
+        values: Tensor = self.body(states).squeeze(-1)
+        return values
+
+
+@dataclass(frozen=True, eq=False)
+class Normaliser:
+    """Observations less their mean over their standard deviation, within ±10; its state is all observations so far.
+
+    Data in, data out: `observe` returns the next one, so that a rollout and its updates see states alike.
+    """
+
+    mean: Tensor
+    """[d]."""
+    squares: Tensor
+    """[d] sum of squared deviations from the mean."""
+    count: int = 0
+
+    @classmethod
+    def fresh(cls, features: int) -> Normaliser:
+        """It has seen nothing, and changes nothing."""
+        return cls(torch.zeros(features, dtype=torch.float64), torch.zeros(features, dtype=torch.float64))
+
+    def __call__(self, observation: Tensor) -> Tensor:
+        if not self.count:
+            return observation
+        std = (self.squares / self.count).sqrt().clamp(min=1e-4).to(observation.dtype)
+        return ((observation - self.mean.to(observation.dtype)) / std).clamp(-10, 10)
+
+    def observe(self, observation: Tensor) -> Normaliser:
+        """After n more observations [n, d]. Source: Chan, Golub & LeVeque 1979, on parallel variances."""
+        new, n = observation.double(), len(observation)
+        mean, total = new.mean(0), self.count + n
+        shift = mean - self.mean
+        squares = self.squares + (new - mean).square().sum(0) + shift.square() * (self.count * n / total)
+        return Normaliser(self.mean + shift * (n / total), squares, total)

@@ -1,0 +1,196 @@
+"""How training goes wrong: short runs whose every move is the exact expectation of the algorithm's own updates (see `drift`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from policygrad.algorithms import DR_GRPO, GRPO
+from policygrad.core.advantages import LeaveOneOut
+from policygrad.core.aggregates import FixedLength, SequenceMean
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.gates import Clip
+from policygrad.core.shaping import KLInReward
+from policygrad.core.steps import FirstOrder
+from policygrad.core.terms import KLToReference
+from policygrad.core.types import Aggregation, Batch, Forward, Term
+from policygrad.lab.drift import train
+from policygrad.lab.finding import Finding, verdict
+from policygrad.lab.findings.baselines import centred
+from policygrad.lab.policies import Table, normal
+from policygrad.lab.sequences import Tree, World
+from policygrad.lab.setting import Setting
+from policygrad.lab.worlds import one_prompt
+
+JITTER = 0.05
+"""Standard deviation of what a seed adds to the logits at the start, where the worlds are not random themselves."""
+
+
+def _started(tree: Tree, reward: Tensor, probability: list[list[float]], seed: int) -> Setting:
+    """One prompt and a table that begins at these probabilities of the tokens at each prefix, a seed's jitter added."""
+    theta = torch.tensor(probability, dtype=torch.float64).log().flatten()
+    return Setting(World(tree, reward[None], Table(tree)), theta + normal(len(theta), JITTER, seed))
+
+
+def _entropy(world: World, state: int) -> Callable[[Tensor], Tensor]:
+    """θ -> nats at a prefix."""
+
+    def entropy(theta: Tensor) -> Tensor:
+        logp = world.conditionals(theta)[state]
+        return -(logp.exp() * logp).sum()
+
+    return entropy
+
+
+def entropy_collapse(seed: int = 0) -> Finding:
+    """Two tokens: the first decides the reward, the second does not matter. 16 updates per rollout, three upper clips.
+
+    Advantages are the completion's, so the second token is pushed too, up in right answers and down in wrong ones. Without a
+    clip that evens out; with one, what can still rise is cut off. Source of the remedy: Yu et al. 2025 (DAPO), sec. 3.1.
+    """
+    tree, rollouts = Tree(4, 2), 50
+    right = torch.tensor([float(word[:1] == (1,)) for word in tree.words]).double()
+    setting = _started(tree, right, [[0.1, 0.1, 0.5, 0.3], *[[0.5, 0.3, 0.15, 0.05]] * 3], seed)
+    world = setting.world
+    watch = {"J": world.objective, "decides": _entropy(world, 0), "idle": _entropy(world, 1)}
+    step, highs = FirstOrder(epochs=16), {"0.2": 0.2, "0.28": 0.28, "none": 1e6}
+    runs = {
+        name: train(replace(GRPO, terms=(), gate=Clip(0.2, high), step=step), setting, 2, 0.2, rollouts, watch)
+        for name, high in highs.items()
+    }
+    start, end = runs["0.2"]["idle"][0], {name: run["idle"][-1] for name, run in runs.items()}
+    at = {name: run.at("decides", 0.9, "J") for name, run in runs.items()}
+    holds = end["0.2"] < start and end["0.2"] < end["0.28"]
+    kept = verdict(
+        end["0.28"] < start, "clip-higher slows the collapse and does not end it", "clip-higher keeps the entropy"
+    )
+    return Finding(
+        "entropy_collapse",
+        "With several updates per rollout a clip of 0.2 on both sides drains entropy; clip-higher keeps more of it.",
+        holds,
+        f"At a token that the reward does not depend on, entropy goes in {rollouts} rollouts from {start:.3f} nats to "
+        f"{end['0.2']:.3f} under clip 0.2/0.2, {end['0.28']:.3f} under 0.2/0.28 and {end['none']:.3f} without an upper bound: "
+        f"{verdict(holds, kept, 'not as claimed')}. At the token that decides it is spent on J alike: "
+        f"{at['0.2']:.3f}, {at['0.28']:.3f} and {at['none']:.3f} nats where J = 0.9.",
+        {"start": start} | {f"end_{name}": x for name, x in end.items()} | {f"decides_{n}": x for n, x in at.items()},
+        curves={"rollout": _count(rollouts)}
+        | {f"idle_{name}": run["idle"] for name, run in runs.items()}
+        | {f"J_{name}": run["J"] for name, run in runs.items()},
+    )
+
+
+def length_drift(seed: int = 0) -> Finding:
+    """Dr. GRPO with its own fixed length, and with GRPO's sequence mean. Source: Liu et al. 2025 (Dr. GRPO), sec. 3.1."""
+    setting, rollouts = one_prompt(4, 0.3, seed=seed), 40
+    world = setting.world
+    right = (world.reward > 0.5).double()
+    watch = {
+        "J": world.objective,
+        "right": lambda theta: world.mean_length(theta, right),
+        "wrong": lambda theta: world.mean_length(theta, 1 - right),
+    }
+    kinds: dict[str, tuple[Aggregation, float]] = {"sequence": (SequenceMean(), 3.0), "fixed": (FixedLength(), 5.0)}
+    runs = {
+        name: train(replace(DR_GRPO, aggregate=kind), setting, 2, lr, rollouts, watch)
+        for name, (kind, lr) in kinds.items()
+    }
+    low, high = runs["fixed"]["J"][0], min(run["J"][-1] for run in runs.values())
+    grid = tuple(low + (high - low) * i / 16 for i in range(17))
+    curves = {
+        f"{what}_{name}": tuple(run.at(what, j, "J") if i else run[what][0] for i, j in enumerate(grid))
+        for what in ("wrong", "right")
+        for name, run in runs.items()
+    }
+    wrong, shorter = (curves[f"{what}_sequence"][-1] - curves[f"{what}_fixed"][-1] for what in ("wrong", "right"))
+    holds = wrong > 0 > shorter
+    return Finding(
+        "length_drift",
+        "Trained with the sequence mean, wrong answers grow longer and right ones shorter than with a fixed length.",
+        holds,
+        f"From J = {low:.2f} to {high:.2f} wrong answers go from {curves['wrong_fixed'][0]:.2f} to "
+        f"{curves['wrong_sequence'][-1]:.2f} tokens under the sequence mean and to {curves['wrong_fixed'][-1]:.2f} under the fixed "
+        f"length, {abs(wrong):.3f} {verdict(wrong > 0, 'more', 'less')}; right ones from {curves['right_fixed'][0]:.2f} to "
+        f"{curves['right_sequence'][-1]:.3f} and {curves['right_fixed'][-1]:.3f}, {abs(shorter):.3f} "
+        f"{verdict(shorter < 0, 'less', 'more')}.",
+        {"wrong": wrong, "right": shorter},
+        curves={"J": grid, **curves},
+    )
+
+
+@dataclass(frozen=True)
+class K1InLoss:
+    """k = −β, the derivative of −β·(log π_θ − log π_ref): what the library refuses. E Σ_t ∇log π = 0, so it asks for nothing."""
+
+    beta: float
+    aggregate: Aggregation | None = None
+
+    def score(self, out: Forward, batch: Batch) -> Tensor:
+        return torch.full_like(batch.mask, -self.beta, dtype=torch.float64)
+
+    def value(self, out: Forward, batch: Batch) -> Tensor:
+        """Up to β·log π_ref, which θ does not move."""
+        return -self.beta * out.logp.detach()
+
+
+def k1_in_loss(seed: int = 0) -> Finding:
+    """KL(π‖π_ref) of whole completions along runs with β = 0.3 in different places; π_ref is where they start."""
+    setting, beta, rollouts = one_prompt(2, 0.3, seed=seed), 0.3, 40
+    world, start = setting.world, setting.theta
+    setting = replace(setting, reference=start)
+    terms: dict[str, Term] = {"k1": K1InLoss(beta), "k2": KLToReference(beta, "k2")}
+    plain = centred(LeaveOneOut())
+    algorithms: dict[str, Algorithm] = {"none": plain, "reward": replace(plain, shaping=(KLInReward(beta),))}
+    algorithms |= {name: replace(plain, terms=(term,)) for name, term in terms.items()}
+    watch = {"J": world.objective, "kl": lambda theta: world.kl(theta, start)}
+    runs = {name: train(a, setting, 2, 1.0, rollouts, watch) for name, a in algorithms.items()}
+    end = {name: run["kl"][-1] for name, run in runs.items()}
+    apart = max(abs(a - b) for a, b in zip(runs["k1"]["kl"], runs["none"]["kl"], strict=True))
+    holds = apart < 1e-10 and max(end["k2"], end["reward"]) < end["none"]
+    return Finding(
+        "k1_in_loss",
+        "k1 in the loss does nothing; k2 in the loss and k1 in the reward hold the policy near the reference.",
+        holds,
+        f"After {rollouts} rollouts with β = {beta:g} the policy is {end['k1']:.3f} nats from the reference with k1 in the loss "
+        f"and {end['none']:.3f} without any KL, the same run to {apart:.0e}; {end['k2']:.3f} with k2 in the loss and "
+        f"{end['reward']:.3f} with k1 in the reward.",
+        {f"kl_{name}": x for name, x in end.items()} | {"apart": apart},
+        curves={"rollout": _count(rollouts), **{f"kl_{name}": run["kl"] for name, run in runs.items()}},
+    )
+
+
+def reward_hacking(seed: int = 0) -> Finding:
+    """A proxy that pays 1 for the right answer and 0.8 for every token, right or wrong: trained on, with and without a KL."""
+    tree, rollouts, beta, bonus = Tree(3, 3), 100, 0.4, 0.8
+    true = torch.tensor([float(word == (1,)) for word in tree.words]).double()
+    proxy = true + bonus * torch.tensor([len(word) for word in tree.words]).double()
+    setting = _started(tree, proxy, [[0.7, 0.18, 0.12]] * len(tree.prefixes), seed)
+    setting = replace(setting, reference=setting.theta)
+    world = setting.world
+    watch = {"proxy": world.objective, "true": lambda theta: world.objective(theta, true[None])}
+    plain = centred(LeaveOneOut())
+    held = replace(plain, shaping=(KLInReward(beta),))
+    runs = {name: train(a, setting, 2, 0.5, rollouts, watch) for name, a in (("free", plain), ("kl", held))}
+    free, kl = runs["free"], runs["kl"]
+    peak = max(free["true"])
+    holds = free["true"][-1] < peak / 2 and free["proxy"][-1] > free["proxy"][0] and kl["true"][-1] > free["true"][-1]
+    best = max(kl["true"])
+    price = verdict(kl["true"][-1] > 0.8 * best, f"close to its best, {best:.2f}", f"past its best, {best:.2f}")
+    return Finding(
+        "reward_hacking",
+        "Without a KL a flawed reward is hacked: the proxy rises while the true reward falls. A KL to the reference holds it.",
+        holds,
+        f"The proxy pays {bonus:g} a token beside 1 for the right answer. Without a KL it goes from {free['proxy'][0]:.2f} to "
+        f"{free['proxy'][-1]:.2f} in {rollouts} rollouts, while the true reward climbs from {free['true'][0]:.2f} to {peak:.2f} "
+        f"after {free['true'].index(peak)} and falls to {free['true'][-1]:.2f}. With β = {beta:g} in the reward it ends at "
+        f"{kl['true'][-1]:.2f}, {price}, and the proxy at {kl['proxy'][-1]:.2f}.",
+        {"peak": peak, "true_free": free["true"][-1], "true_kl": kl["true"][-1], "proxy_free": free["proxy"][-1]},
+        curves={"rollout": _count(rollouts)}
+        | {f"{what}_{name}": run[what] for what in ("true", "proxy") for name, run in runs.items()},
+    )
+
+
+def _count(rollouts: int) -> tuple[float, ...]:
+    return tuple(map(float, range(rollouts + 1)))

@@ -1,0 +1,130 @@
+"""Training runs by expectation: the expectation against brute force, and what each run shows."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import policygrad as pg
+from policygrad.core.loss_terms import ExactEntropy
+from policygrad.lab import dynamics
+from policygrad.lab.drift import Path, expected_move, train
+from policygrad.lab.estimators import estimates
+from policygrad.lab.experiments import DYNAMICS
+from policygrad.lab.finding import Finding
+from policygrad.lab.groups import all_steps
+from policygrad.lab.plots import PLOTS
+from policygrad.lab.report import one_thread
+from policygrad.lab.worlds import one_prompt, table_settings
+
+RUNS = [*((name, 0) for name in DYNAMICS), ("length_drift", 1), ("k1_in_loss", 1)]
+"""Those that cost least on another seed too."""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, int], Finding]:
+    with one_thread():
+        return {(name, seed): getattr(dynamics, name)(seed) for name, seed in RUNS}
+
+
+def by_hand(algorithm: pg.Algorithm, setting, size: int, lr: float) -> torch.Tensor:
+    """Every ordered group, its K updates one after the other by autograd through θ."""
+    setting = replace(setting, old=setting.theta)
+    algorithm = setting.prepared(algorithm)
+    book, probability = setting.book(algorithm), setting.world.logp(setting.theta).exp().flatten()
+    total = torch.zeros_like(setting.theta)
+    for group in itertools.product(range(len(book.mask)), repeat=size):
+        rows = torch.tensor(group)
+        batch = replace(book.select(rows), group=torch.zeros(size, dtype=torch.int64))
+        psi, theta = algorithm.advantages(batch), setting.theta
+        for _ in range(algorithm.step.updates):
+            theta = theta.detach().requires_grad_()
+            out = replace(setting, theta=theta).forward(algorithm)
+            picked = {name: getattr(out, name)[rows] for name in ("logp", *algorithm.forward_needs)}
+            loss = pg.surrogate(pg.Forward(**picked), batch, psi, algorithm)
+            theta = theta - lr * torch.autograd.grad(loss, theta)[0]
+        total = total + float(probability[rows].prod()) * (theta.detach() - setting.theta)
+    return total
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        replace(pg.GRPO, step=pg.FirstOrder(epochs=3)),
+        replace(pg.DR_GRPO, gate=pg.SoftGate(), terms=(ExactEntropy(0.2),), step=pg.FirstOrder(epochs=2)),
+    ],
+    ids=["grpo", "soft"],
+)
+def test_the_move_is_the_mean_over_groups_of_their_own_updates(algorithm: pg.Algorithm) -> None:
+    setting = one_prompt(2, seed=3)
+    move = expected_move(algorithm, setting, 2, 0.7)
+    torch.testing.assert_close(move, by_hand(algorithm, setting, 2, 0.7), rtol=0, atol=1e-13)
+
+
+def test_one_update_is_the_expected_gradient() -> None:
+    setting = one_prompt(2, seed=1)
+    mean = estimates(pg.RLOO, replace(setting, old=setting.theta), all_steps(setting, 3)).mean
+    torch.testing.assert_close(expected_move(pg.RLOO, setting, 3, 0.5), 0.5 * mean, rtol=0, atol=1e-15)
+
+
+def test_a_group_that_is_sampled_again_weighs_nothing() -> None:
+    setting = one_prompt(2, seed=1)
+    kept = replace(pg.DR_GRPO, filters=(pg.DropNoSpread(),))
+    plain, filtered = (expected_move(a, setting, 2, 0.5) for a in (pg.DR_GRPO, kept))
+    p = float(setting.world.objective(setting.theta))
+    torch.testing.assert_close(filtered, plain / (2 * p * (1 - p)), rtol=0, atol=1e-14)  # the others have Ψ = 0
+
+
+def test_what_has_no_expected_rollout_is_refused() -> None:
+    with pytest.raises(ValueError, match="one prompt and a Table"):
+        expected_move(pg.GRPO, table_settings()[0], 2, 0.1)
+    with pytest.raises(ValueError, match="TrustRegion has no learning rate"):
+        expected_move(pg.TRPO, one_prompt(2), 2, 0.1)
+
+
+def test_a_level_is_found_between_two_rollouts() -> None:
+    path = Path({"J": (0.0, 0.5, 1.0), "length": (4.0, 2.0, 0.0)})
+    assert path.at("length", 0.25, "J") == pytest.approx(3.0)
+    assert path.at("length", 0.75, "J") == pytest.approx(1.0)
+    assert path.at("length", 2.0, "J") == 0.0
+
+
+def test_the_unbiased_gradient_climbs() -> None:
+    setting = one_prompt(2, seed=0)
+    run = train(pg.RLOO, setting, 2, 0.5, 5, {"J": setting.world.objective})["J"]
+    assert list(run) == sorted(run)
+    assert run[-1] > run[0] + 0.05
+
+
+@pytest.mark.parametrize(("name", "seed"), RUNS)
+def test_every_run_shows_its_failure(found, name: str, seed: int) -> None:
+    finding = found[name, seed]
+    assert finding.holds, finding.sentence
+    assert finding.error is None
+    assert len({len(column) for column in finding.curves.values()}) == 1
+    _, *columns = finding.curves
+    assert {c for panel in PLOTS[name].panels for c in panel.columns} == set(columns)
+
+
+def test_the_order_of_the_clips_and_that_it_is_the_upper_one(found) -> None:
+    n = found["entropy_collapse", 0].numbers
+    assert n["end_0.2"] < n["end_0.28"] < n["start"] < n["end_none"]
+    assert n["decides_0.2"] == pytest.approx(n["decides_none"], abs=0.01)
+    assert "slows the collapse and does not end it" in found["entropy_collapse", 0].sentence
+
+
+def test_k1_in_the_loss_changes_nothing_and_the_library_refuses_it(found) -> None:
+    curves = found["k1_in_loss", 0].curves
+    assert curves["kl_k1"] == pytest.approx(curves["kl_none"], abs=1e-12)
+    assert curves["kl_reward"][-1] < 0.8 * curves["kl_none"][-1]
+    with pytest.raises(ValueError, match="does nothing"):
+        pg.KLToReference(0.3, "k1")
+
+
+def test_the_hacked_reward_rises_to_the_end(found) -> None:
+    curves = found["reward_hacking", 0].curves
+    assert list(curves["proxy_free"]) == sorted(curves["proxy_free"])
+    assert curves["true_free"][-1] < curves["true_free"][0] < max(curves["true_free"])
