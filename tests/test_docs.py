@@ -17,7 +17,8 @@ import measure_algorithms
 import policygrad as pg
 from pages import algorithm as algorithm_pages
 from pages import checked, probe, tables
-from policygrad.algorithms import ABOUT, ALGORITHMS
+from policygrad.about import ABOUT
+from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import describe, difference, settings
 from policygrad.papers import PAPERS, USUAL
 from policygrad.training.parts import part_names

@@ -11,7 +11,8 @@ from measure_algorithms import OVERRIDES
 from pages.markdown import block, page, table
 from pages.measured import by_algorithm, summary_sentence
 from policygrad import algorithms
-from policygrad.algorithms import ABOUT, ALGORITHMS
+from policygrad.about import ABOUT
+from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import COLUMNS, EQUATION, difference, number, part_name, settings
 from policygrad.core.algorithm import Algorithm
 from policygrad.papers import PAPERS, USUAL

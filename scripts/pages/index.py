@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pages.markdown import block, page, table
-from policygrad.algorithms import ABOUT, ALGORITHMS
+from policygrad.about import ABOUT
+from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import changed_settings, matrix_row
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.reference import Reference

@@ -105,8 +105,8 @@ def _same(found: dict[str, list[Row]]) -> str:
         return ""
     return (
         "While a rollout feeds one optimiser step every ratio is 1, where every gate's weight is 1: algorithms that differ in "
-        f"nothing else that came up here take the same steps, to the digit ({'; '.join(same)}). More updates per rollout tell them apart: "
-        "`--algorithm.step.epochs`."
+        f"nothing else that came up here take the same steps, to the digit ({'; '.join(same)}). More updates per rollout tell "
+        "them apart: `--algorithm.step.epochs`."
     )
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from pages import probe
 from pages.markdown import page, table
-from policygrad.algorithms import ABOUT, ALGORITHMS, GRPO, PPO
+from policygrad.about import ABOUT
+from policygrad.algorithms import ALGORITHMS, GRPO, PPO
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.reference import Reference
 

@@ -11,7 +11,7 @@ from random_batches import Shape, close, gradients, make, policy
 from torch import Tensor
 
 import policygrad as pg
-from policygrad.algorithms import ABOUT
+from policygrad.about import ABOUT
 from policygrad.core.metrics import EffectiveSize, Max, Metrics, Min, Sum, merge
 from policygrad.core.objective import measure
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
-from policygrad.algorithms import ABOUT, ALGORITHMS
+from policygrad.about import ABOUT
+from policygrad.algorithms import ALGORITHMS
 from policygrad.core.algorithm import Algorithm
 from policygrad.papers import PAPERS
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-from policygrad.algorithms import ABOUT, ALGORITHMS
+from policygrad.about import ABOUT
+from policygrad.algorithms import ALGORITHMS
 from policygrad.core.advantages import BatchStd, GroupStd
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.process import ProcessReward

@@ -1,0 +1,168 @@
+"""What a reader wants to know of an algorithm before choosing it; for `show` and the documentation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class About:
+    """What a reader wants to know before choosing: where it comes from, what it mends, how it fails."""
+
+    title: str
+    source: str
+    parent: str | None
+    fixes: str
+    fails: str
+
+
+ABOUT: dict[str, About] = {
+    "reinforce": About(
+        "REINFORCE with a running-mean baseline",
+        "Williams 1992, Machine Learning 8",
+        None,
+        "The score-function gradient itself: unbiased, no critic, one sample per prompt is enough.",
+        "High variance: one baseline for easy and hard prompts alike, so a prompt's difficulty looks like an action's merit.",
+    ),
+    "rloo": About(
+        "REINFORCE leave-one-out",
+        "Ahmadian et al. 2024, arXiv:2402.14740",
+        "reinforce",
+        "A baseline per prompt from the other samples: still unbiased, far less variance, no critic.",
+        "Needs several samples per prompt; a prompt that is always solved or never solved teaches nothing.",
+    ),
+    "opo": About(
+        "On-policy RL with the optimal reward baseline",
+        "Hao et al. 2025, arXiv:2505.23585",
+        "rloo",
+        "The baseline of least gradient variance, if scores grow with the length: long completions weigh more in the mean.",
+        "A completion's own reward is in its baseline, which biases the gradient (leave_one_out mends it); norms only by proxy.",
+    ),
+    "a2c": About(
+        "Advantage actor-critic",
+        "Mnih et al. 2016 (A3C), arXiv:1602.01783, sec. 4",
+        "reinforce",
+        "Credit per token: what a token adds to the value of what was written so far, instead of one number per completion.",
+        "The advantage is only as good as the critic; bootstrapping from a poor one is biased, and early in a run all are poor.",
+    ),
+    "trpo": About(
+        "Trust region policy optimisation",
+        "Schulman et al. 2015, arXiv:1502.05477, eq. 12 to 14 and app. C",
+        "a2c",
+        "No learning rate: the step is as long as a KL of δ nats a token allows, measured over the whole vocabulary.",
+        "One step per rollout at the price of dozens of passes; the mean KL is bounded, single states may move further.",
+    ),
+    "natural": About(
+        "Natural policy gradient",
+        "Kakade 2001 (NeurIPS 14), eq. 3; the step's length as in Schulman et al. 2015, app. C",
+        "trpo",
+        "The direction in which the policy, not its parameters, changes least; half the code of a trust region.",
+        "Nothing checks the step: where the KL's quadratic model is poor, δ is only a wish (trust_region/kl is what came of it).",
+    ),
+    "ppo": About(
+        "Proximal policy optimisation",
+        "Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9",
+        "a2c",
+        "Several updates per rollout: beyond the clip's range moving on earns nothing; GAE trades bias for variance.",
+        "A second model in memory; whitening hides the reward's scale; the clip bounds the incentive, not the step.",
+    ),
+    "ppo_penalty": About(
+        "PPO with an adaptive KL penalty",
+        "Schulman et al. 2017, arXiv:1707.06347, eq. 8",
+        "ppo",
+        "Bounds the step by the KL itself, at the β that keeps it near a target.",
+        "β follows the last rollout's KL, so that one step may still go far; the paper found clipping better.",
+    ),
+    "grpo": About(
+        "Group relative policy optimisation",
+        "Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, eq. 3 and 4",
+        "rloo",
+        "No critic in memory; clipped ratio allows several updates per rollout; KL to the reference in the loss.",
+        "The std over-weights very easy and very hard prompts; the sequence mean favours short right and long wrong answers.",
+    ),
+    "grpo_process": About(
+        "GRPO with process supervision",
+        "Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, sec. 4.1.3",
+        "grpo",
+        "Credit per step: a token answers for the steps from it on, so a right start before a wrong end is not blamed.",
+        "As good as what scores the steps: what it overrates gets written often. More steps, larger sums, unless they are bad.",
+    ),
+    "iterative_grpo": About(
+        "Iterative GRPO",
+        "Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, algorithm 1",
+        "grpo",
+        "The KL no longer holds the policy at where it started: the reference follows it, every M rollouts.",
+        "Each refresh forgives all drift so far; nothing holds the run near its initial model any more.",
+    ),
+    "prorl": About(
+        "Prolonged reinforcement learning",
+        "Liu et al. 2025 (ProRL), arXiv:2505.24864, sec. 2",
+        "dapo",
+        "Long runs that stall: a light KL keeps entropy up, and reference and optimiser start anew every M rollouts.",
+        "The reset's period is one more choice; just after it the KL says nothing.",
+    ),
+    "magistral": About(
+        "Magistral's GRPO",
+        "Mistral AI 2025 (Magistral), arXiv:2506.10910, sec. 2.1",
+        "grpo",
+        "The std of the whole batch instead of the group's: prompts with almost equal rewards are not blown up.",
+        "One scale for easy and hard prompts alike; sources differ on the upper clip (0.28, or about 0.25).",
+    ),
+    "gspo_token": About(
+        "GSPO with token-level advantages",
+        "Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14",
+        "gspo",
+        "The sequence's ratio with an advantage per token, for rewards that say where; GSPO itself when they do not.",
+        "As GSPO: whole completions are clipped at once.",
+    ),
+    "dr_grpo": About(
+        "GRPO done right",
+        "Liu et al. 2025, arXiv:2503.20783, sec. 3.2",
+        "grpo",
+        "Removes both of GRPO's biases: no std, no length in the denominator; no KL, so no reference model.",
+        "Step size now follows the reward's scale and the token budget L; unequal prompt difficulty is not evened out.",
+    ),
+    "dapo": About(
+        "Decoupled clip and dynamic sampling policy optimisation",
+        "Yu et al. 2025, arXiv:2503.14476, eq. 8 to 13; AIME 2024 avg@32: GRPO 30, + overlong mask 36, + clip-higher 38, "
+        "+ soft penalty 41, + token mean 42, + dynamic sampling 50",
+        "grpo",
+        "Entropy collapse (clip-higher), dead groups (dynamic sampling), length bias (token mean), noisy cut-offs (overlong).",
+        "Sampling cost grows as prompts are solved; long completions dominate the token mean.",
+    ),
+    "gspo": About(
+        "Group sequence policy optimisation",
+        "Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7",
+        "grpo",
+        "One ratio per completion, as there is one reward: far less ratio noise, stable with mixture-of-experts routing.",
+        "The clip range is of another order (3e-4): clips whole completions, and long drifts cancel in the mean.",
+    ),
+    "cispo": About(
+        "Clipped importance-sampling-weight policy optimisation",
+        "MiniMax-M1 2025, arXiv:2506.13585, eq. 4 and 5",
+        "grpo",
+        "Rare, decisive tokens keep their gradient: the weight is capped, never the token dropped.",
+        "No trust region: nothing stops the ratio from drifting when a rollout feeds many updates.",
+    ),
+    "vapo": About(
+        "Value-based augmented PPO",
+        "Yue et al. 2025, arXiv:2504.05118; AIME 2024: 60.4 against DAPO's 50 and DeepSeek-R1-Zero-Qwen-32B's 47",
+        "ppo",
+        "A critic that holds for long answers: fitted before training, Monte-Carlo targets, λ that grows with the length.",
+        "At α = 0.05 answers below 20 tokens get λ = 0, one-step advantages from the critic alone: short tasks need a larger α.",
+    ),
+    "vineppo": About(
+        "PPO with Monte-Carlo values",
+        "Kazemnejad et al. 2024 (VinePPO), arXiv:2410.01679, sec. 4",
+        "ppo",
+        "Unbiased values without a critic: a step is worth what fresh completions make of it, early in a run as late.",
+        "Samples K more completions per step of every answer; the KL and length penalties of later steps are not in the values.",
+    ),
+    "sapo": About(
+        "Soft adaptive policy optimisation",
+        "Gao et al. 2025, arXiv:2511.20347, eq. 5 and 6",
+        "grpo",
+        "A smooth gate for the clip's cliff: far tokens fade, near ones keep their gradient; negative tokens fade faster.",
+        "Two temperatures to choose; a far token never quite loses its weight.",
+    ),
+}
