@@ -28,6 +28,7 @@ HELP = """policygrad: the policy-gradient family for language models, as one equ
   policygrad show NAME                     an algorithm: its equation, parts, defaults with sources, what it fixes,
                                            how it fails; or one part, such as Clip
   policygrad lab                           gradient estimators measured against the true gradient, on small problems
+  policygrad lab control                   the same algorithms on Gymnasium environments
   policygrad completion bash|zsh           a script for tab completion
   policygrad --version
 

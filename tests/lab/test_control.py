@@ -421,7 +421,7 @@ def test_refusals(odd: object) -> None:
     for algorithm, words in (
         (pg.algorithm("grpo"), "set samples_per_prompt"),
         (replace(ppo, shaping=(pg.KLInReward(),)), "logp_ref"),
-        (replace(ppo, psi=(pg.PrefixValue(4),), critic=None), "Batch.values"),
+        (replace(ppo, psi=(pg.PrefixValue(4),), critic=None), "Batch.step_end"),
         (replace(ppo, ratio=pg.Sequence()), "minibatches hold single steps"),
         (replace(ppo, critic=replace(ppo.critic, pretrain=3)), "leave pretrain"),
         (replace(ppo, filters=(pg.MaskTruncated(),)), "filters look at"),
@@ -504,3 +504,14 @@ def test_the_measured_table(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
+
+
+def test_a_distribution_does_not_move_with_the_weights() -> None:
+    policy = Policy(CONTINUOUS, (4,), torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        old = policy(torch.zeros(2, 3))
+        assert policy.log_std is not None
+        policy.log_std.add_(1.0)
+        new = policy(torch.zeros(2, 3))
+    assert old.log_std.tolist() == [[0, 0], [0, 0]]
+    assert (old.kl(new) > 0.5).all()

@@ -168,8 +168,7 @@ def check(algorithm: Algorithm) -> None:
 
 
 def _problems(algorithm: Algorithm) -> Iterator[str]:
-    filled = FILLED if algorithm.critic is not None else FILLED - {"values", "returns"}
-    if missing := sorted(algorithm.needs - filled):
+    if missing := sorted(algorithm.needs - FILLED):
         yield f"a part reads Batch.{missing[0]}, which episodes of an environment do not have: leave it out (shaping=(), terms=())"
     if algorithm.filters:
         yield "filters look at the scores of a prompt's completions, and an environment has no prompts: set filters=()"
