@@ -156,6 +156,39 @@ def test_the_models_differ_in_the_path_they_take() -> None:
         bloom.curvature._jvp(tangents, bloom.curvature._states, part)
 
 
+class Unmoved(torch.autograd.Function):
+    """x, whose forward mode says that it never changes."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        return None
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return torch.zeros_like(tangent)
+
+
+def test_a_forward_mode_that_contradicts_reverse_mode_is_not_used() -> None:
+    model, batch = small_model("gpt2"), make_batch()
+    assert learner_for(model).curvature.forward_mode
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: Unmoved.apply(out))  # type: ignore[operator]
+    problem = problem_for(learner_for(model), batch)
+    assert not problem.learner.curvature.forward_mode
+    F = fisher_matrix(model, batch, sampled=False)
+    v = directions(len(F), 1)[0]
+    assert float((problem.fisher(v, False) - F @ v).norm() / (F @ v).norm()) < 1e-12
+
+
 def test_forward_mode_and_double_backward_push_alike() -> None:
     learner = learner_for(small_model())
     part, _ = next(learner.curvature._parts(make_batch()))

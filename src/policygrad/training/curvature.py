@@ -62,6 +62,34 @@ class Curvature:
     micro_tokens: int
     differentiating: Callable[[], AbstractContextManager[None]]
     """Puts the model into the mode for backward passes (recomputed activations)."""
+    forward_mode: bool = True
+    """J v by forward mode; otherwise as the derivative of reverse mode, which is slower and agrees with Jᵀ by construction."""
+
+    def checked(self) -> Curvature:
+        """With forward mode only if ⟨w, Jv⟩ = ⟨Jᵀw, v⟩ on a made-up text: an operation may have a gradient of its own (an
+        embedding that leaves out its padding token has), and a product with two different J is no Fisher product."""
+        vocabulary = self.scorer.model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+        pad = getattr(getattr(self.scorer.model, "config", None), "pad_token_id", None)
+        tokens = torch.tensor([[*range(min(8, vocabulary)), pad or 0]])
+        one, size = torch.zeros(1, dtype=torch.int64), tokens.shape[1]
+        made_up = Batch(mask=torch.ones(1, size, dtype=torch.bool), group=one, reward=torch.zeros(1), tokens=tokens,
+                        prompts=(tokens[0, :1],))  # fmt: skip
+        part, _ = next(self._parts(made_up))
+        generator = torch.Generator().manual_seed(0)
+        tangents = {
+            n: (torch.randn(p.shape, generator=generator) * (float(p.detach().std(correction=0)) + 1e-3)).to(p)
+            for n, p in self.optimizer.parameters.items()
+        }
+        with sdpa_kernel(SDPBackend.MATH):
+            try:
+                with torch.no_grad():
+                    _, forward = self._jvp(tangents, self._states, part)
+            except NotImplementedError:
+                return replace(self, forward_mode=False)
+            _, reverse = self._jvp_by_reverse(tangents, part)
+        coarse = forward.dtype not in (torch.float32, torch.float64)
+        same = float((forward - reverse).norm()) <= (0.1 if coarse else 1e-3) * float(reverse.norm())
+        return replace(self, forward_mode=same)
 
     def take_gradient(self) -> Tensor:
         """[P] the gradients that were added up, which are cleared; 0 where there is none."""
@@ -162,11 +190,10 @@ class Curvature:
         """(states [n, H], their change along the tangents), without graph. Only the math back-end of attention has forward
         mode, and double backward for what has no forward mode of its own."""
         with sdpa_kernel(SDPBackend.MATH):
-            try:
-                with torch.no_grad():
-                    return self._jvp(tangents, self._states, part)
-            except NotImplementedError:
+            if not self.forward_mode:
                 return self._jvp_by_reverse(tangents, part)
+            with torch.no_grad():
+                return self._jvp(tangents, self._states, part)
 
     def _jvp(
         self, tangents: Mapping[str, Tensor], f: Callable[..., Tensor], x: Any, change: Tensor | None = None
@@ -183,6 +210,8 @@ class Curvature:
         """J v as the derivative of ⟨Jᵀw, v⟩ in w, which it is linear in."""
         copies = {n: p.detach().requires_grad_() for n, p in self.optimizer.parameters.items()}
         value = self._with(copies, self._states, part)
+        if not value.requires_grad:  # only the head trains
+            return value, torch.zeros_like(value)
         w = torch.zeros_like(value, requires_grad=True)
         pulled = torch.autograd.grad(value, list(copies.values()), w, create_graph=True, allow_unused=True)
         product = sum((g * t).sum() for g, t in zip(pulled, tangents.values(), strict=True) if g is not None)

@@ -80,7 +80,8 @@ class LocalLearner:
         train_only(model, config.trainable)
         self.scorer = probe(model, temperature)
         self.optimizer = Optimizer(model, optimizer or OptimizerConfig(), lr or 0.0, steps * algorithm.step.updates)
-        self.curvature = Curvature(self.scorer, self.optimizer, config.micro_tokens, self.differentiating)
+        curvature = Curvature(self.scorer, self.optimizer, config.micro_tokens, self.differentiating)
+        self.curvature = curvature if algorithm.step.uses_lr else curvature.checked()
         self.norms = ScoreNorms.of(self.scorer, config) if "score_norm" in algorithm.needs else None
         self.critic: ValueModel | None = None
         if algorithm.critic is not None:
