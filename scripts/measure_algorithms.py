@@ -41,14 +41,7 @@ class Override:
     reason: str
 
 
-_A_FIFTH = Override(
-    ("--algorithm.step.fisher-share", "0.2"),
-    "ten Fisher products a step are most of its time; a fifth of the groups (the paper takes a tenth) chooses the direction, "
-    "and the KL is still measured on all.",
-)
 OVERRIDES: dict[str, Override] = {
-    "trpo": _A_FIFTH,
-    "natural": _A_FIFTH,
     "vapo": Override(
         ("--algorithm.psi.length-adaptive-gae.alpha", "0.5"),
         "λ = max(0, 1 − 1/(α·l)) is 0 up to 20 tokens at the paper's α = 0.05; at 0.5 an answer of 10 tokens has λ = 0.8.",

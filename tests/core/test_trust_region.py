@@ -295,13 +295,22 @@ def test_the_rows_differ_in_the_line_search_alone() -> None:
     assert "0.8^j" not in pg.NATURAL.equation()["step"]
 
 
-def test_fisher_products_may_see_a_share_of_the_groups() -> None:
-    p = problem()
-    run(p, pg.TrustRegion(fisher_share=0.25, iterations=2))
-    assert p.asked[0] == "some 0.25"
+def test_conjugate_gradient_may_see_a_share_of_the_groups_and_the_length_is_of_all() -> None:
+    """Few groups that know little curvature turn the step; they do not lengthen it."""
+    p, few = problem(), problem(5)
+    few.F = 0.01 * few.F
+    few.g = p.g
+    asked: list[float] = []
+    p.some = lambda share: asked.append(share) or few  # type: ignore[method-assign, assignment, func-returns-value]
+    metrics = run(p, pg.TrustRegion(0.01, fisher_share=0.25, iterations=12, damping=0.0, line_search=False))
+    assert asked == [0.25]
+    assert (few.asked.count("exact") > 1, p.asked.count("exact")) == (True, 1)
+    assert metrics["trust_region/kl"] == pytest.approx(0.01, rel=1e-9)
+    direction = torch.linalg.solve(few.F, p.g)
+    assert float(p.theta @ direction / (p.theta.norm() * direction.norm())) == pytest.approx(1, abs=1e-9)
     whole = problem()
+    whole.some = lambda share: pytest.fail("nothing to leave out")  # type: ignore[method-assign, assignment]
     run(whole, pg.TrustRegion(iterations=2))
-    assert not [word for word in whole.asked if word.startswith("some")]
     for share in (0.0, -1.0, 1.5, NAN):
         with pytest.raises(ValueError, match="fisher_share"):
             pg.TrustRegion(fisher_share=share)

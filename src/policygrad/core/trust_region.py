@@ -62,10 +62,10 @@ class TrustRegion:
     parameters stay as they were. Without the line search the full step is taken as it is: the natural gradient of a length
     set by δ. A learning rate, AdamW and gradient clipping have no part in the policy's step.
 
-    fisher: exact over the vocabulary, or sampled, E[ssᵀ] of the tokens taken. fisher_share: of the groups, those that the
-    Fisher products see; they only choose the direction and its first length (the paper takes 0.1, appendix C.1), L and the KL
-    are those of all. candidates: the first that is accepted, or the best in L of all `tries`. value_steps: optimiser steps of
-    the critic per rollout; open = 5 where there is a critic.
+    fisher: exact over the vocabulary, or sampled, E[ssᵀ] of the tokens taken. fisher_share: of the groups, those that conjugate
+    gradient sees (the paper takes 0.1, appendix C.1); it shapes the direction only, the length, L and the KL are those of all.
+    candidates: the first that is accepted, or the best in L of all `tries`. value_steps: optimiser steps of the critic per
+    rollout; open = 5 where there is a critic.
 
     Source: Schulman et al. 2015 (TRPO), eq. 12 to 14 and appendix C; Kakade 2001 (natural gradient).
     """
@@ -153,14 +153,12 @@ class TrustRegion:
 
     def _solve(self, problem: Problem, gradient: Tensor) -> tuple[Tensor, float, float]:
         """(x ≈ (F + damping)⁻¹∇L, conjugate gradient's residual, xᵀFx)."""
-
+        sampled = self.fisher == "sampled"
         seen = problem if self.fisher_share == 1 else problem.some(self.fisher_share)
-
-        def product(v: Tensor) -> Tensor:
-            return seen.fisher(v, self.fisher == "sampled")
-
-        x, residual = conjugate_gradient(lambda v: product(v) + self.damping * v, gradient, self.iterations)
-        return x, residual, float(x @ product(x))  # of the KL itself: the damping is no part of the constraint
+        damped = lambda v: seen.fisher(v, sampled) + self.damping * v  # noqa: E731
+        x, residual = conjugate_gradient(damped, gradient, self.iterations)
+        # The length is set by the KL itself: on all groups, for few of them know little curvature, and without the damping.
+        return x, residual, float(x @ problem.fisher(x, sampled))
 
     def _search(self, problem: Problem, full: Tensor) -> tuple[_Point | None, int]:
         """(the candidate to take, how many were not finite)."""
