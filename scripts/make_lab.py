@@ -1,6 +1,6 @@
 """Fills docs/lab.md with what `policygrad lab` measures: python scripts/make_lab.py
 
-The numbers are exact up to rounding; they are written to three digits.
+The numbers are exact up to rounding, where no standard error stands beside them; they are written to three digits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ COLUMNS = {
     "best_mse": "best",
 }
 
+SIZES, SIZED = (2, 4, 8), ("bias", "variance")
+"""Completions of a group, and what is told over them."""
+
 
 def figure(x: float) -> str:
     """Three digits after the point; what is zero to rounding is 0."""
@@ -38,25 +41,43 @@ def table(rows: list[Measured]) -> str:
     return "\n".join(lines)
 
 
+def sizes(reports: list[Report], side: int) -> str:
+    """One row per algorithm: bias and variance over the group's size, ± a standard error where groups were sampled."""
+    heads = [f"{name}, G = {r.group_size}" for name in SIZED for r in reports]
+    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    for rows in zip(*(r.rows for r in reports), strict=True):
+        measured = [row[side] for row in rows]
+        cells = [
+            figure(getattr(m.figures, name)) + (f" ± {getattr(m.errors, name):.3f}" if m.errors else "")
+            for name in SIZED
+            for m in measured
+        ]
+        lines.append(f"| `{measured[0].name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def finding(f: Finding) -> str:
     """One list item."""
     error = "" if f.error is None else f" (standard error {f.error:.2g})"
     return f"- {'✓' if f.holds else '✗'} **{f.claim}** {f.sentence}{error}  \n  `policygrad lab --experiment {f.name}`"
 
 
-def blocks(found: Report) -> dict[str, str]:
-    """What stands between which marks."""
+def blocks(found: Report, reports: list[Report]) -> dict[str, str]:
+    """What stands between which marks; `reports` of several group sizes."""
     on, off = ([pair[i] for pair in found.rows] for i in (0, 1))
     table_text = (
         f"Groups of {found.group_size}; {found.world}.\n\nOn-policy:\n\n{table(on)}\n\n"
         f"Off-policy, {found.kl:g} nats a completion away:\n\n{table(off)}"
     )
-    return {"table": table_text, "findings": "\n".join(map(finding, found.findings))}
+    size_text = (
+        f"On-policy:\n\n{sizes(reports, 0)}\n\nOff-policy, {found.kl:g} nats a completion away:\n\n{sizes(reports, 1)}"
+    )
+    return {"table": table_text, "sizes": size_text, "findings": "\n".join(map(finding, found.findings))}
 
 
-def filled(text: str, found: Report) -> str:
+def filled(text: str, found: Report, reports: list[Report]) -> str:
     """The page with the measured blocks in it."""
-    for name, block in blocks(found).items():
+    for name, block in blocks(found, reports).items():
         text, count = re.subn(
             f"<!-- {name}: begin -->.*?<!-- {name}: end -->",
             lambda _, name=name, block=block: f"<!-- {name}: begin -->\n{block}\n<!-- {name}: end -->",
@@ -69,5 +90,7 @@ def filled(text: str, found: Report) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), report(ALGORITHMS)), encoding="utf-8")
+    whole = report(ALGORITHMS)
+    over = [report(ALGORITHMS, size, names=()) for size in SIZES]
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), whole, over), encoding="utf-8")
     print(PAGE)

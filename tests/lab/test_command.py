@@ -52,6 +52,35 @@ class Nothing:
 
 
 @dataclass(frozen=True)
+class Broken:
+    def __call__(self, psi, batch):
+        return psi + {}["nothing"]
+
+
+@dataclass(frozen=True)
+class OwnRefusal:
+    def __call__(self, psi, batch):
+        raise ValueError("not today")
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    def __call__(self, psi, batch):
+        return psi * float("nan")
+
+
+@dataclass
+class Thawed:
+    on_policy = False
+
+    def weight(self, ratio, psi):
+        return ratio / 2
+
+    def value(self, ratio, psi):
+        return ratio * psi / 2
+
+
+@dataclass(frozen=True)
 class Everything:
     def __call__(self, mask, group):
         return mask.double()
@@ -86,6 +115,19 @@ def test_the_table_of_chosen_algorithms(run, monkeypatch) -> None:
         assert "off-policy, 0.05 nats away" in out
         assert "✓ The unnormalised discounted occupancy sums to 1/(1−γ)." in out
         assert "dapo" not in out
+
+
+def test_no_column_of_the_details_is_left_out_in_a_narrow_terminal(run, monkeypatch) -> None:
+    heads = []
+    for columns in ("80", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        _, out, _ = run("--algorithm", "iterative_grpo", "--group-size", "2", "--experiment", "none")
+        assert max(map(len, out.splitlines())) <= int(columns)
+        details = out.split("By difficulty and length, on-policy\n")[1].split("  p=…")[0]
+        heads.append([w for line in details.splitlines() if line.startswith(" ") for w in line.split()])
+        assert details.count("iterative_grpo") == (2 if columns == "80" else 1)
+    assert heads[0] == heads[1]
+    assert heads[0][-2:] == ["wrong", "3"]
 
 
 def test_json_holds_everything(run, tmp_path) -> None:
@@ -131,6 +173,10 @@ def test_sampled_where_there_are_too_many_groups(run) -> None:
     assert side["steps"] == 4096
     assert 0 < side["errors"]["variance"] < side["figures"]["variance"]
     assert abs(side["figures"]["scale"] - 1) < 4 * side["errors"]["scale"]
+    assert side["figures"]["bias"] < 1e-9 < 0.01 < side["errors"]["bias"]  # cut off at 0, and not known to be
+    code, out, _ = run("--algorithm", "rloo", "--group-size", "12", "--experiment", "none")
+    assert "exact" not in out
+    assert "~ sampled" in out
 
 
 def test_parts_of_ones_own_stand_beside_the_others(run) -> None:
@@ -147,6 +193,13 @@ def test_parts_of_ones_own_stand_beside_the_others(run) -> None:
     assert rows["Everything"]["scale"] == pytest.approx(8 * base)  # 1 for 1/(B·L), B = 2, L = 4
 
 
+def test_a_gate_without_a_hash_is_drawn(run, tmp_path) -> None:
+    words = ("--part", "own_part:Thawed", "--algorithm", "dr_grpo", "--group-size", "2", "--experiment", "gate_weights")
+    code, _, err = run(*words, "--output", "lab.html")
+    assert code == 0, err
+    assert '"label":"Thawed"' in (tmp_path / "lab.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -155,6 +208,16 @@ def test_parts_of_ones_own_stand_beside_the_others(run) -> None:
         (("--group-size", "0"), "at least 1, not 0"),
         (("--group-size", "1"), "one per prompt"),
         (("--kl", "0"), "above 0 nats"),
+        (("--base", "grpo"), "--part MODULE:CLASS"),
+        (("--group-size", "5000", "--algorithm", "rloo", "--experiment", "none"), "20480000, and at most 1000000"),
+        (("--json", "absent/lab.json"), "absent/lab.json: there is no folder absent"),
+        (("--output", "."), "--output . is a folder"),
+        (("control", "--output", "absent/run.json"), "absent/run.json: there is no folder absent"),
+        (("--part", "colonless"), "your own is module:Class"),
+        (("--part", "own_part:Broken"), "--part own_part:Broken: KeyError: 'nothing' ("),
+        (("--part", "own_part:Broken"), "own_part.py, line "),
+        (("--part", "own_part:OwnRefusal"), "ValueError: not today ("),
+        (("--part", "own_part:NotFinite"), "NotFinite: the gradient is not finite in"),
         (("--part", "own_part:Half"), "needs factor"),
         (("--part", "own_part:Nothing"), "FIELD=own_part:Nothing"),
         (("--part", "own_part:Absent"), "cannot import"),

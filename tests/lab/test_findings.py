@@ -80,6 +80,8 @@ def test_what_is_measured(found) -> None:
     assert by["gae_curve"].holds
     assert by["gae_curve"].numbers["best_lambda_0"] == 0
     assert by["experts"].holds
+    spread = by["ratio_over_length"].curves["spread_token"]  # one distance per token: no growth with the length
+    assert max(spread) < 1.1 * min(spread)
     assert by["group_size"].numbers["slope"] <= -0.5
     assert by["more_statistics"].holds
     assert by["brevity"].holds

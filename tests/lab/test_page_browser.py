@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -206,7 +207,10 @@ def test_what_was_sampled_is_not_called_unbiased(chromium: Browser, tmp_path: Pa
     page = chromium.new_page()
     page.goto(place.as_uri())
     page.wait_for_selector("#scatter .point")
-    assert "the least bias is rloo's" in page.locator("#scatter-finding").inner_text()
+    assert re.search(r"the least bias is rloo's, [\d.]+ ± 0\.0\d+;", page.locator("#scatter-finding").inner_text())
+    assert re.fullmatch(
+        r"0\.\d{3}", page.locator("#figures tbody tr", has_text="rloo").locator("td").nth(1).inner_text()
+    )
     svg = page.locator("#scatter svg[role=img]")
     svg.focus()
     svg.press("ArrowRight")

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from policygrad.lab import mdp
+from policygrad.lab.calculus import derivative
 from policygrad.lab.mdp import TabularMDP, bandit, chain, gridworld, random_mdp, softmax, solve
 from policygrad.lab.policies import Bigram, Experts, Table, Transformer
+from policygrad.lab.prefixes import as_mdp
 from policygrad.lab.rewards import long_enough, random_subsets, sum_equals, verified
 from policygrad.lab.sequences import Tree, World, completions, moved
 
@@ -87,6 +89,10 @@ def test_the_fisher_matrix_is_the_hessian_of_the_mean_kl() -> None:
         (lambda: random_mdp().finite(0), "at least 1 step"),
         (lambda: Tree(6, 6), "19531 completions.*6000"),
         (lambda: Tree(1, 3), "vocabulary of at least 2"),
+        (
+            lambda: as_mdp(World(Tree(5, 6), torch.zeros(2, 5461).double(), Table(Tree(5, 6), 2))),
+            "2730 prefixes.*37264500",
+        ),
         (lambda: World(Tree(3, 2), torch.zeros(1, 3).double(), Table(Tree(3, 2))), "N = 7"),
         (lambda: _subsets(1.0), r"in \(0, 1\), not 1"),
         (lambda: mdp.penalty_constant(bandit(torch.ones(2)), torch.full((1, 2), 0.5).double()), "gamma below 1"),
@@ -158,6 +164,46 @@ def test_values_are_expected_rewards_and_distances_are_kept() -> None:
         moved(world, theta, -1.0)
     with pytest.raises(ValueError, match="no step"):
         moved(world, theta, 0.1, direction=torch.ones_like(theta))
+    with pytest.raises(ValueError, match="jumps along this direction"):
+        moved(_mixture(), _mixture().policy.initial(0), 0.02, seed=10)  # a flip of the routing takes 0.084 nats at once
+
+
+def _mixture() -> World:
+    tree = Tree(3, 5)
+    return World(tree, torch.zeros(1, tree.size).double(), Experts(tree))
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.8])
+def test_a_sequence_world_as_a_decision_process(gamma: float) -> None:
+    """V, Q, A and the occupancy of language by linear algebra, against enumeration."""
+    tree = Tree(3, 3)
+    policy = Bigram(tree, 2)
+    theta = policy.initial(5)
+    world = World(tree, random_subsets(tree, policy, theta, (0.3, 0.6)), policy)
+    problem = as_mdp(world, gamma)
+
+    def objective(x: torch.Tensor) -> torch.Tensor:
+        return solve(problem, world.conditionals(x).exp()).objective
+
+    steps = tree.lengths.double().repeat(2)
+    reward = world.reward * gamma ** (steps - 1).reshape(2, -1)
+    torch.testing.assert_close(objective(theta), world.objective(theta, reward), rtol=0, atol=1e-12)
+    torch.testing.assert_close(derivative(objective, theta), world.gradient(theta, reward), rtol=0, atol=1e-12)
+    exact, probability = solve(problem, world.conditionals(theta).exp()), world.logp(theta).exp().flatten()
+    left = steps[:, None] - 1 - torch.arange(tree.length)
+    to_go = world.reward.flatten()[:, None] * gamma**left
+    torch.testing.assert_close(exact.value, world.values(theta, to_go), rtol=0, atol=1e-12)
+    through = torch.zeros(len(exact.value)).double()
+    weight = torch.where(world.mask, probability[:, None] / 2 * gamma ** torch.arange(tree.length).double(), 0)
+    through.index_add_(0, world.state.flatten(), weight.flatten())
+    torch.testing.assert_close(exact.occupancy, through, rtol=0, atol=1e-12)
+    first, token = 0, 1  # Q of a token is γ times the value of the prefix that it makes
+    there = tree.prefixes.index((token,))
+    assert float(exact.q[first, token]) == pytest.approx(gamma * float(exact.value[there]))
+    assert float(exact.q[first, 0]) == float(world.reward[0, 0])  # EOS at once
+    assert (world.conditionals(theta).exp() * exact.advantage).sum(1).abs().max() < 1e-12
+    if gamma == 1:
+        assert float(exact.occupancy.sum()) == pytest.approx(float(world.mean_length(theta)))
 
 
 def test_verifiers() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from policygrad.commands.options import writable
 from policygrad.core.algorithm import Algorithm
 from policygrad.lab.control.presets import Settings, preset, with_gamma
 from policygrad.training.config import optional
@@ -67,6 +68,8 @@ def control(args: list[str]) -> int:
     """`policygrad lab control`."""
     options = tyro.cli(ControlOptions, args=args, prog="policygrad lab control", config=(tyro.conf.FlagCreatePairsOff,))
     algorithm, settings = chosen(options)
+    if options.output is not None:
+        writable(options.output, "--output")
     from policygrad.lab.control.environments import GymEnvironments
     from policygrad.lab.control.train import evaluate, train
 

@@ -6,6 +6,7 @@ import inspect
 import json
 import shutil
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import tyro
 from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands import describe as words
 from policygrad.commands.describe import HEAD, NAME, QUIET, Line
+from policygrad.commands.options import writable
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.steps import FirstOrder
 from policygrad.training.config import optional
@@ -31,7 +33,6 @@ LEGEND = (
     "SNR ‖E g‖²/tr Cov g; best the MSE at the best length (1 = g says nothing). One step is one group of one prompt, "
     "J the algorithm's own objective, its KL penalty included."
 )
-
 DETAIL = (
     "p=…: the scale on the prompt that is solved with this probability (alike in a row: no difficulty is favoured). right n, "
     "wrong n: the mean factor of ∇log π at a token of a right, or a wrong, completion of n tokens."
@@ -66,6 +67,10 @@ class LabOptions:
             raise ConfigError(f"--group-size must be at least 1, not {self.group_size}")
         if not 0 < self.kl < 100:
             raise ConfigError(f"--kl must be above 0 nats and below 100, not {self.kl:g}")
+        if self.base != "dr_grpo" and not self.part:
+            raise ConfigError(
+                f"--base {self.base} is what a part of your own is put into: name one, --part MODULE:CLASS"
+            )
 
 
 def lab(args: list[str]) -> int:
@@ -75,10 +80,14 @@ def lab(args: list[str]) -> int:
 
         return control(args[1:])
     options = tyro.cli(LabOptions, args=args, prog="policygrad lab", config=(tyro.conf.FlagCreatePairsOff,))
+    for option, path in (("--json", None if str(options.json) == "-" else options.json), ("--output", options.output)):
+        if path is not None:
+            writable(path, option)
     chosen = {name: algorithm(name) for name in options.algorithm} if options.algorithm else dict(ALGORITHMS)
     for spec in options.part:
         label, own = with_part(algorithm(options.base), spec)
-        chosen[spec if label in chosen else label] = own
+        tried(own, spec, options.group_size)
+        chosen[spec if label in {*chosen, *ALGORITHMS} else label] = own
     from policygrad.lab.report import report
 
     names = None if not options.experiment else () if options.experiment == ("none",) else options.experiment
@@ -139,6 +148,31 @@ def with_part(base: Algorithm, spec: str) -> tuple[str, Algorithm]:
     return label, replace(base, name=label, **changes)
 
 
+def tried(own: Algorithm, spec: str, size: int) -> None:
+    """Measures it in a world of seven completions, so that a part that fails is named with its line, before the work.
+
+    Raises:
+        ConfigError: what the part raised that is no refusal in words.
+    """
+    from policygrad.lab.groups import all_steps
+    from policygrad.lab.measurement import measure
+    from policygrad.lab.worlds import one_prompt
+
+    setting = one_prompt(2)
+    try:
+        measure(own, replace(setting, old=setting.theta), all_steps(setting, min(size, 4)))
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)
+        file = inspect.getfile(part_class(spec.rpartition("=")[2], "command line", "part"))
+        mine = [frame for frame in at if frame.filename == file]
+        if isinstance(error, ValueError) and not mine:
+            raise  # the library's own refusal
+        where = (mine or at)[-1]
+        raise ConfigError(
+            f"--part {spec}: {type(error).__name__}: {error} ({where.filename}, line {where.lineno}, in {where.name})"
+        ) from error
+
+
 def page(found: Report, width: int) -> list[Line]:
     """The table and the findings."""
     text = max(40, min(width, 110))
@@ -161,7 +195,9 @@ def _table(found: Report, width: int) -> list[Line]:
     """On- and off-policy side by side where there is room, else one after the other."""
     name = max(len(on.name) for on, _ in found.rows) + 2
     heads = ("on-policy", f"off-policy, {found.kl:g} nats away")
-    sides = [[[*_cells(m.figures), "" if m.exact else "~"] for m in side] for side in zip(*found.rows, strict=True)]
+    sides = [
+        [[*_cells(m.figures, m.exact), "" if m.exact else "~"] for m in side] for side in zip(*found.rows, strict=True)
+    ]
     cell = 9
     block = cell * len(COLUMNS) + 1
     names = [on.name for on, _ in found.rows]
@@ -188,12 +224,14 @@ def _detail(found: Report, width: int) -> list[Line]:
     lengths = [(key, row["length"]) for key in ("right", "wrong") for row in first.length if key in row]
     name = max(len(on.name) for on, _ in found.rows) + 2
     heads = [*ps, *(f"{key} {n:g}" for key, n in lengths)]
-    columns = heads[: max(1, (width - name) // 9)]
-    lines: list[Line] = [((" " * name + _row(columns, 9), HEAD),)]
-    for on, _ in found.rows:
-        weight = {(key, row["length"]): row[key] for row in on.length for key in ("right", "wrong") if key in row}
-        values = [row["scale"] for row in on.difficulty] + [weight[key] for key in lengths]
-        lines.append(((on.name.ljust(name), NAME), (_row([_figure(x) for x in values[: len(columns)]], 9), "")))
+    room = max(1, (width - name) // 9)
+    lines = list[Line]()
+    for part in (slice(start, start + room) for start in range(0, len(heads), room)):
+        lines.append(((" " * name + _row(heads[part], 9), HEAD),))
+        for on, _ in found.rows:
+            weight = {(key, row["length"]): row[key] for row in on.length for key in ("right", "wrong") if key in row}
+            values = [row["scale"] for row in on.difficulty] + [weight[key] for key in lengths]
+            lines.append(((on.name.ljust(name), NAME), (_row([_figure(x) for x in values[part]], 9), "")))
     return lines
 
 
@@ -201,9 +239,13 @@ def _sampled(found: Report) -> int:
     return next(m.steps for pair in found.rows for m in pair if not m.exact)
 
 
-def _cells(f: Figures) -> list[str]:
+def _cells(f: Figures, exact: bool) -> list[str]:
+    """A sampled bias is never said to be exactly 0, though what its sample's size adds is taken off and may leave that."""
     values = (f.scale, f.bias, f.cosine, f.variance, f.mse, f.snr, f.best_mse)
-    return ["exact 0" if name == "bias" and x < 1e-9 else _figure(x) for name, x in zip(COLUMNS, values, strict=True)]
+    return [
+        "exact 0" if name == "bias" and exact and x < 1e-9 else _figure(x)
+        for name, x in zip(COLUMNS, values, strict=True)
+    ]
 
 
 def _figure(x: float) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import field, fields, make_dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
@@ -22,6 +24,16 @@ _NO_PARTS = ("name", "samples_per_prompt")
 
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+def writable(path: Path, option: str) -> None:
+    """Raises ConfigError where no file can be written, so that it is said before the work and not after it."""
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}: make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: it may not be written there: take another place")
 
 
 @REGISTRY.primitive_rule

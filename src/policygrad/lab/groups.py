@@ -14,6 +14,8 @@ from policygrad.lab.setting import Setting
 MOST_STEPS = 20_000
 """Up to so many multisets the expectation is exact."""
 SAMPLED_STEPS = 4096
+MOST_COMPLETIONS = 1_000_000
+"""In all sampled steps together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +85,18 @@ def _multisets(log_p: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def sample_steps(setting: Setting, size: int, steps: int = SAMPLED_STEPS, prompts: int = 1, seed: int = 0) -> Steps:
-    """M steps of `prompts` groups of G completions, drawn independently; prompts are drawn with replacement."""
+    """M steps of `prompts` groups of G completions, drawn independently; prompts are drawn with replacement.
+
+    Raises:
+        ValueError: a group of none; more than `MOST_COMPLETIONS` completions.
+    """
+    if size < 1:
+        raise ValueError(f"a group has at least 1 completion, not {size}")
+    if (number := steps * prompts * size) > MOST_COMPLETIONS:
+        raise ValueError(
+            f"{steps} sampled steps of {prompts * size} completions are {number}, and at most {MOST_COMPLETIONS} are drawn: take "
+            f"a group of at most {MOST_COMPLETIONS // (steps * prompts)}, or fewer steps"
+        )
     world, generator = setting.world, torch.Generator().manual_seed(seed)
     prompt = torch.randint(world.prompts, (steps * prompts,), generator=generator)
     chance = world.logp(setting.behaviour).detach().exp()[prompt]

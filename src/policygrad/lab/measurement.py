@@ -46,7 +46,7 @@ class Measured:
     steps: int
     figures: Figures
     errors: Figures | None
-    """Standard errors, where the steps were sampled (jackknife over 16 blocks)."""
+    """Standard errors, where the steps were sampled (jackknife over 16 blocks); of a bias near 0, what would pass for it."""
     difficulty: tuple[Mapping[str, float], ...]
     """For each prompt: its expected reward p, and the scale, cosine and snr of the steps on it (empty where steps mix prompts)."""
     length: tuple[Mapping[str, float], ...]
@@ -84,6 +84,11 @@ def measure(
     """The algorithm's estimator in this setting; without `steps`, one group of its own default size is a step."""
     steps = steps_for(setting, algorithm.samples_per_prompt) if steps is None else steps
     found, truth = estimates(algorithm, setting, steps, levers), setting.truth(algorithm)
+    if broken := int((~found.gradient.isfinite().all(1)).sum()):
+        raise ValueError(
+            f"{name or algorithm.name}: the gradient is not finite in {broken} of {len(steps.rows)} steps: one of its parts "
+            "divides by 0 or overflows (a group may have no spread)"
+        )
     whole = figures(found.gradient, found.weight, truth, found.exact)
     return Measured(
         name or algorithm.name,
@@ -115,6 +120,10 @@ def _errors(found: Estimates, truth: Tensor) -> Figures:
     for name in Figures.__dataclass_fields__:
         values = torch.tensor([getattr(part, name) for part in parts], dtype=torch.float64)
         deviations[name] = float(((n - 1) / n * (values - values.mean()).square().sum()).sqrt())
+    whole = figures(found.gradient, found.weight, truth, exact=False)
+    floor = math.sqrt(whole.variance / int((found.weight > 0).sum()))
+    if whole.bias < floor:  # near 0 the bias is cut off there: so large a one could not have been told from none
+        deviations["bias"] = max(deviations["bias"], floor)
     return Figures(**deviations)
 
 

@@ -76,7 +76,10 @@ def typeset(text: str) -> Any:
 
 def with_own_gates(finding: Finding, algorithms: Mapping[str, Algorithm]) -> Finding:
     """The weights of the library's gates, and beside them those of gates that are not the library's."""
-    known, ratios = {*GATES.values(), *(a.gate for a in ALGORITHMS.values())}, finding.curves["ratio"]
+    known, ratios = (
+        [*GATES.values(), *(a.gate for a in ALGORITHMS.values())],
+        finding.curves["ratio"],
+    )  # not all have a hash
     own = {name: a.gate for name, a in algorithms.items() if a.gate not in known}
     curves = {f"{name} {way}": weights(g, ratios, s) for name, g in own.items() for way, s in (("up", 1), ("down", -1))}
     return replace(finding, curves={**finding.curves, **curves})

@@ -216,7 +216,7 @@ def moved(world: World, theta: Tensor, kl: float, seed: int = 0, direction: Tens
     """θ + a·direction with a > 0 such that KL(π_θ‖π_moved) = `kl` nats a completion; the direction is random unless given.
 
     Raises:
-        ValueError: a distance below 0, or one that the direction does not reach.
+        ValueError: a distance below 0, or one that the direction does not reach, or jumps over.
     """
     if kl < 0:
         raise ValueError(f"a KL of {kl} nats is below 0: the distance is at least 0")
@@ -237,4 +237,8 @@ def moved(world: World, theta: Tensor, kl: float, seed: int = 0, direction: Tens
         if abs(found / kl - 1) < 1e-9:
             return theta + middle * direction
         low, high = (middle, high) if found < kl else (low, middle)
+    if abs(found / kl - 1) > 1e-3:
+        raise ValueError(
+            f"the policy jumps along this direction, over a KL of {kl:g} nats: fix what switches (routing) first"
+        )
     return theta + high * direction

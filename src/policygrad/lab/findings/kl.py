@@ -55,6 +55,7 @@ def kl_places(seed: int = 0) -> Finding:
         holds,
         f"On-policy the penalty in the reward {verdict(bias < EXACT, 'is', 'is not')} −∇KL(π‖π_ref) (relative difference "
         f"{bias:.0e}). Cosines with it, on-policy and {AWAY:g} nats off-policy: {table}. Its price is variance: "
-        f"{spread['reward', 'on']:.1f} of ‖∇KL‖² for one completion, against {spread['loss k3', 'on']:.1f} for k3 in the loss.",
+        f"{spread['reward', 'on']:.1f} of ‖∇KL‖² for one completion without a baseline, against "
+        f"{spread['loss k3', 'on']:.1f} for k3 in the loss.",
         {f"{name} {where}": value for (name, where), value in found.items()} | {"bias_reward": bias},
     )

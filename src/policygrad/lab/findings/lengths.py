@@ -62,7 +62,7 @@ def sequence_mean(seed: int = 0) -> Finding:
         f"of a token of the shortest, and a token of a wrong one {wrong[-1] / wrong[0]:.2f}: short right answers are "
         f"{verdict(right[-1] < right[0], 'favoured', 'not favoured')}, long wrong ones "
         f"{verdict(wrong[-1] < wrong[0], 'spared', 'not spared')}. For the same first gain in J the mean length of wrong "
-        f"answers moves by {shift[0]:+.3f} tokens more than along ∇J, that of right ones by {shift[1]:+.3f}.",
+        f"answers moves by {shift[0]:+.3f} tokens per unit of J more than along ∇J, that of right ones by {shift[1]:+.3f}.",
         {
             "right": right[-1] / right[0],
             "wrong": wrong[-1] / wrong[0],
@@ -105,7 +105,7 @@ def brevity(seed: int = 0) -> Finding:
         "brevity",
         "γ < 1 is a hidden penalty on length.",
         holds,
-        f"For the same first gain in J, right answers change their mean length by {pace[0]:+.3f} tokens at γ = 1, "
+        f"For the same first gain in J, right answers change their mean length by {pace[0]:+.3f} tokens per unit of J at γ = 1, "
         f"{pace[2]:+.3f} at 0.9 and {pace[4]:+.3f} at 0.5: {verdict(holds, 'the shorter the smaller γ', 'not always shorter')}. "
         f"The cosine with ∇J is {cosine[1]:.4f} at 0.99, {cosine[2]:.3f} at 0.9 and {cosine[4]:.3f} at 0.5; "
         f"{percent(1 - cosine[2] ** 2)} of the direction at 0.9 is not the gradient.",

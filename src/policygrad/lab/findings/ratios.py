@@ -22,7 +22,9 @@ from policygrad.lab.worlds import one_prompt
 
 RATIOS: dict[str, Ratio] = {"token": Token(), "sequence": Sequence(), "product": SequenceProduct()}
 PER_TOKEN_KL = 0.02
-"""Nats a token between π_old and π_θ."""
+"""Nats a sampled token between π_old and π_θ."""
+EXPERTS_KL = 0.02
+"""Nats a completion between the two mixtures of experts, the routing replayed."""
 
 
 def off_policy(setting: Setting, kl: float, seed: int) -> Setting:
@@ -47,7 +49,7 @@ def ratio_over_length(seed: int = 0) -> Finding:
     variance, bias = ({name: torch.zeros(worlds, len(lengths)).double() for name in RATIOS} for _ in range(2))
     for w in range(worlds):
         for i, n in enumerate(lengths):
-            setting = off_policy(one_prompt(n, seed=seed * 100 + w), PER_TOKEN_KL * n, seed * 100 + w)
+            setting = off_policy(near := one_prompt(n, seed=seed * 100 + w), _distance(near), seed * 100 + w)
             for name, ratio in RATIOS.items():
                 found = measured(replace(centred(RunningMean()), ratio=ratio, gate=Importance()), setting, 1)
                 width[name][w, i], variance[name][w, i], bias[name][w, i] = (
@@ -78,6 +80,11 @@ def ratio_over_length(seed: int = 0) -> Finding:
             **{f"bias_{name}": tuple(v.mean(0).tolist()) for name, v in bias.items()},
         },
     )
+
+
+def _distance(setting: Setting) -> float:
+    """Nats a completion, `PER_TOKEN_KL` for each of the tokens that one has on average."""
+    return PER_TOKEN_KL * float(setting.world.mean_length(setting.theta))
 
 
 def _three(table: Tensor) -> str:
@@ -164,37 +171,47 @@ def _tokens(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def experts(seed: int = 0) -> Finding:
-    """A small move of θ flips the router's choice at some states: ratios jump there. With routing replay they do not."""
-    kl, draws = 0.02, 16
+    """A small move of θ flips the router's choice at some states: ratios jump there. With routing replay they do not.
+
+    The distance is that of the replayed policies: with flips it cannot be chosen, since it jumps. Each move is seen twice,
+    with and without flips, so that the differences are paired.
+    """
+    draws = 16
     tree = Tree(3, 5)
     policy = Experts(tree)
     theta = policy.initial(seed)
     world = World(tree, random_subsets(tree, policy, theta, (0.4,), seed), policy)
+    replay = replace(world, policy=replace(policy, frozen=tuple(policy.routes(theta).tolist())))
     rows = []
     for draw in range(draws):
-        new = moved(world, theta, kl, seed=seed * 1000 + draw)
-        replay = replace(world, policy=replace(policy, frozen=tuple(policy.routes(theta).tolist())))
+        new = moved(replay, theta, EXPERTS_KL, seed=seed * 1000 + draw)
         flipped = policy.routes(theta) != policy.routes(new)
-        rows.append([*_jumps(world, theta, new, flipped), *_jumps(replay, theta, new, flipped)])
+        far = float(world.kl(theta, new))
+        rows.append([*_jumps(world, theta, new, flipped), *_jumps(replay, theta, new, flipped)[:2], far])
     table = torch.tensor(rows, dtype=torch.float64)
-    token, sequence, share, token_replay, sequence_replay, _ = table.mean(0).tolist()
-    gap = (table[:, 0] / table[:, 3]).log()  # paired: the same move, with and without flips
-    error = float(gap.std() / math.sqrt(draws))
-    holds = token > token_replay and sequence / token < 1 and float(gap.mean()) > 2 * error
+    token, sequence, share, token_replay, sequence_replay, far = table.mean(0).tolist()
+    growth = (table[:, 0] / table[:, 3]).log()
+    milder = growth - (table[:, 1] / table[:, 4]).log()
+    (jump, jump_error), (less, error) = ((float(x.mean()), float(x.std() / math.sqrt(draws))) for x in (growth, milder))
+    holds = jump > 2 * jump_error and less > 2 * error and sequence < token
     return Finding(
         "experts",
         "In a mixture of experts flips of the routing make token ratios jump; sequence ratios bear it.",
         holds,
-        f"Moves of {kl:g} nats a completion flip the expert at {percent(share)} of the states visited. The standard deviation of "
-        f"log r is {token:.3f} per token ({token_replay:.3f} with the routing replayed) and {sequence:.3f} for the sequence's "
-        f"mean ({sequence_replay:.3f}): flips multiply it by {token / token_replay:.2f} and {sequence / sequence_replay:.2f}, "
-        f"{verdict(holds, 'and the sequence ratio keeps to a part of the token ratio’s spread', 'against the claim')}.",
+        f"Moves of {EXPERTS_KL:g} nats a completion flip the expert at {percent(share)} of the states visited, and are {far:.3f} "
+        f"nats with the flips. The standard deviation of log r is {token:.3f} per token ({token_replay:.3f} with the routing "
+        f"replayed) and {sequence:.3f} for the sequence's mean ({sequence_replay:.3f}). Flips multiply the token ratio's by "
+        f"{math.exp(jump):.2f} (log {jump:.2f} ± {jump_error:.2f}) and the sequence ratio's by {math.exp(jump - less):.2f}: the "
+        f"difference in the log is {less:+.2f} ± {error:.2f}, so the sequence ratio varies less, and its share of the jump "
+        f"{verdict(holds, 'is smaller too', 'is not clearly smaller')}.",
         {
             "token": token,
             "sequence": sequence,
             "token_replay": token_replay,
             "sequence_replay": sequence_replay,
             "flips": share,
+            "growth_token": jump,
+            "growth_less": less,
         },
         error=error,
     )

@@ -346,7 +346,7 @@ function scatterSentence() {
   const least = (i) => rows.reduce((best, row) => (place(row)[i] < place(best)[i] ? row : best));
   const exact = rows.filter((row) => !row.errors[VIEW.side] && place(row)[0] < 1e-9).map((row) => row.name);
   const bias = least(0), variance = least(1);
-  const unbiased = exact.length ? `${exact.join(", ").replace(/, ([^,]*)$/, " and $1")} ${exact.length > 1 ? "are" : "is"} unbiased` : `the least bias is ${bias.name}'s, ${number(place(bias)[0])}`;
+  const unbiased = exact.length ? `${exact.join(", ").replace(/, ([^,]*)$/, " and $1")} ${exact.length > 1 ? "are" : "is"} unbiased` : `the least bias is ${bias.name}'s, ${number(place(bias)[0])}${VIEW.scaled || !bias.errors[VIEW.side] ? "" : ` ± ${number(bias.errors[VIEW.side].bias)}`}`;
   const text = `${VIEW.side ? "Off-policy" : "On-policy"}${VIEW.scaled ? ", length absorbed," : ""} ${unbiased}; the least variance is ${variance.name}'s, ${number(place(variance)[1])} of ‖∇J‖², at a bias of ${number(place(variance)[0])}.`;
   document.getElementById("scatter-finding").textContent = text;
 }
@@ -359,7 +359,8 @@ function table() {
   const rows = [...DATA.algorithms];
   if (SORT.key) rows.sort((a, b) => (value(a, SORT.key) < value(b, SORT.key) ? -1 : 1) * (SORT.up ? 1 : -1));
   const cell = (row, k) => {
-    const v = row.sides[VIEW.side][k], text = v === null ? "∞" : Math.abs(v) < 1e-9 ? "0" : v.toFixed(3).replace("-", "−");
+    const exact = !row.errors[VIEW.side], v = row.sides[VIEW.side][k];
+    const text = v === null ? "∞" : exact && Math.abs(v) < 1e-9 ? "0" : v.toFixed(3).replace("-", "−");
     return make("td", {}, text);
   };
   document.querySelector("#figures tbody").replaceChildren(
