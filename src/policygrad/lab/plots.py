@@ -77,6 +77,7 @@ _RATIOS = {"token": "token", "sequence": "sequence", "product": "product"}
 _CLIPS = {"0.2": "clip 0.2 / 0.2", "0.28": "clip 0.2 / 0.28", "none": "no upper bound"}
 _KEPT = {"cap": "cap 5 (CISPO)", "soft": "soft gate (SAPO)", "clip": "clip 0.2 (PPO)"}
 _CRITICS = {"0": "exact critic", "0.1": "errs by 0.1", "0.3": "errs by 0.3"}
+_STEPS = {"2-step": "two steps, errs by 0.3", "3-step": "three steps, errs by 0.3"}
 _NATS = "KL(π_old‖π), nats per completion"
 
 PLOTS: dict[str, Plot] = {
@@ -161,9 +162,9 @@ PLOTS: dict[str, Plot] = {
     "gae_curve": Plot(
         "λ",
         (
-            Panel("bias / ‖∇J‖", _each("bias_", _CRITICS), low=0),
-            Panel("variance / ‖∇J‖²", _each("variance_", _CRITICS), low=0),
-            Panel("mean squared error / ‖∇J‖²", _each("mse_", _CRITICS), low=0),
+            Panel("bias / ‖∇J‖", _each("bias_", _CRITICS | _STEPS), low=0),
+            Panel("variance / ‖∇J‖²", _each("variance_", _CRITICS | _STEPS), low=0),
+            Panel("mean squared error / ‖∇J‖²", _each("mse_", _CRITICS | _STEPS), low=0),
         ),
     ),
     "trust_region_bound": Plot(

@@ -22,6 +22,8 @@ ERRORS = (0.0, 0.1, 0.3)
 """Standard deviation of the critic's error at a state; rewards are 0 and 1."""
 CRITICS = 4
 NAMED: dict[str, Advantage] = {"TD": NStep(1), "2-step": NStep(2), "3-step": NStep(3), "Monte Carlo": NStep(0)}
+STEPS = ("2-step", "3-step")
+"""Those that are no end of the curve over λ."""
 
 
 def gae_curve(seed: int = 0) -> Finding:
@@ -77,6 +79,11 @@ def gae_curve(seed: int = 0) -> Finding:
                 f"{what}_{error:g}": tuple(mean[f"λ={lam:g}", error][i] for lam in LAMBDAS)
                 for i, what in enumerate(("bias", "variance", "mse"))
                 for error in ERRORS
+            },
+            **{  # flat: an n-step advantage knows no λ
+                f"{what}_{n}": (mean[n, ERRORS[-1]][i],) * len(LAMBDAS)
+                for i, what in enumerate(("bias", "variance", "mse"))
+                for n in STEPS
             },
         },
     )
