@@ -23,6 +23,7 @@ from policygrad.rollout.model import load_codec, load_model, padding_id
 from policygrad.rollout.source import Source
 from policygrad.rollout.types import Sampling
 from policygrad.tasks import load_task
+from policygrad.training import packing as packing_module
 from policygrad.training import problem as problem_module
 from policygrad.training.learner import LocalLearner
 from policygrad.training.problem import LocalProblem
@@ -96,7 +97,7 @@ def _learner(model, batch, repeats, tokens) -> None:  # type: ignore[no-untyped-
     algorithm = pg.DR_GRPO.with_budget(32)
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1)
     psi = algorithm.advantages(batch)
-    fast, every = learner.scorer, (problem_module.active, problem_module.merge_equal)
+    fast, every = learner.scorer, (problem_module.active, packing_module.merge_equal)
 
     def gradient() -> list[torch.Tensor]:
         LocalProblem(learner, batch, psi, algorithm, seed=0).accumulate()
@@ -119,7 +120,7 @@ def _learner(model, batch, repeats, tokens) -> None:  # type: ignore[no-untyped-
         "none of them": (plain, keep_all, merge_none),
     }
     seconds, gradients = {}, {}
-    for name, (scorer, problem_module.active, problem_module.merge_equal) in variants.items():
+    for name, (scorer, problem_module.active, packing_module.merge_equal) in variants.items():
         learner.scorer = scorer
         seconds[name] = median_seconds(gradient, repeats)
         gradients[name] = gradient()

@@ -204,6 +204,23 @@ def test_equal_tokens_are_not_merged_where_a_part_could_tell_them_apart(model: n
         assert e is None or float((g - e).abs().max()) <= 1e-6 * largest
 
 
+def test_what_a_tool_said_in_between_tells_completions_apart(model: nn.Module) -> None:
+    """Sampled alike after different tool output: the tokens behind it have other log-probabilities."""
+    batch = make_batch(5, holes=False)
+    mask, tokens = torch.ones_like(batch.mask), batch.tokens.clone()
+    mask[:2, 2] = False
+    tokens[1] = tokens[0]
+    tokens[1, 2] = (tokens[0, 2] + 1) % VOCABULARY
+    batch = replace(batch, mask=mask, tokens=tokens)
+    learner = LocalLearner(model, pg.PPO, lr=0.0, steps=1)
+    got = learner.score(batch, frozenset({"logp_old"})).logp_old
+    with torch.no_grad():
+        expected = naive_logp(model, batch, 1.0)
+    assert got is not None
+    assert float((got - expected)[mask].abs().max()) < 1e-5
+    assert float((expected[0, 3:] - expected[1, 3:]).abs().max()) > 1e-4
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -> None:
     """The learner's gradient, with every saving on, against autograd through the definition with none."""

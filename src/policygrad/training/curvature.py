@@ -23,7 +23,7 @@ from policygrad.core.objective import objective
 from policygrad.core.types import Batch, Forward
 from policygrad.training.forward import CHUNK, Scorer, backbone, exact, inputs, predicting_states, scaled, selected_logp
 from policygrad.training.optimizer import Optimizer
-from policygrad.training.packing import Pack, merge_equal
+from policygrad.training.packing import Merged, Pack
 
 
 def middle(logits: Tensor, change: Tensor, tokens: Tensor, sampled: bool) -> Tensor:
@@ -123,17 +123,13 @@ class Curvature:
         parameters, masters = self.optimizer.parameters, self.optimizer.masters
         moved = {n: (masters[n] + change).to(parameters[n].dtype) for n, change in self._split(delta).items()}
         rows = batch.mask.any(1).nonzero().squeeze(1)
-        unique, index = merge_equal(batch, psi, rows, algorithm.needs)
-        coefficients = tuple(
-            c.new_zeros(len(unique), c.shape[1]).index_add_(0, index, c[rows])
-            for c in algorithm.all_coefficients(batch)
-        )
-        place = _places(len(batch.mask), unique)
+        merged = Merged.of(batch, psi, rows, algorithm.needs)
+        coefficients = tuple(map(merged.summed, algorithm.all_coefficients(batch)))
         bare = replace(batch, prompts=None, tokens=None)
         total, divergence = 0.0, 0.0
-        for part, weight in self._parts(batch, unique, index):
+        for part, weight in self._parts(batch, merged):
             chosen, device = part.rows.cpu(), weight.device
-            coef = tuple(c[place[chosen]].to(device) for c in coefficients)
+            coef = tuple(c[merged.place[chosen]].to(device) for c in coefficients)
             share, ours = bare.select(chosen).to(device), psi[chosen].to(device)
             out = self._compare(part, moved)
             assert out.kl_old is not None
@@ -147,22 +143,15 @@ class Curvature:
         shares = v.split([m.numel() for m in masters.values()])
         return {name: share.view_as(master) for (name, master), share in zip(masters.items(), shares, strict=True)}
 
-    def _parts(
-        self, batch: Batch, unique: Tensor | None = None, index: Tensor | None = None
-    ) -> Iterator[tuple[Pack, Tensor]]:
+    def _parts(self, batch: Batch, merged: Merged | None = None) -> Iterator[tuple[Pack, Tensor]]:
         """Micro-batches of all completions with a sampled token, whatever their Ψ, equal ones once; and what share of the
         mean each token [b, T] stands for."""
-        if unique is None or index is None:
-            rows = batch.mask.any(1).nonzero().squeeze(1)
-            nothing = torch.zeros(batch.mask.shape)
-            bare = Batch(mask=batch.mask, group=batch.group, reward=nothing.sum(1), tokens=batch.tokens)
-            unique, index = merge_equal(bare, nothing, rows)
-        count = torch.bincount(index, minlength=len(unique)).double()
-        place = _places(len(batch.mask), unique)
+        merged = merged or Merged.of_texts(batch)
+        count = merged.count.double()
         tokens = max(1, int(batch.mask.sum()))
         device = next(iter(self.optimizer.parameters.values())).device
-        for part in self.scorer.packs(batch, unique, self.micro_tokens):
-            share = torch.where(part.mask, count[place[part.rows]][:, None] / tokens, 0.0)
+        for part in self.scorer.packs(batch, merged.unique, self.micro_tokens):
+            share = torch.where(part.mask, count[merged.place[part.rows]][:, None] / tokens, 0.0)
             yield part.to(device), share.to(device)
 
     def _states(self, model: nn.Module, part: Pack) -> Tensor:
@@ -244,10 +233,3 @@ class Curvature:
         logp, entropy, kl = (torch.cat(column) for column in zip(*columns, strict=True))
         filled = (x.new_zeros(part.mask.shape).masked_scatter(part.mask, x) for x in (logp, entropy, kl))
         return Forward(next(filled), entropy=next(filled), kl_old=next(filled))
-
-
-def _places(size: int, unique: Tensor) -> Tensor:
-    """[size] where in `unique` a completion stands."""
-    place = torch.zeros(size, dtype=torch.int64)
-    place[unique] = torch.arange(len(unique))
-    return place

@@ -20,7 +20,7 @@ from policygrad.training.curvature import Curvature
 from policygrad.training.forward import Scorer, probe
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
 from policygrad.training.optimizer import Optimizer, train_only
-from policygrad.training.packing import Pack, merge_equal
+from policygrad.training.packing import Merged, Pack
 from policygrad.training.problem import LocalProblem
 from policygrad.training.score_norms import ScoreNorms
 from policygrad.training.value_model import ValueModel, measure_values
@@ -108,16 +108,13 @@ class LocalLearner:
         wanted = {name: scorer for name, scorer in scorers.items() if name in needs and scorer is not None}
         if not wanted:
             return batch
-        rows = batch.mask.any(1).nonzero().squeeze(1)
-        bare = replace(batch, logp_old=None, logp_ref=None, weight=None)
-        unique, index = merge_equal(bare, torch.zeros(batch.mask.shape), rows)
+        merged = Merged.of_texts(batch)
         filled: dict[str, Any] = {}
         for name, scorer in wanted.items():
             out = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
-            for part in scorer.packs(batch, unique, self.config.micro_tokens):
+            for part in scorer.packs(batch, merged.unique, self.config.micro_tokens):
                 out[part.rows] = scorer(part.to(self.device)).cpu()
-            out[rows] = out[unique[index]]
-            filled[name] = out
+            filled[name] = merged.spread(out)
         return replace(batch, **filled)
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:

@@ -64,7 +64,14 @@ def merge_equal(batch: Batch, psi: Tensor, rows: Tensor, needs: frozenset[str] =
     if "logp_sampler" not in needs:
         present.pop("logp_sampler", None)
     mask = batch.mask[rows]
-    columns = [ragged.masked(x[rows], mask) if x.ndim == 2 else x[rows, None] for x in (psi, *present.values())]
+    reached = (
+        mask.int().flip(1).cummax(1).values.flip(1).bool()
+    )  # what a tool said between sampled tokens is read as well
+
+    def column(name: str, x: Tensor) -> Tensor:
+        return x[rows, None] if x.ndim == 1 else ragged.masked(x[rows], reached if name == "tokens" else mask)
+
+    columns = [column(name, x) for name, x in (("psi", psi), *present.items())]
     raw = [c.contiguous().view(torch.uint8).reshape(len(rows), -1).numpy() for c in columns if c.shape[1]]
     seen: dict[bytes, int] = {}
     index, first = list[int](), list[int]()
@@ -75,6 +82,49 @@ def merge_equal(batch: Batch, psi: Tensor, rows: Tensor, needs: frozenset[str] =
             first.append(i)
         index.append(seen[key])
     return rows[torch.tensor(first, dtype=torch.int64)], torch.tensor(index, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """The completions `rows` [n] of a batch, equal ones standing for each other."""
+
+    rows: Tensor
+    """[n] of the batch, those that take part."""
+    unique: Tensor
+    """[u] of the batch, the ones to compute."""
+    index: Tensor
+    """[n] which of `unique` stands for each of `rows`."""
+    place: Tensor
+    """[B] where in `unique` a completion that is computed stands."""
+
+    @classmethod
+    def of(cls, batch: Batch, psi: Tensor, rows: Tensor, needs: frozenset[str] = frozenset()) -> Merged:
+        """Equal in all that a gradient may depend on: see `merge_equal`."""
+        unique, index = merge_equal(batch, psi, rows, needs)
+        place = torch.zeros(len(batch.mask), dtype=torch.int64)
+        place[unique] = torch.arange(len(unique))
+        return cls(rows, unique, index, place)
+
+    @classmethod
+    def of_texts(cls, batch: Batch) -> Merged:
+        """All completions with a sampled token; equal prompt and tokens are enough for what a model says of a text."""
+        nothing = torch.zeros(batch.mask.shape)
+        text = Batch(mask=batch.mask, group=batch.group, reward=nothing.sum(1), tokens=batch.tokens)
+        return cls.of(text, nothing, batch.mask.any(1).nonzero().squeeze(1))
+
+    @property
+    def count(self) -> Tensor:
+        """[u] int64; completions that each stands for."""
+        return torch.bincount(self.index, minlength=len(self.unique))
+
+    def summed(self, x: Tensor) -> Tensor:
+        """[u, T] the sum of x [B, T] over the completions that each stands for."""
+        return x.new_zeros(len(self.unique), x.shape[1]).index_add_(0, self.index, x[self.rows])
+
+    def spread(self, x: Tensor) -> Tensor:
+        """x [B, …], computed at `unique`, with every completion's value that of the one that stands for it. In place."""
+        x[self.rows] = x[self.unique[self.index]]
+        return x
 
 
 def _extents(mask: Tensor) -> list[int]:

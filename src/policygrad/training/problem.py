@@ -13,7 +13,7 @@ from policygrad.core.controllers import re_adapted
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.objective import measure, surrogate
 from policygrad.core.types import Batch
-from policygrad.training.packing import active, merge_equal
+from policygrad.training.packing import Merged, active
 
 if TYPE_CHECKING:
     from policygrad.training.learner import LocalLearner
@@ -79,18 +79,15 @@ class LocalProblem:
         learner, batch = self.learner, self.batch
         coefficients = self.algorithm.all_coefficients(batch)
         rows = (active(batch, self.psi, coefficients) if learning else batch.mask.any(1)).nonzero().squeeze(1)
-        unique, index = merge_equal(batch, self.psi, rows, self.algorithm.needs)
-        summed = tuple(c.new_zeros(len(unique), c.shape[1]).index_add_(0, index, c[rows]) for c in coefficients)
-        count = torch.zeros(len(unique)).index_add_(0, index, torch.ones(len(rows)))
-        place = torch.zeros(len(batch.mask), dtype=torch.int64)
-        place[unique] = torch.arange(len(unique))
+        merged = Merged.of(batch, self.psi, rows, self.algorithm.needs)
+        summed, count = tuple(map(merged.summed, coefficients)), merged.count.float()
         metrics: Metrics = {
-            "completions/computed": Sum(float(len(unique))),
+            "completions/computed": Sum(float(len(merged.unique))),
             "completions/offered": Sum(float(batch.mask.any(1).sum())),
         }
         bare = replace(batch, prompts=None, tokens=None)  # the equation does not read them
-        for part in learner.scorer.packs(batch, unique, learner.config.micro_tokens):
-            at = place[part.rows]
+        for part in learner.scorer.packs(batch, merged.unique, learner.config.micro_tokens):
+            at = merged.place[part.rows]
             share = bare.select(part.rows).to(learner.device)
             psi, coef = self.psi[part.rows].to(learner.device), tuple(c[at].to(learner.device) for c in summed)
             with learner.differentiating():

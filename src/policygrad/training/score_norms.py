@@ -23,7 +23,7 @@ from policygrad.core.types import Batch
 from policygrad.rollout.draw import at_least_float32
 from policygrad.training.forward import CHUNK, Scorer, backbone, selected_logp
 from policygrad.training.learner_config import LearnerConfig
-from policygrad.training.packing import Pack, merge_equal, pack
+from policygrad.training.packing import Merged, Pack, pack
 
 Norms = Iterator[tuple[Tensor, Tensor]]
 """(completions [b], their squared norms [b])."""
@@ -55,15 +55,13 @@ class ScoreNorms:
     @torch.no_grad()
     def score(self, batch: Batch) -> Batch:
         """The batch with `score_norm` [B]: equal completions of one prompt once, 0 where nothing was sampled."""
-        rows = batch.mask.any(1).nonzero().squeeze(1)
         nothing = torch.zeros(len(batch.mask))  # rewards are no part of a score
         bare = Batch(mask=batch.mask, group=batch.group, reward=nothing, tokens=batch.tokens, prompts=batch.prompts)
-        unique, index = merge_equal(bare, torch.zeros(batch.mask.shape), rows)
+        merged = Merged.of_texts(batch)
         out = torch.zeros(len(batch.mask), dtype=torch.float64)
-        for where, norms in self._norms(bare, unique):
+        for where, norms in self._norms(bare, merged.unique):
             out[where] = norms.cpu().double()
-        out[rows] = out[unique[index]]
-        return replace(batch, score_norm=out)
+        return replace(batch, score_norm=merged.spread(out))
 
     def _norms(self, batch: Batch, rows: Tensor) -> Norms:
         vocabulary = self.scorer.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]

@@ -28,7 +28,7 @@ class Stopping:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for s, handler in self._before.items():
-            signal.signal(s, handler)
+            signal.signal(s, signal.SIG_DFL if handler is None else handler)  # None: set by other than Python
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self.asked:

@@ -16,7 +16,7 @@ from policygrad.core.types import Batch
 from policygrad.training.forward import Scorer, backbone, predicting_states
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
 from policygrad.training.optimizer import Optimizer
-from policygrad.training.packing import Pack, merge_equal
+from policygrad.training.packing import Merged, Pack
 
 
 class ValueNetwork(nn.Module):
@@ -85,15 +85,12 @@ class ValueModel:
     @torch.no_grad()
     def score(self, batch: Batch) -> Batch:
         """The batch with `values` [B, T], float32."""
-        rows = batch.mask.any(1).nonzero().squeeze(1)
-        bare = replace(batch, logp_old=None, logp_ref=None, weight=None, values=None)
-        unique, index = merge_equal(bare, torch.zeros(batch.mask.shape), rows)
+        merged = Merged.of_texts(batch)
         out = torch.zeros(batch.mask.shape)
         device = next(self.network.parameters()).device
-        for part in self.scorer.packs(batch, unique, self.config.micro_tokens):
+        for part in self.scorer.packs(batch, merged.unique, self.config.micro_tokens):
             out[part.rows] = self.network(part.to(device)).cpu()
-        out[rows] = out[unique[index]]
-        return replace(batch, values=out)
+        return replace(batch, values=merged.spread(out))
 
     def accumulate(self, batch: Batch, critic: Critic) -> Metrics:
         """Adds the gradient of the value loss, a mean over the step's sampled tokens; in pre-training the last of several,
@@ -106,18 +103,14 @@ class ValueModel:
     def _gradient(self, batch: Batch, critic: Critic) -> Metrics:
         assert batch.returns is not None
         assert batch.values is not None
-        rows = batch.mask.any(1).nonzero().squeeze(1)
-        unique, index = merge_equal(batch, batch.returns, rows)
-        each = TokenMean()(batch.mask, batch.group).to(batch.reward.dtype)
-        coefficient = each.new_zeros(len(unique), each.shape[1]).index_add_(0, index, each[rows])
-        place = torch.zeros(len(batch.mask), dtype=torch.int64)
-        place[unique] = torch.arange(len(unique))
+        merged = Merged.of(batch, batch.returns, batch.mask.any(1).nonzero().squeeze(1))
+        coefficient = merged.summed(TokenMean()(batch.mask, batch.group).to(batch.reward.dtype))
         bare = replace(batch, prompts=None, tokens=None)
         device = next(self.network.parameters()).device
         metrics: Metrics = {}
         self.network.train(self.config.gradient_checkpointing)
-        for part in self.scorer.packs(batch, unique, self.config.micro_tokens):
-            share, c = bare.select(part.rows).to(device), coefficient[place[part.rows]].to(device)
+        for part in self.scorer.packs(batch, merged.unique, self.config.micro_tokens):
+            share, c = bare.select(part.rows).to(device), coefficient[merged.place[part.rows]].to(device)
             assert share.returns is not None
             loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
             loss.backward()
