@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import field, fields, make_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -14,7 +16,7 @@ import tyro
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import summary
 from policygrad.core.algorithm import Algorithm
-from policygrad.training.config import Draft
+from policygrad.training.config import Draft, optional
 from policygrad.training.parts import ConfigError
 from policygrad.training.toml import from_dict
 
@@ -24,6 +26,34 @@ _NO_PARTS = ("name", "samples_per_prompt")
 
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@dataclass(frozen=True)
+class CommandOptions:
+    """Options of the command that are not part of the run itself."""
+
+    config: Annotated[str | None, optional("FILE", "none")] = None
+    """A TOML file of options, such as the one in a run's folder; flags given here win over it."""
+    resume: Annotated[str | None, optional("RUN", "none")] = None
+    """Go on with the run in this folder, from its newest intact checkpoint."""
+    stop_after: Annotated[int | None, optional("INT", "none")] = None
+    """Stop, resumably, after so many steps."""
+    dry_run: bool = False
+    """Print what would be done, as TOML that --config reads; load no model."""
+    plain: bool = False
+    """Plain lines, also on a terminal."""
+
+    def __post_init__(self) -> None:
+        if self.stop_after is not None and self.stop_after < 1:
+            raise ConfigError(f"--stop-after must be at least 1, not {self.stop_after}; --dry-run takes no step at all")
+
+
+def printed_flags(parse_help: Callable[[], object]) -> list[str]:
+    """Every flag that a command's help lists, for tab completion."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        parse_help()
+    return re.findall(r"^\W+(--[a-z][a-z0-9.-]*[a-z0-9])(?=\s|$)", out.getvalue(), re.MULTILINE)
 
 
 def writable(path: Path, option: str) -> None:

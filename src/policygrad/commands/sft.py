@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policygrad.commands.supervised import dry_run, parse
+from policygrad.commands.supervised import command
 from policygrad.training.supervised_config import SFTConfig
 
 HELP = (
@@ -13,14 +13,4 @@ HELP = (
 
 def sft(args: list[str]) -> int:
     """`policygrad sft --data FILE [options]`."""
-    config, command = parse(SFTConfig, args, HELP)
-    if command.dry_run:
-        print(dry_run(config))
-        return 0
-    from policygrad.track import make_display
-    from policygrad.training.sft import sft as start
-
-    start(
-        config, resume=command.resume, stop_after=command.stop_after, display=make_display(plain=command.plain or None)
-    )
-    return 0
+    return command(SFTConfig, args, HELP, "policygrad.training.sft:sft")

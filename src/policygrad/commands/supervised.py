@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import fields, make_dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from policygrad.commands.describe import paragraphs
-from policygrad.training.config import optional
+from policygrad.commands.options import CommandOptions, printed_flags
 from policygrad.training.parts import ConfigError
 from policygrad.training.supervised_config import Supervised
 from policygrad.training.toml import dumps, load
@@ -22,26 +20,6 @@ _FLAT = tyro.conf.arg(name="")
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 _FIXED = ("data", "held_out", "model", "output", "epochs", "batch_size", "seed")
 """What a resumed run cannot change: its rows, their order, its weights, its folder."""
-
-
-@dataclass(frozen=True)
-class CommandOptions:
-    """Options of the command that are not part of the run itself."""
-
-    config: Annotated[str | None, optional("FILE", "none")] = None
-    """A TOML file of options, such as the one in a run's folder; flags given here win over it."""
-    resume: Annotated[str | None, optional("RUN", "none")] = None
-    """Go on with the run in this folder, from its newest intact checkpoint."""
-    stop_after: Annotated[int | None, optional("INT", "none")] = None
-    """Stop, resumably, after so many steps."""
-    dry_run: bool = False
-    """Print the resolved configuration; load no model."""
-    plain: bool = False
-    """Plain lines, also on a terminal."""
-
-    def __post_init__(self) -> None:
-        if self.stop_after is not None and self.stop_after < 1:
-            raise ConfigError(f"--stop-after must be at least 1, not {self.stop_after}; --dry-run takes no step at all")
 
 
 def parse(kind: type[AnyConfig], args: list[str], words: tuple[str, ...]) -> tuple[AnyConfig, CommandOptions]:
@@ -70,17 +48,25 @@ def parse(kind: type[AnyConfig], args: list[str], words: tuple[str, ...]) -> tup
     return config.resolved(), command
 
 
-def dry_run(config: Supervised) -> str:
-    """What would be done, as TOML that --config reads."""
-    return dumps(config).rstrip()  # type: ignore[arg-type]
+def command(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trainer: str) -> int:
+    """Reads the options and calls the function `trainer` (module:function), which is imported only then."""
+    config, options = parse(kind, args, words)
+    if options.dry_run:
+        print(dumps(config).rstrip())  # type: ignore[arg-type]
+        return 0
+    from policygrad.track import make_display
+
+    module, _, function = trainer.partition(":")
+    display = make_display(plain=options.plain or None)
+    getattr(import_module(module), function)(
+        config, resume=options.resume, stop_after=options.stop_after, display=display
+    )
+    return 0
 
 
 def flags(kind: type[Supervised]) -> list[str]:
     """Every flag of the command, for tab completion."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        _parse(kind(), ["--help"], ())
-    return re.findall(r"^\W+(--[a-z][a-z0-9.-]*[a-z0-9])(?=\s|$)", out.getvalue(), re.MULTILINE)
+    return printed_flags(lambda: _parse(kind(), ["--help"], ()))
 
 
 def _parse(base: AnyConfig, args: list[str], words: tuple[str, ...]) -> tuple[AnyConfig, CommandOptions]:

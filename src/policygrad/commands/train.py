@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
@@ -14,7 +11,16 @@ import tyro
 
 from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands.describe import describe, page_width, paragraphs
-from policygrad.commands.options import REGISTRY, choose_parts, from_options, open_budget, option_type, take_algorithm
+from policygrad.commands.options import (
+    REGISTRY,
+    CommandOptions,
+    choose_parts,
+    from_options,
+    open_budget,
+    option_type,
+    printed_flags,
+    take_algorithm,
+)
 from policygrad.training.config import Draft, Options, Run, optional
 from policygrad.training.parts import ConfigError
 from policygrad.training.toml import dumps, load
@@ -30,25 +36,11 @@ _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.S
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(CommandOptions):
     """Options of `policygrad train` that are not part of the run itself."""
 
     algorithm: Annotated[tyro.conf.Positional[str | None], optional("[ALGORITHM]", "grpo")] = None
     """The method."""
-    config: Annotated[str | None, optional("FILE", "none")] = None
-    """A TOML file of options, such as a run's run.toml; flags given here win over it."""
-    resume: Annotated[str | None, optional("RUN", "none")] = None
-    """Go on with the run in this folder, from its newest intact checkpoint."""
-    stop_after: Annotated[int | None, optional("INT", "none")] = None
-    """Stop, resumably, after so many steps."""
-    dry_run: bool = False
-    """Print the resolved configuration and the algorithm's equation; load no model."""
-    plain: bool = False
-    """Plain lines, also on a terminal."""
-
-    def __post_init__(self) -> None:
-        if self.stop_after is not None and self.stop_after < 1:
-            raise ConfigError(f"--stop-after must be at least 1, not {self.stop_after}; --dry-run takes no step at all")
 
 
 def train(args: list[str]) -> int:
@@ -79,10 +71,7 @@ def dry_run(run: Run) -> str:
 
 def flags(name: str) -> list[str]:
     """Every flag of `policygrad train ALGORITHM`, for tab completion."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        _parse(Draft(algorithm=algorithm(name)), ["--help"])
-    return re.findall(r"^\W+(--[a-z][a-z0-9.-]*[a-z0-9])(?=\s|$)", out.getvalue(), re.MULTILINE)
+    return printed_flags(lambda: _parse(Draft(algorithm=algorithm(name)), ["--help"]))
 
 
 def _shape(base: Draft) -> Any:

@@ -28,19 +28,7 @@ STEPS = ("2-step", "3-step")
 
 def gae_curve(seed: int = 0) -> Finding:
     """Bias, variance and error of GAE(1, λ) over λ, with n-step advantages beside it. Source: Schulman et al. 2016."""
-    links: dict[str, Advantage] = {f"λ={lam:g}": GAE(1.0, lam) for lam in LAMBDAS}
-    links |= NAMED
-    setting = one_prompt(length=4, seed=seed)
-    steps = all_steps(setting, 1)
-    found = {}  # [bias, variance, mse] by link and error, one row per critic
-    for error in ERRORS:
-        for name, link in links.items():
-            algorithm = Algorithm(psi=(link,), critic=Critic())
-            rows = []
-            for critic in range(CRITICS if error else 1):
-                f = measure(algorithm, replace(setting, critic_error=error, seed=seed * 100 + critic), steps).figures
-                rows.append((f.bias, f.variance, f.mse))
-            found[name, error] = torch.tensor(rows, dtype=torch.float64)
+    found = _measured(seed)
     mean = {key: table.mean(0).tolist() for key, table in found.items()}
     best = {error: min(LAMBDAS, key=lambda lam: mean[f"λ={lam:g}", error][2]) for error in ERRORS}
     biased, spread = ([mean[f"λ={lam:g}", ERRORS[2]][i] for lam in LAMBDAS] for i in (0, 1))
@@ -87,6 +75,24 @@ def gae_curve(seed: int = 0) -> Finding:
             },
         },
     )
+
+
+def _measured(seed: int) -> dict[tuple[str, float], torch.Tensor]:
+    """[bias, variance, mse] by link and critic's error, one row per critic."""
+    links: dict[str, Advantage] = {f"λ={lam:g}": GAE(1.0, lam) for lam in LAMBDAS}
+    links |= NAMED
+    setting = one_prompt(length=4, seed=seed)
+    steps = all_steps(setting, 1)
+    found: dict[tuple[str, float], torch.Tensor] = {}
+    for error in ERRORS:
+        for name, link in links.items():
+            algorithm = Algorithm(psi=(link,), critic=Critic())
+            rows = []
+            for critic in range(CRITICS if error else 1):
+                f = measure(algorithm, replace(setting, critic_error=error, seed=seed * 100 + critic), steps).figures
+                rows.append((f.bias, f.variance, f.mse))
+            found[name, error] = torch.tensor(rows, dtype=torch.float64)
+    return found
 
 
 def _mse(mean: dict[tuple[str, float], list[float]], name: str) -> str:
