@@ -16,17 +16,18 @@ from dataclasses import replace
 import torch
 
 import policygrad as pg
+from policygrad.learners.local import packing as packing_module
+from policygrad.learners.local import problem as problem_module
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.problem import LocalProblem
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import load_tokenizer, padding_id
 from policygrad.rewards import RewardPool
 from policygrad.rollout.collect import collect
-from policygrad.rollout.local import LocalSampler
-from policygrad.rollout.model import load_codec, load_model, padding_id
 from policygrad.rollout.source import Source
-from policygrad.rollout.types import Sampling
+from policygrad.samplers.base import Sampling
+from policygrad.samplers.local import LocalSampler
 from policygrad.tasks import load_task
-from policygrad.training import packing as packing_module
-from policygrad.training import problem as problem_module
-from policygrad.training.learner import LocalLearner
-from policygrad.training.problem import LocalProblem
 
 
 def median_seconds(work: Callable[[], object], repeats: int) -> float:
@@ -49,7 +50,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     model = load_model(args.model)
-    codec = load_codec(args.model, model)
+    codec = load_tokenizer(args.model, model)
     sampler = LocalSampler(model, codec.end, padding_id(codec))
     task = load_task(args.task)
     sampling = Sampling(max_tokens=args.max_tokens)

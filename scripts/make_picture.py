@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from policygrad.track import Outline, Sample
-from policygrad.track.terminal import RichDisplay
-from policygrad.training.toml import load
+from policygrad.trackers import Outline, Sample
+from policygrad.trackers.terminal.live import RichDisplay
+from policygrad.training.config.toml import load
 
 
 def main() -> None:

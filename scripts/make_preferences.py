@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from policygrad.rollout.source import TRAIN, make_prompt, score_groups
-from policygrad.rollout.types import Sampling
+from policygrad.samplers.base import Sampling
 from policygrad.training.setup import prepare
 
 PORTION = 64  # problems sampled at a time

@@ -19,7 +19,7 @@ def build_model(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int = 
     """A random Llama of some 30k parameters, saved with the embedded model's tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from policygrad.rollout.model import resolve
+    from policygrad.models.loading import resolve
 
     tokenizer = AutoTokenizer.from_pretrained(resolve("tiny"))
     torch.manual_seed(seed)

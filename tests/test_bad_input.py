@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.hub import ModelError, locate
-from policygrad.rollout.model import resolve
-from policygrad.rollout.types import Sampling
-from policygrad.track import Silent
-from policygrad.training.checkpoint import CheckpointError
-from policygrad.training.config import Checkpointing, Evaluation, LearnerConfig, Rewarding, Run
+from policygrad.checkpoint.format import CheckpointError
+from policygrad.models.hub import ModelError, locate
+from policygrad.models.loading import resolve
+from policygrad.samplers.base import Sampling
+from policygrad.trackers import Silent
+from policygrad.training.config.run import Checkpointing, Evaluation, LearnerConfig, Rewarding, Run
 from policygrad.training.session import train
 from policygrad.training.setup import RunError, measure_model
 

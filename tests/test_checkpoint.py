@@ -17,9 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policygrad.training import checkpoint, manifest
-from policygrad.training.checkpoint import CheckpointError, load, load_latest, save
-from policygrad.training.tree import decode, encode
+from policygrad.checkpoint import format as checkpoint
+from policygrad.checkpoint import manifest
+from policygrad.checkpoint.format import CheckpointError, load, load_latest, save
+from policygrad.checkpoint.tree import decode, encode
 
 
 def bits(tensor: torch.Tensor) -> tuple:

@@ -17,8 +17,8 @@ from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands import describe, show
 from policygrad.commands.completion import script
 from policygrad.commands.options import take_algorithm
-from policygrad.training.config import Run
-from policygrad.training.toml import load, part_names
+from policygrad.training.config.run import Run
+from policygrad.training.config.toml import load, part_names
 
 
 @pytest.fixture

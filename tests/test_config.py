@@ -15,9 +15,9 @@ import policygrad as pg
 from policygrad.algorithms import ALGORITHMS, DAPO, GRPO, RLOO
 from policygrad.core.gates import Clip, WeightCap
 from policygrad.core.types import Batch
-from policygrad.rollout.types import Sampling
-from policygrad.training.config import Run
-from policygrad.training.toml import ConfigError, algorithm_from_dict, algorithm_to_dict, dumps, from_dict, load
+from policygrad.samplers.base import Sampling
+from policygrad.training.config.run import Run
+from policygrad.training.config.toml import ConfigError, algorithm_from_dict, algorithm_to_dict, dumps, from_dict, load
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def test_round_trip(tmp_path: Path, name: str, resolved: bool) -> None:
 def test_round_trip_of_any_value(lr: float, seed: int, model: str, temperature: float) -> None:
     import tomllib
 
-    from policygrad.training.toml import from_dict
+    from policygrad.training.config.toml import from_dict
 
     run = Run(lr=lr, seed=seed, model=model, sampling=Sampling(temperature=temperature))
     assert from_dict(tomllib.loads(dumps(run)), Run(), "text") == run

@@ -21,7 +21,7 @@ from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import describe, difference, settings
 from policygrad.papers import PAPERS, USUAL
-from policygrad.training.parts import part_names
+from policygrad.training.config.parts import part_names
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

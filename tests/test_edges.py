@@ -14,15 +14,17 @@ import pytest
 import torch
 
 import policygrad as pg
+from policygrad.checkpoint import format as checkpoint
 from policygrad.commands.train import flags
-from policygrad.hub import ModelError
+from policygrad.models.hub import ModelError
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import load_tokenizer
 from policygrad.rewards import RewardPool
 from policygrad.rewards.calls import to_number
-from policygrad.rollout.model import load_codec, load_model
 from policygrad.tasks import load_task
-from policygrad.track import Silent
-from policygrad.training import checkpoint, saving
-from policygrad.training.parts import ConfigError, part_class
+from policygrad.trackers import Silent
+from policygrad.training import saving
+from policygrad.training.config.parts import ConfigError, part_class
 from policygrad.training.record import _in_words
 from policygrad.training.setup import RunError
 
@@ -120,7 +122,7 @@ def test_chat_prompts_are_shown_as_words():
 
 def test_a_full_disk_while_the_model_is_saved_names_the_way_to_go_on(random_model: Path, tmp_path: Path, monkeypatch):
     model = load_model(str(random_model))
-    codec = load_codec(str(random_model), model)
+    codec = load_tokenizer(str(random_model), model)
 
     def full(folder, *args, **kwargs):
         Path(folder).mkdir()
@@ -209,7 +211,7 @@ def test_a_chat_template_that_raises_is_refused_with_the_line(random_model: Path
     (model / "chat_template.jinja").write_text(
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system role.') }}{% endif %}{{ messages[0].nobody.x }}"
     )
-    codec = load_codec(str(model), load_model(str(model)))
+    codec = load_tokenizer(str(model), load_model(str(model)))
     system = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
     with pytest.raises(
         ModelError, match=r"rows\.jsonl:7: the chat template of .* \(roles: system, user\): no system role\. C"
@@ -226,13 +228,13 @@ def test_an_end_token_that_only_the_architecture_names_is_no_end_token(random_mo
     network = load_model(str(silent))
     assert network.config.eos_token_id == 2
     with pytest.raises(ModelError, match="neither the tokenizer nor a configuration file of"):
-        load_codec(str(silent), network)
+        load_tokenizer(str(silent), network)
     tokenizer = copied(random_model, tmp_path / "tokenizer", **ends)
-    assert load_codec(str(tokenizer), load_model(str(tokenizer))).end == {1}
+    assert load_tokenizer(str(tokenizer), load_model(str(tokenizer))).end == {1}
     file = copied(
         random_model, tmp_path / "file", config={"eos_token_id": None}, generation_config={"eos_token_id": [1, 5]}
     )
-    assert load_codec(str(file), load_model(str(file))).end == {1, 5}
+    assert load_tokenizer(str(file), load_model(str(file))).end == {1, 5}
 
 
 def test_what_a_model_or_a_tokenizer_lacks_is_named(random_model: Path, tmp_path: Path):
@@ -241,7 +243,7 @@ def test_what_a_model_or_a_tokenizer_lacks_is_named(random_model: Path, tmp_path
     for path in [*model.glob("token*"), *model.glob("*.jinja")]:
         path.unlink()
     with pytest.raises(ModelError, match=r"the tokenizer of .*, whose folder needs tokenizer\.json and tok") as caught:
-        load_codec(str(model), network)
+        load_tokenizer(str(model), network)
     assert "config.json and safetensors" not in str(caught.value)
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -255,7 +257,7 @@ def test_what_a_model_or_a_tokenizer_lacks_is_named(random_model: Path, tmp_path
 
 def test_a_model_is_on_the_disk_before_the_old_one_goes(random_model: Path, tmp_path: Path, monkeypatch):
     model = load_model(str(random_model))
-    codec = load_codec(str(random_model), model)
+    codec = load_tokenizer(str(random_model), model)
     final = saving.save_model(tmp_path, model, codec)
     (final / "mark").write_text("old")
     synced: list[str] = []

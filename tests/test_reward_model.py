@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import policygrad as pg
+from policygrad.models.classifier import encode, forward, load_scorer, load_tokenizer, micro_batches, score
 from policygrad.rewards import RewardPool, resolve
 from policygrad.rewards.calls import Caller
 from policygrad.rewards.model import ModelReward
-from policygrad.rewards.scorer import encode, forward, load_scorer, load_tokenizer, micro_batches, score
 from policygrad.tasks.preferences import by_prompt, read_pairs
 from policygrad.training.reward_model import Preferences, bradley_terry, correct
 from policygrad.training.setup import RunError

@@ -19,15 +19,16 @@ from transformers import AutoModelForCausalLM
 import policygrad as pg
 from policygrad import cli
 from policygrad.commands.completion import script
-from policygrad.hub import ModelError
-from policygrad.rollout.model import Codec, load_codec, load_model
+from policygrad.models.hub import ModelError
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.conversations import Demonstration, read_demonstrations
-from policygrad.track import Sample, Silent
-from policygrad.training.config import Checkpointing
+from policygrad.trackers import Sample, Silent
+from policygrad.training.config.run import Checkpointing
+from policygrad.training.config.supervised import SFTConfig
+from policygrad.training.config.toml import load
 from policygrad.training.setup import RunError
 from policygrad.training.sft import FineTuning, tokenise
-from policygrad.training.supervised_config import SFTConfig
-from policygrad.training.toml import load
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": f"{a} + {b} =\n", "completion": f"<answer>{a + b}</answer>"} for a in range(7) for b in range(6)
@@ -58,15 +59,15 @@ def config(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SFTC
 
 
 @pytest.fixture
-def codec(random_model: Path) -> Codec:
-    return load_codec(str(random_model), load_model(str(random_model)))
+def codec(random_model: Path) -> Tokenizer:
+    return load_tokenizer(str(random_model), load_model(str(random_model)))
 
 
 def read(tmp_path: Path, row: Any) -> Demonstration:
     return read_demonstrations(write(tmp_path / "one.jsonl", [row]))[0]
 
 
-def learnt(row: Any, codec: Codec) -> list[str]:
+def learnt(row: Any, codec: Tokenizer) -> list[str]:
     """The runs of tokens that carry a loss, as text."""
     found = tokenise(row, codec)
     runs: list[list[int]] = []
@@ -81,7 +82,7 @@ def learnt(row: Any, codec: Codec) -> list[str]:
 # --- which tokens are learnt
 
 
-def test_of_text_the_completion_and_the_end_token(codec: Codec, tmp_path: Path) -> None:
+def test_of_text_the_completion_and_the_end_token(codec: Tokenizer, tmp_path: Path) -> None:
     row = read(tmp_path, ROWS[9])
     assert learnt(row, codec) == ["<answer>4</answer><eos>"]
     found = tokenise(row, codec)
@@ -90,7 +91,7 @@ def test_of_text_the_completion_and_the_end_token(codec: Codec, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("template", [None, QWEN])
-def test_of_a_chat_the_assistants_turns(codec: Codec, tmp_path: Path, template: str | None) -> None:
+def test_of_a_chat_the_assistants_turns(codec: Tokenizer, tmp_path: Path, template: str | None) -> None:
     """With their end tokens, without what the template writes behind those; the prompt is what sampling would see."""
     codec.tokenizer.chat_template = template or codec.tokenizer.chat_template
     row = read(tmp_path, {"messages": CHAT})
@@ -120,14 +121,16 @@ def test_of_a_chat_the_assistants_turns(codec: Codec, tmp_path: Path, template: 
         (None, "has no chat template"),
     ],
 )
-def test_a_template_that_cannot_be_learnt_from(codec: Codec, tmp_path: Path, template: str | None, says: str) -> None:
+def test_a_template_that_cannot_be_learnt_from(
+    codec: Tokenizer, tmp_path: Path, template: str | None, says: str
+) -> None:
     codec.tokenizer.chat_template = template
     with pytest.raises(ModelError, match=says) as caught:
         tokenise(read(tmp_path, {"messages": CHAT}), codec)
     assert "one.jsonl:1" in str(caught.value)
 
 
-def test_a_prompt_that_joins_its_completion_is_refused(codec: Codec, tmp_path: Path) -> None:
+def test_a_prompt_that_joins_its_completion_is_refused(codec: Tokenizer, tmp_path: Path) -> None:
     """`The answer ` + `is` is one token where the prompt's end and the completion's beginning were to be two."""
     row = read(tmp_path, {"prompt": "The answer", "completion": " is 2"})
     with pytest.raises(ModelError, match=r"one.jsonl:1: the tokenizer .* joins the end of 'prompt'.*'The answer'"):

@@ -13,10 +13,10 @@ import torch
 
 import policygrad as pg
 from policygrad.rewards import Reward, RewardPool, known_rewards, resolve, reward
-from policygrad.rewards.steps import StepEnd, check_pattern, worked_steps
-from policygrad.rollout.types import Sampling
+from policygrad.rewards.process_rewards import StepEnd, check_pattern, worked_steps
+from policygrad.samplers.base import Sampling
 from policygrad.tasks import known_tasks, load_task
-from policygrad.training.config import Run
+from policygrad.training.config.run import Run
 from policygrad.training.setup import RunError, choose_rewards
 
 SUM = ("chain_sum", {"answer": "74", "metadata": {"expression": "92 - 18"}})

@@ -17,11 +17,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from policygrad.track import Display, Outline, PlainDisplay, RunFiles, Sample, Silent, change, make_display
-from policygrad.track.course import Course
-from policygrad.track.curve import horizon, limits, plot, smooth
-from policygrad.track.terminal import RichDisplay
-from policygrad.track.words import clean, count, duration, number, one_line
+from policygrad.trackers import Display, Outline, PlainDisplay, RunFiles, Sample, Silent, change, make_display
+from policygrad.trackers.progress import Course
+from policygrad.trackers.terminal.curve import horizon, limits, plot, smooth
+from policygrad.trackers.terminal.live import RichDisplay
+from policygrad.trackers.words import clean, count, duration, number, one_line
 
 # --- files ---
 

@@ -30,13 +30,13 @@ _HOME = {
     "policygrad.core.types": "Batch Forward",
     "policygrad.core.values": "GAE LengthAdaptiveGAE NStep Whiten",
     "policygrad.rewards": "reward",
-    "policygrad.rollout.types": "Sampling",
-    "policygrad.training.config": "Checkpointing Evaluation Rewarding Run",
-    "policygrad.training.learner_config": "LearnerConfig OptimizerConfig",
+    "policygrad.samplers.base": "Sampling",
+    "policygrad.training.config.run": "Checkpointing Evaluation Rewarding Run",
+    "policygrad.learners.config": "LearnerConfig OptimizerConfig",
     "policygrad.training.reward_model": "train_reward_model",
     "policygrad.training.session": "train",
     "policygrad.training.sft": "sft",
-    "policygrad.training.supervised_config": "RewardModelConfig SFTConfig",
+    "policygrad.training.config.supervised": "RewardModelConfig SFTConfig",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tabular_learner import TabularLearner
 
 import policygrad as pg
 from policygrad.core.controllers import LARGEST, SMALLEST, doubling, inside, proportional
 from policygrad.core.metrics import Mean, Sum
-from policygrad.training.tabular import TabularLearner
 
 NAN = float("nan")
 
@@ -82,7 +82,7 @@ def test_beta_stays_where_it_can_come_back_from() -> None:
 
 
 def test_an_algorithm_carries_the_adapted_beta_and_a_checkpoint_holds_it() -> None:
-    from policygrad.training.toml import algorithm_from_dict, algorithm_to_dict
+    from policygrad.training.config.toml import algorithm_from_dict, algorithm_to_dict
 
     algorithm = replace(pg.RLOO, shaping=(pg.KLInReward(0.5, target=0.05),))
     after = algorithm.observe(batch_of([0.1, 0.1]), {})

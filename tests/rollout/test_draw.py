@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policygrad.rollout.draw import draw, log_probabilities, uniforms
-from policygrad.rollout.types import Sampling
+from policygrad.samplers.base import Sampling
+from policygrad.samplers.draw import draw, log_probabilities, uniforms
 
 P = torch.tensor([[0.5, 0.25, 0.15, 0.1]], dtype=torch.float64)
 

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from policygrad.rollout.draw import log_probabilities
-from policygrad.rollout.local import LocalSampler
-from policygrad.rollout.model import load_codec, load_model, padding_id
-from policygrad.rollout.types import Group, Prompt, Sampling, Weights
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import load_tokenizer, padding_id
+from policygrad.samplers.base import Group, Prompt, Sampling
+from policygrad.samplers.draw import log_probabilities
+from policygrad.samplers.local import LocalSampler
+from policygrad.weight_sync.base import Published
 
 TEXTS = ["What is 7 + 8?\n", "a", "Sort: 3 1 2\nNow, please!\n", "Hello world\n", "7\n"]
 
@@ -18,13 +20,13 @@ TEXTS = ["What is 7 + 8?\n", "a", "Sort: 3 1 2\nNow, please!\n", "Hello world\n"
 @pytest.fixture(scope="module")
 def sampler(random_model: Path) -> LocalSampler:
     model = load_model(str(random_model))
-    codec = load_codec(str(random_model), model)
+    codec = load_tokenizer(str(random_model), model)
     return LocalSampler(model, codec.end, padding_id(codec))
 
 
 @pytest.fixture(scope="module")
 def prompts(random_model: Path) -> list[Prompt]:
-    codec = load_codec(str(random_model), load_model(str(random_model)))
+    codec = load_tokenizer(str(random_model), load_model(str(random_model)))
     return [Prompt(codec.encode(text, 16), (3, 0, 1, i)) for i, text in enumerate(TEXTS)]
 
 
@@ -106,7 +108,7 @@ def test_the_cache_takes_more_room_when_it_is_used_up(
 ) -> None:
     sampling = Sampling(max_tokens=16)
     whole = _rows(sampler.sample(prompts, 4, sampling))
-    monkeypatch.setattr("policygrad.rollout.cache.ROOM", 3)
+    monkeypatch.setattr("policygrad.samplers.cache.ROOM", 3)
     assert _rows(sampler.sample(prompts, 4, sampling)) == whole
 
 
@@ -121,11 +123,11 @@ def test_restarts_from_a_prefix(sampler: LocalSampler, prompts: list[Prompt]) ->
 
 def test_load_copies_other_weights_and_counts_versions(random_model: Path) -> None:
     model, other = load_model(str(random_model)), load_model(str(random_model))
-    codec = load_codec(str(random_model), model)
+    codec = load_tokenizer(str(random_model), model)
     sampler = LocalSampler(model, codec.end, padding_id(codec))
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
-    sampler.load(Weights(5, dict(other.named_parameters())))
+    sampler.load(Published(5, dict(other.named_parameters())))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert sampler.sample([Prompt(torch.tensor([1]), (0,))], 1, Sampling(max_tokens=1))[0].version == 5

@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tabular_sampler import TabularCodec, TabularSampler
 from torch import Tensor
 
 import policygrad as pg
 from policygrad.rollout.collect import collect
 from policygrad.rollout.source import Source
 from policygrad.rollout.steps import mark, token_at
-from policygrad.rollout.tabular import TabularCodec, TabularSampler
-from policygrad.rollout.types import Sampling
+from policygrad.samplers.base import Sampling
 
 
 def decoder(pieces: Sequence[bytes]) -> Any:

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from tabular_sampler import TabularCodec, TabularSampler
 
 import policygrad as pg
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import load_tokenizer, padding_id
 from policygrad.rollout.collect import collect
-from policygrad.rollout.local import LocalSampler
-from policygrad.rollout.model import load_codec, load_model, padding_id
 from policygrad.rollout.prefixes import with_values
 from policygrad.rollout.source import TRAIN, VALUES, Source
 from policygrad.rollout.steps import Marks, with_steps
-from policygrad.rollout.tabular import TabularCodec, TabularSampler
-from policygrad.rollout.types import Completion, Group, Prompt, Sampling
+from policygrad.samplers.base import Completion, Group, Prompt, Sampling
+from policygrad.samplers.local import LocalSampler
 
 VOCABULARY, LONGEST = 3, 3
 ALL = list(itertools.product(range(VOCABULARY), repeat=LONGEST))
@@ -239,7 +240,7 @@ def test_values_of_no_steps_are_refused() -> None:
 @pytest.fixture(scope="module")
 def local(random_model: Path) -> tuple[LocalSampler, Any]:
     model = load_model(str(random_model))
-    codec = load_codec(str(random_model), model)
+    codec = load_tokenizer(str(random_model), model)
     return LocalSampler(model, codec.end, padding_id(codec)), codec
 
 

@@ -16,13 +16,13 @@ import transformers as tf
 from torch import Tensor, nn
 
 import policygrad as pg
-from policygrad.rollout.draw import log_probabilities
-from policygrad.rollout.local import LocalSampler
-from policygrad.rollout.model import load_model
-from policygrad.rollout.types import Prompt, Sampling
-from policygrad.training.learner import LocalLearner
-from policygrad.training.learner_config import LearnerConfig
-from policygrad.training.problem import LocalProblem
+from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.problem import LocalProblem
+from policygrad.models.loading import load_model
+from policygrad.samplers.base import Prompt, Sampling
+from policygrad.samplers.draw import log_probabilities
+from policygrad.samplers.local import LocalSampler
 
 VOCABULARY, WINDOW, WIDTH = 40, 17, 20
 BASE: dict[str, Any] = {

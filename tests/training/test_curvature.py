@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from tabular_learner import TabularLearner, TabularProblem
 from test_run import Record, rows, same, small, untimed, weights  # type: ignore[import-not-found]  # noqa: F401
 from torch import Tensor, nn
 
 import policygrad as pg
-from policygrad.rollout.model import load_model, resolve
-from policygrad.training import curvature
-from policygrad.training.config import Run
-from policygrad.training.learner import LocalLearner
-from policygrad.training.learner_config import LearnerConfig
-from policygrad.training.problem import LocalProblem
+from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local import curvature
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.problem import LocalProblem
+from policygrad.models.loading import load_model, resolve
+from policygrad.training.config.run import Run
 from policygrad.training.session import train
-from policygrad.training.tabular import TabularLearner, TabularProblem
 
 VOCABULARY, TEMPERATURE = 11, 0.7
 PLAIN = {"vocab_size": VOCABULARY, "hidden_size": 8, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.5}

@@ -11,14 +11,14 @@ from test_packing import make_batch  # type: ignore[import-not-found]
 from torch import nn
 
 import policygrad as pg
-from policygrad.rollout.local import LocalSampler
-from policygrad.rollout.model import load_model
-from policygrad.rollout.types import Prompt, Sampling
-from policygrad.training import forward
-from policygrad.training.learner import LocalLearner
-from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
-from policygrad.training.optimizer import Optimizer
-from policygrad.training.problem import LocalProblem
+from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.local import forward
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.optimizer import Optimizer
+from policygrad.learners.local.problem import LocalProblem
+from policygrad.models.loading import load_model
+from policygrad.samplers.base import Prompt, Sampling
+from policygrad.samplers.local import LocalSampler
 
 
 def learner_for(
@@ -276,7 +276,7 @@ def a_step() -> pg.Batch:
 def test_a_gradient_is_the_same_twice_to_the_last_bit(batch: pg.Batch, times: int) -> None:
     """What a bitwise resume stands on, where several threads work on one sum: at the size of a real step, and with many terms
     in one sum."""
-    from policygrad.rollout.model import resolve
+    from policygrad.models.loading import resolve
 
     model = load_model(resolve("tiny"))
     learner = LocalLearner(model, pg.DR_GRPO, lr=0.0, steps=1)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.types import PER_COMPLETION, PER_TOKEN
-from policygrad.rollout.model import load_model
-from policygrad.training.forward import Scorer, probe
-from policygrad.training.learner import LocalLearner
-from policygrad.training.learner_config import LearnerConfig
-from policygrad.training.packing import merge_equal, pack
-from policygrad.training.problem import LocalProblem
+from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.forward import Scorer, probe
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.packing import merge_equal, pack
+from policygrad.learners.local.problem import LocalProblem
+from policygrad.models.loading import load_model
 
 VOCABULARY = 40
 
@@ -111,7 +111,7 @@ def test_chunked_head_is_the_same(model: nn.Module, monkeypatch: pytest.MonkeyPa
     scorer = Scorer(model, 1.0, True, True)
     (whole,) = pack(batch, torch.arange(5), 10_000)
     expected = torch.autograd.grad(scorer(whole).sum(), list(model.parameters()))
-    monkeypatch.setattr("policygrad.training.forward.CHUNK", 3 * len(model.get_output_embeddings().weight))  # type: ignore[operator]
+    monkeypatch.setattr("policygrad.learners.local.forward.CHUNK", 3 * len(model.get_output_embeddings().weight))  # type: ignore[operator]
     got = torch.autograd.grad(scorer(whole).sum(), list(model.parameters()))
     assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(got, expected, strict=True))
 

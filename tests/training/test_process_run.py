@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 import policygrad as pg
-from policygrad.rollout.types import Sampling
-from policygrad.track import Outline, Silent
-from policygrad.training.config import Checkpointing, Evaluation, Run
+from policygrad.samplers.base import Sampling
+from policygrad.trackers import Outline, Silent
+from policygrad.training.config.run import Checkpointing, Evaluation, Run
 from policygrad.training.session import train
 from policygrad.training.setup import RunError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from policygrad import cli
-from policygrad.rewards.scorer import encode, load_scorer, load_tokenizer, score
+from policygrad.models.classifier import encode, load_scorer, load_tokenizer, score
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_preferences.py"
 

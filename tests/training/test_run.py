@@ -19,16 +19,16 @@ from safetensors.torch import load_file
 
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
-from policygrad.rollout.model import resolve
-from policygrad.rollout.types import Sampling
-from policygrad.track import Sample, Silent
-from policygrad.training import checkpoint
+from policygrad.checkpoint import format as checkpoint
+from policygrad.learners.local.optimizer import Optimizer
+from policygrad.models.loading import resolve
+from policygrad.samplers.base import Sampling
+from policygrad.trackers import Sample, Silent
 from policygrad.training import loop as loop_module
-from policygrad.training.config import Checkpointing, Evaluation, Run
-from policygrad.training.optimizer import Optimizer
+from policygrad.training.config.run import Checkpointing, Evaluation, Run
+from policygrad.training.config.toml import load
 from policygrad.training.session import train
 from policygrad.training.setup import RunError
-from policygrad.training.toml import load
 
 REWARD = """
 def starts_with_a_digit(prompts, completions, **columns):
@@ -200,7 +200,9 @@ def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> 
 CHILD = """
 import os, sys
 import torch
-from policygrad.training import checkpoint, session, toml
+from policygrad.checkpoint import format as checkpoint
+from policygrad.training import session
+from policygrad.training.config import toml
 stop_at, calls = int(sys.argv[2]), 0
 def counted(name, inner):
     def call(*args, **kwargs):

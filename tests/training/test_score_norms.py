@@ -16,11 +16,11 @@ from test_packing import make_batch, naive_logp  # type: ignore[import-not-found
 from torch import Tensor, nn
 
 import policygrad as pg
-from policygrad.rollout.model import load_model
-from policygrad.training.forward import probe
-from policygrad.training.learner import LocalLearner
-from policygrad.training.learner_config import LearnerConfig
-from policygrad.training.score_norms import ScoreNorms, matching
+from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.forward import probe
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.score_norms import ScoreNorms, matching
+from policygrad.models.loading import load_model
 
 RLOO = replace(pg.RLOO, psi=(pg.OptimalBaseline(),), shaping=())
 
@@ -88,7 +88,7 @@ def test_a_few_at_a_time(gpt2: nn.Module, monkeypatch: pytest.MonkeyPatch) -> No
     original = ScoreNorms._one_by_one
     monkeypatch.setattr(ScoreNorms, "_one_by_one", lambda *a: calls.append(1) or original(*a))
     for at_once in (3, 1):
-        monkeypatch.setattr("policygrad.training.score_norms.CHUNK", at_once * size)
+        monkeypatch.setattr("policygrad.learners.local.score_norms.CHUNK", at_once * size)
         torch.testing.assert_close(scored(norms, batch), truth, rtol=1e-10, atol=0)
     assert len(calls) == 1
 

@@ -12,12 +12,12 @@ from test_packing import make_batch, naive_logp  # type: ignore[import-not-found
 from torch import Tensor, nn
 
 import policygrad as pg
-from policygrad.rollout.model import load_model
-from policygrad.training.learner import LocalLearner
-from policygrad.training.learner_config import LearnerConfig
-from policygrad.training.packing import pack
-from policygrad.training.problem import LocalProblem
-from policygrad.training.value_model import ValueModel
+from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.packing import pack
+from policygrad.learners.local.problem import LocalProblem
+from policygrad.learners.local.value_model import ValueModel
+from policygrad.models.loading import load_model
 
 POLICY = pg.Critic(features="policy", lr=1e-2)
 
@@ -221,7 +221,7 @@ def test_the_learners_exact_terms_are_those_of_full_logits(
     random_model: Path, kind: str, budget: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed, merged, in chunks of three tokens, Ψ = 0 everywhere: only the term moves, and every completion counts."""
-    monkeypatch.setattr("policygrad.training.forward.CHUNK", chunk)
+    monkeypatch.setattr("policygrad.learners.local.forward.CHUNK", chunk)
     step = pg.FirstOrder(epochs=2)
     algorithm = replace(pg.DR_GRPO, aggregate=pg.TokenMean(), terms=(EXACT[kind],), step=step)
     model, temperature = load_model(str(random_model)).double(), 0.8
@@ -320,7 +320,7 @@ def test_a_scorer_says_what_it_cannot_give(random_model: Path) -> None:
 
 def test_a_token_that_the_model_rules_out_costs_nothing() -> None:
     """A logit of −∞ has probability 0 and no share in entropy, KL or their gradients."""
-    from policygrad.training.forward import exact
+    from policygrad.learners.local.forward import exact
 
     logits = torch.tensor([[0.0, 1.0, -torch.inf]], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([[0.5, 0.0, -torch.inf]], dtype=torch.float64)

@@ -19,10 +19,10 @@ from policygrad.commands.train import flags
 from policygrad.core.algorithm import Algorithm
 from policygrad.lab.experiments import EXPERIMENTS
 from policygrad.rewards import known_rewards
-from policygrad.rollout.types import Sampling
+from policygrad.samplers.base import Sampling
 from policygrad.tasks import EMBEDDED
-from policygrad.training.parts import part_names
-from policygrad.training.supervised_config import SFTConfig
+from policygrad.training.config.parts import part_names
+from policygrad.training.config.supervised import SFTConfig
 
 SCRIPT = """# tab completion of policygrad; written by `policygrad completion {shell}`
 {zsh}_policygrad() {{

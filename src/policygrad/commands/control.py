@@ -14,8 +14,8 @@ import tyro
 from policygrad.commands.options import writable
 from policygrad.core.algorithm import Algorithm
 from policygrad.lab.control.presets import Settings, preset, with_gamma
-from policygrad.training.config import optional
-from policygrad.training.parts import ConfigError
+from policygrad.training.config.parts import ConfigError
+from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
     from policygrad.lab.control.train import Evaluation, Update

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from policygrad.rollout.types import Sampling
-from policygrad.training.config import optional
-from policygrad.training.parts import ConfigError
+from policygrad.samplers.base import Sampling
+from policygrad.training.config.parts import ConfigError
+from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
     from policygrad.training.evaluate import Outcome
@@ -100,7 +100,7 @@ def _row(options: EvalOptions, outcome: Outcome, passes: dict[int, float]) -> di
 
 
 def _print(options: EvalOptions, outcome: Outcome, passes: dict[int, float]) -> None:
-    from policygrad.track.words import number, one_line
+    from policygrad.trackers.words import number, one_line
 
     print(f"{options.model} on {options.task}: {len(outcome.scores)} problems × {options.samples} samples")
     print()

@@ -20,8 +20,8 @@ from policygrad.commands.describe import HEAD, NAME, QUIET, Line
 from policygrad.commands.options import writable
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.steps import FirstOrder
-from policygrad.training.config import optional
-from policygrad.training.parts import ConfigError, part_class
+from policygrad.training.config.parts import ConfigError, part_class
+from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
     from policygrad.lab.measurement import Figures

@@ -16,9 +16,9 @@ import tyro
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import summary
 from policygrad.core.algorithm import Algorithm
-from policygrad.training.config import Draft, optional
-from policygrad.training.parts import ConfigError
-from policygrad.training.toml import from_dict
+from policygrad.training.config.parts import ConfigError
+from policygrad.training.config.run import Draft, optional
+from policygrad.training.config.toml import from_dict
 
 SWITCHES = ("--dry-run", "--plain", "--learner.gradient-checkpointing")
 """Flags that take no value."""

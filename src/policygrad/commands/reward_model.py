@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from policygrad.commands.supervised import command
-from policygrad.training.supervised_config import RewardModelConfig
+from policygrad.training.config.supervised import RewardModelConfig
 
 HELP = (
     "Train a reward model on preferences: a .jsonl file whose lines have `prompt`, `chosen` and `rejected`.",

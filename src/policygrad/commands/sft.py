@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from policygrad.commands.supervised import command
-from policygrad.training.supervised_config import SFTConfig
+from policygrad.training.config.supervised import SFTConfig
 
 HELP = (
     "Fine-tune a causal language model on demonstrations: a .jsonl file whose lines have `prompt` and `completion`, or "

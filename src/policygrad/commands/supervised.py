@@ -11,9 +11,9 @@ import tyro
 
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.options import CommandOptions, printed_flags
-from policygrad.training.parts import ConfigError
-from policygrad.training.supervised_config import Supervised
-from policygrad.training.toml import dumps, load
+from policygrad.training.config.parts import ConfigError
+from policygrad.training.config.supervised import Supervised
+from policygrad.training.config.toml import dumps, load
 
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 _FLAT = tyro.conf.arg(name="")
@@ -54,7 +54,7 @@ def command(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trai
     if options.dry_run:
         print(dumps(config).rstrip())  # type: ignore[arg-type]
         return 0
-    from policygrad.track import make_display
+    from policygrad.trackers import make_display
 
     module, _, function = trainer.partition(":")
     display = make_display(plain=options.plain or None)

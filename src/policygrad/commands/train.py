@@ -21,9 +21,9 @@ from policygrad.commands.options import (
     printed_flags,
     take_algorithm,
 )
-from policygrad.training.config import Draft, Options, Run, optional
-from policygrad.training.parts import ConfigError
-from policygrad.training.toml import dumps, load
+from policygrad.training.config.parts import ConfigError
+from policygrad.training.config.run import Draft, Options, Run, optional
+from policygrad.training.config.toml import dumps, load
 
 HELP = (
     "Train a causal language model by policy gradient.",
@@ -55,7 +55,7 @@ def train(args: list[str]) -> int:
     if command.dry_run:
         print(dry_run(run))
         return 0
-    from policygrad.track import make_display
+    from policygrad.trackers import make_display
     from policygrad.training.session import train as start
 
     display = make_display(plain=command.plain or None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from policygrad.rewards.calls import Outcome
-from policygrad.rewards.process import WorkerProcess
+from policygrad.rewards.subprocess import WorkerProcess
 from policygrad.rewards.types import RewardError
 from policygrad.rewards.wire import Chunk, Start, Started
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from policygrad.hub import ModelError, locate
-from policygrad.rewards.scorer import context_length, encode, labels, load_scorer, load_tokenizer, score
+from policygrad.models.classifier import context_length, encode, labels, load_scorer, load_tokenizer, score
+from policygrad.models.hub import ModelError, locate
 
 BUDGET = 600.0
 """Seconds for one batch of completions."""

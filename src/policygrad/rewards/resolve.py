@@ -13,7 +13,7 @@ from typing import Any
 
 from policygrad.rewards import math, reasoning_gym
 from policygrad.rewards.builtin import Format, exact_match
-from policygrad.rewards.steps import worked_steps
+from policygrad.rewards.process_rewards import worked_steps
 from policygrad.rewards.types import Reward, RewardFunction
 
 _BUILTIN: dict[str, RewardFunction] = {

@@ -19,7 +19,7 @@ from policygrad.core.types import Batch
 from policygrad.rollout.prefixes import with_values
 from policygrad.rollout.source import TRAIN, Example, Scores, Source, StepScores, make_prompt, score_groups, step_scores
 from policygrad.rollout.steps import Marks, mark, with_steps
-from policygrad.rollout.types import Completion, Group, Sampler, Sampling
+from policygrad.samplers.base import Completion, Group, Sampler, Sampling
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.core.types import Batch
 from policygrad.rollout.source import VALUES, Example, Source, samples_of
-from policygrad.rollout.types import Group, Prompt, Sampler, Sampling
+from policygrad.samplers.base import Group, Prompt, Sampler, Sampling
 
 
 @dataclass(frozen=True)

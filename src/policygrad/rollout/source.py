@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from policygrad.rollout.types import Group, Prompt
+from policygrad.samplers.base import Group, Prompt
 
 TRAIN, EVALUATE, VALUES = 0, 1, 2
 """Streams of random numbers, the second entry of a prompt's key."""

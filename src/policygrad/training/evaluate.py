@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import comb
 
 from policygrad.rollout.source import EVALUATE, Example, Source, make_prompt, score_groups
-from policygrad.rollout.types import Sampler, Sampling
+from policygrad.samplers.base import Sampler, Sampling
 
 PORTION = 64
 """Prompts sampled at a time, so that progress shows."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
+from policygrad.training.config.supervised import Supervised
+from policygrad.training.config.toml import load
 from policygrad.training.setup import RunError
-from policygrad.training.supervised_config import Supervised
-from policygrad.training.toml import load
 
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from policygrad.track import RunFiles
-from policygrad.training.checkpoint import CheckpointError
-from policygrad.training.config import Run
-from policygrad.training.learner import Learner
+from policygrad.checkpoint.format import CheckpointError
+from policygrad.learners.local.learner import Learner
+from policygrad.trackers import RunFiles
+from policygrad.training.config.run import Run
 from policygrad.training.loop import Progress
 from policygrad.training.saving import save_progress
 

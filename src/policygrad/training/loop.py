@@ -11,11 +11,11 @@ from torch import Tensor
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.core.types import Batch
+from policygrad.learners.local.learner import Learner
 from policygrad.rollout.collect import Rollout, collect
 from policygrad.rollout.source import Source
-from policygrad.rollout.types import Sampler
-from policygrad.training.config import Run
-from policygrad.training.learner import Learner
+from policygrad.samplers.base import Sampler
+from policygrad.training.config.run import Run
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from policygrad.track import Display, RunFiles, Sample
+from policygrad.trackers import Display, RunFiles, Sample
 from policygrad.training.loop import Done
 
 MISMATCH = 1.0

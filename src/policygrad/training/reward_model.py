@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from policygrad.hub import ModelError
-from policygrad.rewards.scorer import (
+from policygrad.learners.local.learner import differentiating, recompute_activations
+from policygrad.models.classifier import (
     context_length,
     encode,
     forward,
@@ -18,15 +18,17 @@ from policygrad.rewards.scorer import (
     load_tokenizer,
     micro_batches,
 )
-from policygrad.rollout.model import DTYPES, Codec, resolve, without_dropout
+from policygrad.models.hub import ModelError
+from policygrad.models.loading import resolve, without_dropout
+from policygrad.models.precision import DTYPES
+from policygrad.models.tokenizer import Tokenizer
 from policygrad.tasks.preferences import Pair, by_prompt, read_pairs, split_rows, without
-from policygrad.track import Display, change
+from policygrad.trackers import Display, change
+from policygrad.training.config.supervised import RewardModelConfig
 from policygrad.training.folder import configured
-from policygrad.training.learner import differentiating, recompute_activations
 from policygrad.training.setup import pick_device
 from policygrad.training.sft import held_out_words
 from policygrad.training.supervised import Numbers, SupervisedResult, supervise
-from policygrad.training.supervised_config import RewardModelConfig
 
 
 def train_reward_model(
@@ -164,7 +166,7 @@ def correct(margin: Tensor) -> Tensor:
     return (margin > 0).to(margin.dtype) + 0.5 * (margin == 0).to(margin.dtype)
 
 
-def load(config: RewardModelConfig) -> tuple[nn.Module, Codec]:
+def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
     """A causal model's weights with a new head of one output, or an existing reward model; and its tokenizer.
 
     Raises:
@@ -183,7 +185,7 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Codec]:
     for module in model.modules():
         without_dropout(module)
     _choose_padding(model, tokenizer)
-    return model.requires_grad_(True), Codec(tokenizer, frozenset(), config.model, context_length(model))
+    return model.requires_grad_(True), Tokenizer(tokenizer, frozenset(), config.model, context_length(model))
 
 
 def _choose_padding(model: nn.Module, tokenizer: object) -> None:

@@ -12,14 +12,14 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from policygrad.rollout.model import Codec
-from policygrad.training import checkpoint
-from policygrad.training.config import Run
-from policygrad.training.learner import Learner
+from policygrad.checkpoint import format as checkpoint
+from policygrad.checkpoint.manifest import sync
+from policygrad.learners.local.learner import Learner
+from policygrad.models.tokenizer import Tokenizer
+from policygrad.training.config.run import Run
+from policygrad.training.config.toml import algorithm_from_dict, algorithm_to_dict
 from policygrad.training.loop import Progress
-from policygrad.training.manifest import sync
 from policygrad.training.setup import RunError
-from policygrad.training.toml import algorithm_from_dict, algorithm_to_dict
 
 
 def save_progress(folder: Path, run: Run, learner: Learner, progress: Progress, extra: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ def restore_progress(
     return done, state["extra"]
 
 
-def save_model(folder: Path, model: nn.Module, codec: Codec, command: str = "policygrad train") -> Path:
+def save_model(folder: Path, model: nn.Module, codec: Tokenizer, command: str = "policygrad train") -> Path:
     """`folder/model`, which the AutoModel class it came from and AutoTokenizer load; whole and on the disk, or as it was before.
 
     command: what goes on with the run, for the message.

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 from policygrad.core.metrics import Mean, Metrics
-from policygrad.track import Display, Outline, RunFiles, Silent, change
-from policygrad.training.config import Run
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.trackers import Display, Outline, RunFiles, Silent, change
+from policygrad.training.config.run import Run
+from policygrad.training.config.toml import dumps, load
 from policygrad.training.evaluate import evaluate
 from policygrad.training.folder import new_folder
 from policygrad.training.keeping import Keeper
-from policygrad.training.learner import LocalLearner
 from policygrad.training.loop import Done, Progress, loop
 from policygrad.training.memory import peak_memory
 from policygrad.training.record import Recorder
 from policygrad.training.saving import restore_progress, save_model, write_atomically
 from policygrad.training.setup import RunError, prepare
 from policygrad.training.stopping import Stopping
-from policygrad.training.toml import dumps, load
 
 
 @dataclass(frozen=True)

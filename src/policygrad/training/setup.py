@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer, padding_id
 from policygrad.rewards import Reward, RewardPool, resolve
-from policygrad.rewards.steps import StepEnd
-from policygrad.rollout.local import LocalSampler
-from policygrad.rollout.model import Codec, load_codec, load_model, padding_id
+from policygrad.rewards.process_rewards import StepEnd
 from policygrad.rollout.source import Source
-from policygrad.rollout.types import Sampling
+from policygrad.samplers.base import Sampling
+from policygrad.samplers.local import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.types import Task
 from policygrad.training.evaluate import Outcome, evaluate
@@ -31,7 +32,7 @@ class Ground:
     task: Task
     rewards: tuple[str, ...]
     model: nn.Module
-    codec: Codec
+    codec: Tokenizer
     source: Source
     sampler: LocalSampler
 
@@ -63,7 +64,7 @@ def prepare(
     chosen = choose_rewards(questions, reward, needs, step_end)
     pool = stack.enter_context(RewardPool(chosen, workers=workers, budget=budget))  # its workers import meanwhile
     network = load_model(model, dtype=dtype, device=pick_device(device))
-    codec = load_codec(model, network)
+    codec = load_tokenizer(model, network)
     for example in questions.rows:  # a prompt too long for the model is better found now than in a week
         codec.encode(example.prompt, max_tokens, example.source or "a prompt")
     steps = pool.steps if any(reward.process for reward in chosen) else None

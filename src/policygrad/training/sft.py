@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.core.types import Batch
-from policygrad.hub import ModelError
-from policygrad.rollout.model import Codec, load_codec, load_model
+from policygrad.learners.local.forward import probe
+from policygrad.learners.local.learner import differentiating, recompute_activations
+from policygrad.models.hub import ModelError
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.conversations import Demonstration, read_demonstrations
 from policygrad.tasks.preferences import split_rows, without
-from policygrad.track import Display, change
+from policygrad.trackers import Display, change
+from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.folder import configured
-from policygrad.training.forward import probe
-from policygrad.training.learner import differentiating, recompute_activations
 from policygrad.training.setup import pick_device
 from policygrad.training.supervised import Numbers, SupervisedResult, supervise
-from policygrad.training.supervised_config import SFTConfig
 
 PORTION = 64
 """Rows measured at a time, so that progress shows."""
@@ -68,7 +69,7 @@ class FineTuning:
         self.model: nn.Module = load_model(
             config.model, dtype=config.learner.dtype, device=pick_device(config.learner.device)
         )
-        self.codec = load_codec(config.model, self.model)
+        self.codec = load_tokenizer(config.model, self.model)
         self.config, self.device = config, next(self.model.parameters()).device
         self.rows = [tokenise(row, self.codec) for row in [*kept, *others]]
         split = None if others else split_rows(kept)
@@ -142,7 +143,7 @@ def to_batch(rows: Sequence[Row]) -> Batch:
     )
 
 
-def tokenise(row: Demonstration, codec: Codec) -> Row:
+def tokenise(row: Demonstration, codec: Tokenizer) -> Row:
     """Token ids exactly as in sampling: the prompt's own, then the answer's, closed by an end token.
 
     Raises:
@@ -161,7 +162,7 @@ def tokenise(row: Demonstration, codec: Codec) -> Row:
     return Row(prompt, torch.tensor(whole[size:], dtype=torch.int64), torch.tensor(learnt[size:], dtype=torch.bool))
 
 
-def _text(row: Demonstration, codec: Codec, prompt: list[int]) -> tuple[list[int], list[bool]]:
+def _text(row: Demonstration, codec: Tokenizer, prompt: list[int]) -> tuple[list[int], list[bool]]:
     """Prompt + completion as plain text, with the end token behind it."""
     assert isinstance(row.prompt, str)
     assert isinstance(row.rest, str)
@@ -177,13 +178,13 @@ def _text(row: Demonstration, codec: Codec, prompt: list[int]) -> tuple[list[int
     return whole, [i >= len(prompt) for i in range(len(whole))]
 
 
-def end_token(codec: Codec) -> int:
+def end_token(codec: Tokenizer) -> int:
     """The tokenizer's own end token, or the first of those that the model names."""
     own = codec.tokenizer.eos_token_id
     return int(own) if own in codec.end else min(codec.end)
 
 
-def _chat(row: Demonstration, codec: Codec, prompt: list[int]) -> tuple[list[int], list[bool]]:
+def _chat(row: Demonstration, codec: Tokenizer, prompt: list[int]) -> tuple[list[int], list[bool]]:
     """Renders ever longer beginnings of the conversation: before and after each of the assistant's turns."""
     assert not isinstance(row.prompt, str)
     assert not isinstance(row.rest, str)
@@ -198,7 +199,7 @@ def _chat(row: Demonstration, codec: Codec, prompt: list[int]) -> tuple[list[int
 
 
 def _turn(
-    row: Demonstration, codec: Codec, messages: Sequence[Mapping[str, str]], ids: list[int], learnt: list[bool]
+    row: Demonstration, codec: Tokenizer, messages: Sequence[Mapping[str, str]], ids: list[int], learnt: list[bool]
 ) -> tuple[list[int], list[bool]]:
     """With the assistant's turn at the end, learnt up to its last end token: what a template writes behind it (a newline) is
     never sampled."""
@@ -218,7 +219,7 @@ def _turn(
 
 def _grown(
     row: Demonstration,
-    codec: Codec,
+    codec: Tokenizer,
     messages: Sequence[Mapping[str, str]],
     prompting: bool,
     ids: list[int],

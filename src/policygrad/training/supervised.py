@@ -15,17 +15,17 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
-from policygrad.rollout.model import Codec
-from policygrad.track import Display, Outline, RunFiles, Silent
-from policygrad.training import checkpoint
-from policygrad.training.checkpoint import CheckpointError
+from policygrad.checkpoint import format as checkpoint
+from policygrad.checkpoint.format import CheckpointError
+from policygrad.learners.local.optimizer import Optimizer, train_only
+from policygrad.models.tokenizer import Tokenizer
+from policygrad.trackers import Display, Outline, RunFiles, Silent
+from policygrad.training.config.supervised import Supervised
+from policygrad.training.config.toml import dumps
 from policygrad.training.folder import check_resumable, new_folder
-from policygrad.training.optimizer import Optimizer, train_only
 from policygrad.training.saving import save_model, write_atomically
 from policygrad.training.setup import RunError
 from policygrad.training.stopping import Stopping
-from policygrad.training.supervised_config import Supervised
-from policygrad.training.toml import dumps
 
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 Numbers = Mapping[str, float]
@@ -35,7 +35,7 @@ class Objective(Protocol):
     """What is learned: a model, its rows, and a loss."""
 
     model: nn.Module
-    codec: Codec
+    codec: Tokenizer
     units: list[tuple[int, ...]]
     """The training rows, by number; those of one unit stay in one optimiser step."""
     facts: dict[str, str]

@@ -1,0 +1,205 @@
+"""One forward pass: from a pack of tokens to log π [b, T], and to what is exact over the vocabulary where a term asks for it,
+never holding more logits than a chunk of tokens needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from policygrad.core.types import Batch, Forward
+from policygrad.learners.local.packing import CAP, Pack, pack
+from policygrad.models.precision import at_least_float32
+
+CHUNK = 2**26
+"""Logits held at a time, in elements (256 MiB in float32)."""
+_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
+
+
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Logits at the sampling temperature, in float32 or better."""
+    logits = at_least_float32(logits)
+    return logits if temperature == 1 else logits / temperature
+
+
+def selected_logp(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """log π(token) [n] from logits [n, V] at the sampling temperature, in float32 or better."""
+    logits = scaled(logits, temperature)
+    return logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+def _times(p: Tensor, x: Tensor) -> Tensor:
+    """Σ p·x over the vocabulary, 0·∞ = 0: a token that a model rules out has a logit of −∞."""
+    return (p * torch.where(p > 0, x, 0)).sum(-1)
+
+
+def exact(logits: Tensor, old: Tensor | None, names: Sequence[str], temperature: float) -> list[Tensor]:
+    """[n] each, over the vocabulary: the entropy −Σ π log π, and kl_old = Σ π_old log(π_old/π), from logits [n, V]."""
+    logp = scaled(logits, temperature).log_softmax(-1)
+    out = []
+    for name in names:
+        if name == "entropy":
+            out.append(-_times(logp.exp(), logp))
+        else:
+            assert old is not None  # `Scorer.forward` asked for it
+            before = scaled(old, temperature).log_softmax(-1)
+            out.append(_times(before.exp(), before - logp))
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class Scorer:
+    """Log-probabilities under one model. Which short cuts the model allows was measured by `probe`, not assumed."""
+
+    model: nn.Module
+    temperature: float
+    split_head: bool
+    """The head applied to the last hidden states gives the model's logits, so it need only see predicted positions."""
+    share_prompts: bool
+    """The model takes a 4D mask, so a group's completions can share one row."""
+    cap: int = CAP
+    """Tokens in a shared row. Within the window of local attention: transformers take a 4D mask as it is for every layer."""
+
+    def packs(self, batch: Batch, rows: Tensor, budget: int) -> Iterator[Pack]:
+        """The completions `rows` in micro-batches this model can be given."""
+        return pack(batch, rows, budget, share=self.share_prompts, cap=self.cap)
+
+    def __call__(self, batch: Pack) -> Tensor:
+        """[b, T] nats with graph; 0 off the mask."""
+        return self.forward(batch).logp
+
+    def forward(self, batch: Pack, needs: frozenset[str] = frozenset(), old: Scorer | None = None) -> Forward:
+        """log π [b, T] with graph, 0 off the mask, and what `needs` names, exact over the vocabulary: entropy, and kl_old =
+        KL(π_old‖π) with `old` the scorer of π_old.
+
+        Raises:
+            ValueError: a field that a scorer cannot give, or kl_old without `old`.
+        """
+        names = sorted(needs)
+        if unknown := set(names) - {"entropy", "kl_old"}:
+            raise ValueError(f"a scorer gives logp, entropy and kl_old, not {', '.join(sorted(unknown))}")
+        if "kl_old" in names and old is None:
+            raise ValueError("kl_old compares with the policy before: pass its scorer as `old`")
+        columns, head = [self._states(batch)], self._head
+        if old is not None and "kl_old" in names:
+            with torch.no_grad():
+                columns.append(old._states(batch))
+            before = old._head
+
+        def part(tokens: Tensor, states: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            logits = head(states)
+            logp = selected_logp(logits, tokens, self.temperature)
+            if not names:
+                return (logp,)
+            return logp, *exact(logits, before(rest[0]) if rest else None, names, self.temperature)
+
+        found = self._chunked(part, batch.tokens[batch.mask], *columns)
+        placed = (x.new_zeros(batch.mask.shape).masked_scatter(batch.mask, x) for x in found)
+        return Forward(next(placed), **dict(zip(names, placed, strict=True)))
+
+    def _states(self, batch: Pack) -> Tensor:
+        """[n, ·] what the head turns into the logits that predict the sampled tokens; the logits themselves without a head."""
+        if self.split_head:
+            return predicting_states(backbone(self.model), batch)
+        logits = self.model(**inputs(batch), use_cache=False).logits
+        return _rows(logits.flatten(0, 1), batch.predictor[batch.mask])
+
+    @property
+    def _head(self) -> Callable[[Tensor], Tensor]:
+        head: Callable[[Tensor], Tensor] = self.model.get_output_embeddings() if self.split_head else _itself  # type: ignore[operator]
+        return head
+
+    def _chunked(self, part: Callable[..., tuple[Tensor, ...]], tokens: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
+        """`part` over chunks of tokens, its logits computed once more on the way back instead of being held."""
+        width = self._head.weight.shape[0] if self.split_head else columns[0].shape[1]  # type: ignore[attr-defined]
+        size = max(1, CHUNK // width)
+        if len(tokens) <= size:
+            return part(tokens, *columns)
+        recompute: Callable[..., tuple[Tensor, ...]] = part
+        if torch.is_grad_enabled():
+            recompute = lambda *x: checkpoint(part, *x, use_reentrant=False)  # noqa: E731
+        chunks = zip(*(x.split(size) for x in (tokens, *columns)), strict=True)
+        return tuple(torch.cat(x) for x in zip(*(recompute(*chunk) for chunk in chunks), strict=True))
+
+
+def _itself(logits: Tensor) -> Tensor:
+    return logits
+
+
+def inputs(batch: Pack) -> dict[str, Tensor | None]:
+    """What a transformers model is called with; without padding it needs no mask."""
+    whole = batch.attention.ndim == 2 and bool(batch.attention.all())
+    mask = None if whole else batch.attention
+    return {"input_ids": batch.input_ids, "attention_mask": mask, "position_ids": batch.positions}
+
+
+def predicting_states(network: nn.Module, batch: Pack) -> Tensor:
+    """[n, H] last hidden states at the positions that predict the sampled tokens, in the order of `batch.mask`."""
+    states = network(**inputs(batch), use_cache=False).last_hidden_state
+    return _rows(states.flatten(0, 1), batch.predictor[batch.mask])
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index]. The backward pass of indexing adds up atomically, in the threads' order, where an index repeats (a shared
+    prompt's last position does), so that a gradient would not be the same twice; that of `index_select` is, on the CPU."""
+    return x.index_select(0, index)
+
+
+def backbone(model: Any) -> nn.Module:
+    """The model without its head."""
+    return (
+        model.get_decoder() if hasattr(model, "get_decoder") and model.get_decoder() is not None else model.base_model
+    )
+
+
+def _window(model: Any) -> int:
+    """Tokens that the narrowest local attention of the model looks back, as its configuration says."""
+    config = model.config.get_text_config() if hasattr(model, "config") else None
+    widths = [getattr(config, name, None) for name in _WINDOWS]
+    return min((w for w in widths if isinstance(w, int) and w > 0), default=CAP)
+
+
+@torch.no_grad()
+def probe(model: Any, temperature: float) -> Scorer:
+    """Tries both short cuts on a small made-up group and keeps those that leave every log-probability as it was.
+
+    "As it was" is measured against how much a prompt matters to this model, so that a model of small logits hides nothing.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    prompts = torch.randint(vocabulary, (2, 4), generator=generator)
+    batch = Batch(
+        mask=torch.ones(3, 5, dtype=torch.bool),
+        group=torch.zeros(3, dtype=torch.int64),
+        reward=torch.zeros(3),
+        tokens=torch.randint(vocabulary, (3, 5), generator=generator),
+        prompts=(prompts[0],),
+    )
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+
+    def scores(scorer: Scorer, batch: Batch) -> Tensor:
+        out = torch.zeros(3, 5)
+        for p in scorer.packs(batch, torch.arange(3), 10**6):
+            out[p.rows] = scorer(p.to(device)).cpu().float()
+        return out
+
+    plain = Scorer(model, temperature, split_head=False, share_prompts=False)
+    truth = scores(plain, batch)
+    effect = float((scores(plain, replace(batch, prompts=(prompts[1],))) - truth).abs().max())
+    tolerance = (0.05 if dtype == torch.bfloat16 else 1e-4) * effect
+
+    def holds(scorer: Scorer) -> bool:
+        try:
+            return float((scores(scorer, batch) - truth).abs().max()) <= tolerance
+        except Exception:  # whatever an architecture says to a call it does not take: the plain path remains
+            return False
+
+    split = replace(plain, split_head=True)
+    best = split if holds(split) else plain
+    shared = replace(best, share_prompts=True, cap=min(CAP, _window(model)))
+    row = 4 + 3 * (5 - 1)  # a window that the made-up group does not fit into would leave sharing untried
+    return shared if shared.cap >= row and holds(shared) else best

@@ -1,0 +1,144 @@
+"""AdamW with warm-up, a schedule, gradient clipping and, for bf16 models, fp32 master weights."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from policygrad.learners.config import OptimizerConfig
+
+
+class Optimizer:
+    """Steps on `masters`: the model's own parameters in fp32, or fp32 copies of bf16 ones.
+
+    A bf16 weight moves in steps of 1/256 of itself, far more than a policy-gradient step; the masters keep what is below.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, lr: float, total: int) -> None:
+        self.config, self.lr, self.total, self.taken = config, lr, total, 0
+        self.whole = True  # not in the midst of a step
+        every_token_counts(model)
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("the model has no parameter that requires a gradient")
+        self.dtype = next(iter(self.parameters.values())).dtype
+        whole = (torch.float32, torch.float64)
+        self.masters = {n: p if p.dtype in whole else p.detach().float() for n, p in self.parameters.items()}
+        self.adam = torch.optim.AdamW(
+            list(self.masters.values()),
+            lr=lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+
+    def collect(self) -> None:
+        """Moves a micro-batch's bf16 gradients onto the fp32 masters, so that their sum is taken in fp32."""
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            if master is not parameter and parameter.grad is not None:
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                parameter.grad = None
+
+    def step(self) -> tuple[float | None, float]:
+        """(gradient norm before clipping, learning rate); norm None and no step when there is no gradient at all.
+
+        Raises:
+            FloatingPointError: a gradient that is not finite; the weights are as they were.
+        """
+        rate = self.lr * self.config.rate(self.taken, self.total)
+        masters = [m for m in self.masters.values() if m.grad is not None]
+        if not masters:
+            self.taken += 1
+            return None, rate
+        limit = self.config.clip or math.inf
+        norm = float(nn.utils.clip_grad_norm_(masters, limit))
+        if not math.isfinite(norm):
+            self.adam.zero_grad(set_to_none=True)
+            raise FloatingPointError(
+                f"the gradient's norm is {norm} at optimiser step {self.taken + 1}: the weights were left as they were. "
+                "Lower --lr or optimizer.clip, or use learner.dtype fp32"
+            )
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self.taken, self.whole = self.taken + 1, False
+        self.adam.step()
+        self.adam.zero_grad(set_to_none=True)
+        self.show()
+        self.whole = True
+        return norm, rate
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Gives the model the masters' values, in its own precision."""
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+
+    def forget(self) -> None:
+        """AdamW's moments, as if no step had been taken; the schedule goes on."""
+        self.adam.state.clear()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Master weights, AdamW's moments and the step count.
+
+        Raises:
+            RuntimeError: a step that an error has cut short, so that some weights have moved and others have not.
+        """
+        if not self.whole:
+            raise RuntimeError("an optimiser step was cut short in its midst, so the weights are of no one step")
+        tensors = {f"weights/{name}": master.detach() for name, master in self.masters.items()}
+        for name, master in self.masters.items():
+            for key, value in self.adam.state.get(master, {}).items():
+                tensors[f"adam/{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return tensors, {"taken": self.taken}
+
+    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """The state of a checkpoint, bit for bit.
+
+        Raises:
+            KeyError: a checkpoint of another model.
+        """
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(tensors[f"weights/{name}"])
+        self.show()
+        self.adam.state.clear()
+        for key, tensor in tensors.items():
+            if key.startswith("adam/"):
+                name, moment = key.removeprefix("adam/").rsplit("/", 1)
+                master = self.masters[name]
+                on_host = moment == "step"  # AdamW keeps its counter on the CPU
+                self.adam.state[master][moment] = tensor.clone() if on_host else tensor.to(master.device, copy=True)
+        self.taken = values["taken"]
+
+
+def every_token_counts(model: nn.Module) -> None:
+    """Lets the embedding of the padding token train like any other, wherever that token stands in a text (as it does where it
+    is also an end token): what is padding is masked. With `padding_idx` its gradient would be 0 in reverse mode and whole in
+    forward mode, so that a Fisher product would not be symmetric."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
+
+
+def train_only(model: nn.Module, pattern: str) -> None:
+    """Lets those parameters train whose name the regular expression is found in; an empty one leaves all as they are.
+
+    Raises:
+        ValueError: it is found in none, with some of the names.
+    """
+    if not pattern:
+        return
+    chosen = {name: re.search(pattern, name) is not None for name, _ in model.named_parameters()}
+    if not any(chosen.values()):
+        some = ", ".join(list(chosen)[:: max(1, len(chosen) // 4)][:4])
+        raise ValueError(f"learner.trainable '{pattern}' is in no parameter's name; some of the {len(chosen)}: {some}")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(chosen[name])

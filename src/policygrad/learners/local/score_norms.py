@@ -1,0 +1,168 @@
+"""‖∇_θ log π_θ(o)‖² of every completion, exactly: what the variance-minimising baseline weighs rewards by.
+
+The score is that of the sampled tokens at the sampling temperature, over the parameters that train or a chosen part of them. It
+costs a forward and a backward pass per distinct completion, with no prompt shared and a gradient to each: several times an
+update on a model of 0.7M parameters. A choice of late parameters (`learner.score_parameters`) shortens the way back. Several
+completions' gradients are taken at once where the model and memory allow it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from policygrad.core import ragged
+from policygrad.core.types import Batch
+from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.forward import CHUNK, Scorer, backbone, selected_logp
+from policygrad.learners.local.packing import Merged, Pack, pack
+from policygrad.models.precision import at_least_float32
+
+Norms = Iterator[tuple[Tensor, Tensor]]
+"""(completions [b], their squared norms [b])."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreNorms:
+    """Fills `Batch.score_norm`. Memory: gradients of at most `forward.CHUNK` elements, or those of one completion."""
+
+    scorer: Scorer
+    parameters: Mapping[str, nn.Parameter]
+    """θ, by name."""
+    micro_tokens: int
+    together: bool
+    """Gradients of several completions in one pass; measured when built, not assumed."""
+
+    @classmethod
+    def of(cls, scorer: Scorer, config: LearnerConfig) -> ScoreNorms:
+        """For the model of `scorer`.
+
+        Raises:
+            ValueError: `learner.score_parameters` matches no parameter that trains.
+        """
+        chosen = matching(scorer.model, config.score_parameters)
+        plain = cls(scorer, chosen, config.micro_tokens, together=False)
+        fast = replace(plain, together=True)
+        return fast if not config.gradient_checkpointing and _agree(plain, fast) else plain
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> Batch:
+        """The batch with `score_norm` [B]: equal completions of one prompt once, 0 where nothing was sampled."""
+        nothing = torch.zeros(len(batch.mask))  # rewards are no part of a score
+        bare = Batch(mask=batch.mask, group=batch.group, reward=nothing, tokens=batch.tokens, prompts=batch.prompts)
+        merged = Merged.of_texts(batch)
+        out = torch.zeros(len(batch.mask), dtype=torch.float64)
+        for where, norms in self._norms(bare, merged.unique):
+            out[where] = norms.cpu().double()
+        return replace(batch, score_norm=merged.spread(out))
+
+    def _norms(self, batch: Batch, rows: Tensor) -> Norms:
+        vocabulary = self.scorer.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        each = max(sum(p.numel() for p in self.parameters.values()), batch.mask.shape[1] * vocabulary)
+        size = CHUNK // each if self.together else 1
+        return self._many(batch, rows, size) if size > 1 else self._one_by_one(batch, rows)
+
+    def _one_by_one(self, batch: Batch, rows: Tensor) -> Norms:
+        device = next(self.scorer.model.parameters()).device
+        for part in pack(batch, rows, 1, share=False):  # a budget of one token: one completion at a time
+            with torch.enable_grad():
+                logp = self.scorer(part.to(device)).sum()
+            score = torch.autograd.grad(logp, list(self.parameters.values()), allow_unused=True)
+            yield part.rows, _squared(score)[None]
+
+    def _many(self, batch: Batch, rows: Tensor, size: int) -> Norms:
+        log_pi = _LogPi(self.scorer)
+        theta = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
+        device = next(self.scorer.model.parameters()).device
+
+        def norm(*completion: Tensor) -> Tensor:
+            def logp(values: dict[str, Tensor]) -> Tensor:
+                return functional_call(log_pi, values, completion)  # type: ignore[no-any-return]
+
+            return _squared(grad(logp)(theta).values())
+
+        for part in pack(batch, rows, self.micro_tokens, share=False):
+            columns = [c.to(device).split(size) for c in _columns(part)]
+            with sdpa_kernel(SDPBackend.MATH):  # the fused ones are not there for several gradients at once
+                for where, *completions in zip(part.rows.split(size), *columns, strict=True):
+                    yield where, vmap(norm)(*completions)
+
+
+class _LogPi(nn.Module):
+    """log π(o) [] of one completion in operations of fixed shape. It stands at the start of its row: no token of a causal model
+    sees the padding behind it, so there is no mask."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        super().__init__()
+        self.scorer, self.model = scorer, scorer.model
+
+    def forward(self, ids: Tensor, where: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        """ids [L], and the positions [T] that predict the tokens [T] that the mask [T] says were sampled."""
+        model: Any = self.model
+        # One mask for all completions (`new_ones` would make one for each): without any, some models look for padding in the ids.
+        everything = torch.ones(1, len(ids), dtype=torch.int64, device=ids.device)
+        row = {"input_ids": ids[None], "attention_mask": everything, "use_cache": False}
+        if self.scorer.split_head:
+            states = backbone(model)(**row).last_hidden_state[0]
+            logits = model.get_output_embeddings()(states.index_select(0, where))
+        else:
+            logits = model(**row).logits[0].index_select(0, where)
+        return ragged.masked(selected_logp(logits, tokens, self.scorer.temperature), mask).sum()
+
+
+def _columns(part: Pack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ids [b, L], where [b, T], tokens [b, T], mask [b, T] of a pack whose every row holds one completion."""
+    height, width = part.input_ids.shape
+    where = ragged.masked(part.predictor - width * torch.arange(height)[:, None], part.mask)
+    return part.input_ids, where, part.tokens, part.mask
+
+
+def _squared(gradients: Any) -> Tensor:
+    """Σ g² [] over the tensors that are there, in float32 or better."""
+    return torch.stack([at_least_float32(g).square().sum() for g in gradients if g is not None]).sum()
+
+
+def matching(model: nn.Module, pattern: str) -> dict[str, nn.Parameter]:
+    """The parameters that train and whose name the regular expression `pattern` is found in.
+
+    Raises:
+        ValueError: there is none; some names are in the message.
+    """
+    names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = {name: p for name, p in names.items() if re.search(pattern, name)}
+    if not found:
+        known = list(names)
+        some = dict.fromkeys([known[0], known[len(known) // 2], known[-1]]) if known else {}
+        raise ValueError(
+            f"learner.score_parameters {pattern!r} is found in the name of no parameter that trains. Names here: "
+            f"{', '.join(some)} (a head tied to the embeddings goes by their name); empty = all of them"
+        )
+    return found
+
+
+def _agree(plain: ScoreNorms, fast: ScoreNorms) -> bool:
+    """Whether both ways give the norms of a small made-up group, ragged so that there is padding."""
+    vocabulary = plain.scorer.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(0)
+    batch = Batch(
+        mask=torch.arange(5) < torch.tensor([5, 2, 4])[:, None],
+        group=torch.tensor([0, 0, 1]),
+        reward=torch.zeros(3),
+        tokens=torch.randint(vocabulary, (3, 5), generator=generator),
+        prompts=tuple(torch.randint(vocabulary, (n,), generator=generator) for n in (4, 2)),
+    )
+    truth = plain.score(batch).score_norm
+    assert truth is not None
+    tolerance = 0.05 if next(plain.scorer.model.parameters()).dtype == torch.bfloat16 else 1e-3
+    try:
+        tried = fast.score(batch).score_norm
+    except Exception:  # whatever an architecture says to a transform it does not take: the plain way remains
+        return False
+    return tried is not None and torch.allclose(tried, truth, rtol=tolerance, atol=0)

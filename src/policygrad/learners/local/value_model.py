@@ -1,0 +1,136 @@
+"""V_φ: a value head with or without a backbone, its own parameters and its own AdamW. A policy step never moves them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from policygrad.core.aggregates import TokenMean
+from policygrad.core.critic import Critic, explained_variance
+from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
+from policygrad.core.types import Batch
+from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.local.forward import Scorer, backbone, predicting_states
+from policygrad.learners.local.optimizer import Optimizer
+from policygrad.learners.local.packing import Merged, Pack
+
+
+class ValueNetwork(nn.Module):
+    """A head on last hidden states: of a copy of the policy's backbone, or of the policy itself, under stop-gradient.
+
+    The head's last layer starts at 0, so V = 0. The policy is held in a closure: its parameters are none of the critic's.
+    """
+
+    def __init__(self, policy: nn.Module, critic: Critic) -> None:
+        super().__init__()
+        first = next(policy.parameters())
+        width = policy.get_output_embeddings().weight.shape[1]  # type: ignore[operator]
+        if critic.features == "own":
+            self.backbone = copy.deepcopy(backbone(policy)).requires_grad_(True)
+            dtype, own = first.dtype, self.backbone
+            self.states: Callable[[Pack], Tensor] = lambda part: predicting_states(own, part)
+        else:  # a head is small: bf16 would save nothing
+            dtype = first.dtype if first.dtype == torch.float64 else torch.float32
+            self.states = lambda part: _fixed_states(policy, part).to(dtype)
+        self.head = _head(width, critic.hidden).to(first.device, dtype)
+
+    def forward(self, part: Pack) -> Tensor:
+        """[b, T] the value before each token is taken: at the position that predicts it. 0 off the mask."""
+        values = self.head(self.states(part)).squeeze(-1).float()
+        return values.new_zeros(part.mask.shape).masked_scatter(part.mask, values)
+
+
+def _head(width: int, hidden: int) -> nn.Module:
+    last = nn.Linear(hidden or width, 1)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), last) if hidden else last
+
+
+@torch.no_grad()
+def _fixed_states(policy: nn.Module, part: Pack) -> Tensor:
+    return predicting_states(backbone(policy), part)
+
+
+@dataclass(eq=False)
+class ValueModel:
+    """Scores and fits the value network, micro-batch by micro-batch, equal completions once."""
+
+    network: ValueNetwork
+    optimizer: Optimizer
+    scorer: Scorer
+    config: LearnerConfig
+
+    @classmethod
+    def of(
+        cls,
+        scorer: Scorer,
+        critic: Critic,
+        config: LearnerConfig,
+        adam: OptimizerConfig,
+        lr: float | None,
+        updates: tuple[int, int],
+    ) -> ValueModel:
+        """A critic that starts from the policy's weights. `lr`: the policy's; `updates`: rollouts, and optimiser steps of the
+        critic in each, for the schedule."""
+        rollouts, each = updates
+        total = (rollouts + min(rollouts, critic.pretrain) * (critic.pretrain_epochs - 1)) * each
+        network = ValueNetwork(scorer.model, critic)
+        return cls(network, Optimizer(network, adam, critic.rate(lr), total), scorer, config)
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> Batch:
+        """The batch with `values` [B, T], float32."""
+        merged = Merged.of_texts(batch)
+        out = torch.zeros(batch.mask.shape)
+        device = next(self.network.parameters()).device
+        for part in self.scorer.packs(batch, merged.unique, self.config.micro_tokens):
+            out[part.rows] = self.network(part.to(device)).cpu()
+        return replace(batch, values=merged.spread(out))
+
+    def accumulate(self, batch: Batch, critic: Critic) -> Metrics:
+        """Adds the gradient of the value loss, a mean over the step's sampled tokens; in pre-training the last of several,
+        after a step for each of the others."""
+        for _ in range(critic.pretrain_epochs - 1 if critic.pretrain else 0):
+            self._gradient(batch, critic)
+            self.descend()
+        return self._gradient(batch, critic)
+
+    def _gradient(self, batch: Batch, critic: Critic) -> Metrics:
+        assert batch.returns is not None
+        assert batch.values is not None
+        merged = Merged.of(batch, batch.returns, batch.mask.any(1).nonzero().squeeze(1))
+        coefficient = merged.summed(TokenMean()(batch.mask, batch.group).to(batch.reward.dtype))
+        bare = replace(batch, prompts=None, tokens=None)
+        device = next(self.network.parameters()).device
+        metrics: Metrics = {}
+        self.network.train(self.config.gradient_checkpointing)
+        for part in self.scorer.packs(batch, merged.unique, self.config.micro_tokens):
+            share, c = bare.select(part.rows).to(device), coefficient[merged.place[part.rows]].to(device)
+            assert share.returns is not None
+            loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
+            loss.backward()
+            self.optimizer.collect()
+            metrics = merge(metrics, {"value_loss": Sum(loss.detach().double())})
+        self.network.eval()
+        return {"value_loss": Mean(metrics["value_loss"].value)} if metrics else {}
+
+    def descend(self) -> Metrics:
+        """One AdamW step of the critic."""
+        norm, _ = self.optimizer.step()
+        return {} if norm is None else {"value_grad_norm": Max(norm)}
+
+
+def measure_values(batch: Batch) -> Metrics:
+    """How much of the fresh returns the critic foresaw, before it is fitted to them."""
+    assert batch.returns is not None
+    assert batch.values is not None
+    seen = batch.values[batch.mask].double()
+    return {
+        "explained_variance": Mean(explained_variance(batch.values, batch.returns, batch.mask)),
+        "value": Mean(float(seen.sum()), float(len(seen))),
+    }

@@ -1,0 +1,77 @@
+"""Loading a causal language model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from policygrad.models.hub import ModelError, locate
+from policygrad.models.precision import DTYPES
+
+EMBEDDED = "tiny"
+
+
+def resolve(model: str) -> str:
+    """A directory or hub id; `tiny` is the base model inside the package, a run's folder the model it trained."""
+    if model == EMBEDDED:
+        return str(Path(__file__).parents[1] / "models" / EMBEDDED)
+    trained = Path(model) / "model"
+    return str(trained) if (trained / "config.json").is_file() else locate(model)
+
+
+def cannot_load(what: str, error: Exception, needs: str) -> ModelError:
+    first = str(error).strip().partition("\n")[0].rstrip(" .")
+    said = f"{first[:-1]} …" if first.endswith(":") else first or repr(error)
+    return ModelError(f"cannot load {what}, whose folder needs {needs}: {said}")
+
+
+def load_model(model: str, *, dtype: str = "fp32", device: str = "cpu") -> nn.Module:
+    """The model without dropout, in evaluation mode, so that an unchanged policy's ratio is 1.
+
+    Raises:
+        ModelError: no such model.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    path = resolve(model)
+    try:
+        loaded = _pretrained(path, DTYPES[dtype])
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise cannot_load(f"the model {model!r}", error, "config.json and safetensors") from error
+    for module in loaded.modules():
+        without_dropout(module)
+    for parameter in loaded.parameters():
+        parameter.requires_grad_(True)
+    return loaded.to(device).eval()  # type: ignore[no-any-return]
+
+
+def _pretrained(path: str, dtype: torch.dtype) -> Any:
+    """With SDPA where the architecture has it, else (Gemma 2, BLOOM, Mamba) with what transformers chooses."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    except ValueError as error:
+        if "attention implementation" not in str(error):
+            raise
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+
+def without_dropout(module: nn.Module) -> None:
+    """Modules and plain numbers (`attention_dropout`, `resid_pdrop`, `layerdrop`): recomputed activations are in training mode."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        module.p = 0.0
+    for name, value in list(vars(module).items()):
+        if "drop" in name and isinstance(value, float):
+            setattr(module, name, 0.0)
+
+
+def context_length(model: nn.Module) -> int | None:
+    """Positions the model was made for, in tokens; None when its configuration does not say."""
+    config = model.config.get_text_config()  # that of the language model, where there is a vision tower beside it
+    return getattr(config, "max_position_embeddings", None)

@@ -1,0 +1,118 @@
+"""Text to token ids and back, and the one renderer of chat messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from policygrad.models.hub import ModelError
+from policygrad.models.loading import cannot_load, context_length, resolve
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids and back, by the model's own tokenizer."""
+
+    tokenizer: Any
+    end: frozenset[int]
+    """Ids that end a completion."""
+    name: str
+    context: int | None
+    """Tokens a prompt and its completion may take together."""
+
+    def encode(self, prompt: str | Sequence[Mapping[str, str]], max_tokens: int, source: str = "a prompt") -> Tensor:
+        """[P] int64. A string is encoded as it stands; chat messages are rendered by the tokenizer's template.
+
+        Raises:
+            ModelError: no chat template, or one that refuses the messages; a prompt without tokens; a prompt that leaves no
+                room for max_tokens.
+        """
+        if isinstance(prompt, str):
+            ids = self.tokenizer(prompt, add_special_tokens=True)["input_ids"]
+            if len(ids) > 1 and ids[-1] in self.end:
+                ids = ids[:-1]  # some tokenizers close every text; a prompt is not closed
+        elif getattr(self.tokenizer, "chat_template", None) is None:
+            raise ModelError(
+                f"{source} is a list of chat messages and the tokenizer of {self.name!r} has no chat template: set "
+                "`chat_template` in its tokenizer_config.json, or give the prompts as strings"
+            )
+        else:
+            ids = self.tokenizer(self._rendered(prompt, source), add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise ModelError(f"{source} has no tokens: {prompt!r}. A prompt needs at least one")
+        if self.context is not None and len(ids) + max_tokens > self.context:
+            raise ModelError(
+                f"{source} has {len(ids)} tokens and max_tokens is {max_tokens}: together more than the {self.context} positions "
+                f"of {self.name!r}. Shorten it, or lower --max-tokens. It begins: {str(prompt)[:80]!r}"
+            )
+        return torch.tensor(ids, dtype=torch.int64)
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], source: str) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is a program of the model's: it may raise anything
+            roles = ", ".join(str(m.get("role")) for m in messages)
+            raise ModelError(
+                f"{source}: the chat template of {self.name!r} refuses the messages (roles: {roles}): "
+                f"{str(error).strip().rstrip('.') or repr(error)}. Change the messages, or give the prompt as a string"
+            ) from error
+        return str(text)
+
+    def decode(self, tokens: Iterable[int] | Tensor) -> str:
+        """The text, without end and padding tokens."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def load_tokenizer(model: str, network: nn.Module) -> Tokenizer:
+    """The tokenizer beside a loaded model.
+
+    Raises:
+        ModelError: no tokenizer, or none of tokenizer and model names an end token.
+    """
+    from transformers import AutoTokenizer
+
+    path = resolve(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise cannot_load(f"the tokenizer of {model!r}", error, "tokenizer.json and tokenizer_config.json") from error
+    end = frozenset(_end_ids(tokenizer.eos_token_id)).union(*(_end_ids(ids) for ids in _written_ends(path)))
+    if not end:
+        raise ModelError(
+            f"neither the tokenizer nor a configuration file of {model!r} names an end token, so no completion could ever end: "
+            "set `eos_token` in its tokenizer_config.json"
+        )
+    return Tokenizer(tokenizer, end, model, context_length(network))
+
+
+def _end_ids(ids: Any) -> list[int]:
+    return list(ids) if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
+
+
+def _written_ends(path: str) -> Iterator[Any]:
+    """`eos_token_id` as the configuration files have it. What a loaded configuration says may be its class's default (2 for
+    a Llama), a token like any other in this vocabulary."""
+    from transformers.utils.hub import cached_file
+
+    for name in ("config.json", "generation_config.json"):
+        try:
+            file = cached_file(path, name)
+        except OSError:  # a model need not have the second
+            continue
+        written = json.loads(Path(str(file)).read_text(encoding="utf-8"))
+        yield written.get("eos_token_id")
+        yield (written.get("text_config") or {}).get("eos_token_id")
+
+
+def padding_id(tokenizer: Tokenizer) -> int:
+    """What fills a row: the pad token, or an end token where there is none (padded positions are never read)."""
+    pad = tokenizer.tokenizer.pad_token_id
+    return int(pad) if pad is not None else min(tokenizer.end)

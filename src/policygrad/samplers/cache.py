@@ -1,0 +1,88 @@
+"""The key-value cache while decoding: room for tokens to come is taken in advance, instead of a copy of all of it per token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from policygrad.models.hub import ModelError
+
+ROOM = 256
+"""Tokens that memory is taken for at a time: most completions end long before the budget does."""
+_NAMES = ("past_key_values", "cache_params")  # the second: state-space models
+
+
+class RoomyLayer(DynamicLayer):
+    """A cache layer whose memory [N, H, capacity, D] is allocated ahead; the keys and values so far are a view of it."""
+
+    def __init__(self, keys: Tensor, values: Tensor, repeats: int, room: int) -> None:
+        super().__init__()
+        self.length = keys.shape[-2]
+        self.room_keys, self.room_values = (_roomy(x, repeats, room) for x in (keys, values))
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self._show()
+
+    def _show(self) -> None:
+        self.keys, self.values = self.room_keys[:, :, : self.length], self.room_values[:, :, : self.length]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        end = self.length + key_states.shape[-2]
+        if end > self.room_keys.shape[-2]:
+            self.room_keys, self.room_values = (
+                _roomy(x, 1, max(ROOM, end - self.length)) for x in (self.keys, self.values)
+            )
+        self.room_keys[:, :, self.length : end] = key_states
+        self.room_values[:, :, self.length : end] = value_states
+        self.length = end
+        self._show()
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keeps these rows (no more than there are), in place: fresh memory for all of the room would cost more than the copy."""
+        rows, used = len(beam_idx), slice(self.length)
+        for room in (self.room_keys, self.room_values):
+            room[:rows, :, used] = room[:, :, used].index_select(0, beam_idx)
+        self.room_keys, self.room_values = self.room_keys[:rows], self.room_values[:rows]
+        self._show()
+
+
+def _roomy(x: Tensor, repeats: int, room: int) -> Tensor:
+    rows, heads, length, width = x.shape
+    roomy = x.new_empty(rows, repeats, heads, length + room, width)
+    roomy[:, :, :, :length] = x[:, None]
+    return roomy.flatten(0, 1)
+
+
+def cache_of(out: Any) -> tuple[str, Any]:
+    """(the name under which the model takes its cache back, the cache).
+
+    Raises:
+        ModelError: a model that keeps its state elsewhere, so that its rows can be neither repeated nor dropped.
+    """
+    for name in _NAMES:
+        cache = getattr(out, name, None)
+        if hasattr(cache, "layers"):
+            return name, cache
+    raise ModelError(
+        "the model returns no cache made of layers, as current transformers models do, so it cannot decode a batch here: "
+        "choose another architecture"
+    )
+
+
+def expand(cache: Any, rows: int, repeats: int, room: int) -> None:
+    """One cache row per completion from one per prompt; layers of another kind (sliding window, state space) grow themselves."""
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and isinstance(layer.keys, torch.Tensor):
+            cache.layers[i] = RoomyLayer(layer.keys, layer.values, repeats, min(room, ROOM))
+        elif hasattr(layer, "reorder_cache"):
+            layer.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
+
+
+def select(cache: Any, rows: Tensor) -> None:
+    """Keeps these rows of every layer. `reorder_cache` is the one call that every kind of layer has."""
+    for layer in cache.layers:
+        if hasattr(layer, "reorder_cache"):
+            layer.reorder_cache(rows)

@@ -1,0 +1,178 @@
+"""What the live display looks like: a pure function of what is known about the run and of the terminal's size."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rich.box import ROUNDED
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from policygrad.trackers.display import Sample
+from policygrad.trackers.terminal.curve import horizon, plot
+from policygrad.trackers.words import clean, duration, number
+
+ACCENT, GOOD, BAD, REMARK = "cyan", "green", "red", "yellow"
+CELL = 11  # columns of one metric
+CURVE_ROWS = 6  # at least; a tall terminal gets more
+SIDE_BY_SIDE = 104  # columns from which the curve and the sample stand beside each other
+
+
+@dataclass(frozen=True)
+class View:
+    """All that the live area shows; `left` and `elapsed` in seconds."""
+
+    total: int = 1
+    step: int = 0
+    share: float = 0.0  # done, from 0 to 1
+    words: str = "0/1"  # how far it is
+    elapsed: float = 0.0
+    left: float | None = None
+    phase: str = ""
+    phase_done: int = 0
+    phase_total: int = 0
+    metrics: Sequence[tuple[str, str]] = ()  # (label, value)
+    rewards: Sequence[tuple[int, float]] = ()
+    sample: Sample | None = None
+    sample_step: int = 0
+
+
+def draw(view: View, console: Console, width: int, height: int) -> list[RenderableType]:
+    """The picture for a terminal of this size: what does not fit is left out, the sample first and then the curve."""
+    parts: list[RenderableType] = [Text(), _progress(view, width), _phase(view, width)]
+    room = height - 1 - len(parts)
+    if view.metrics:
+        grid, lines = _metrics(view.metrics, width, max(1, (room - 1) // 2))
+        parts += [grid, Text()]
+        room -= lines + 1
+    curve = len(view.rewards) > 0 and width >= 30 and room >= CURVE_ROWS + 2
+    sample = view.sample is not None and width >= 30
+    if curve and sample and width >= SIDE_BY_SIDE:
+        half, block = width // 2, min(room, 12)
+        beside = Table.grid(padding=0)
+        beside.add_column(width=half)
+        beside.add_row(_curve(view, half, block - 2), _sample(view, console, width - half, block))
+        return [*parts, beside]
+    if curve:
+        rows = CURVE_ROWS if room < 24 else CURVE_ROWS + 2
+        parts.append(_curve(view, width, rows))
+        room -= rows + 2
+    if sample and room >= 5:
+        parts.append(_sample(view, console, width, min(room, 12)))
+    return parts
+
+
+def _progress(view: View, width: int) -> RenderableType:
+    times = [duration(view.elapsed)]
+    if view.left is not None:
+        times.append(f"{duration(view.left)} left")
+    if width < 40:
+        times = []
+    words = Text.assemble("step ", (view.words, "bold"), *((f"  {part}", "dim") for part in times))
+    return _bar(Text(), view.share, 1, words, width, ACCENT)
+
+
+def _phase(view: View, width: int) -> RenderableType:
+    if not view.phase:
+        return Text()
+    name = Text(f"{view.phase}  ", style=REMARK)
+    if not view.phase_total:
+        return Text(" ") + name
+    done = Text(f"{view.phase_done / view.phase_total:.0%}", style="dim")
+    return _bar(name, view.phase_done, view.phase_total, done, width, REMARK)
+
+
+def _bar(before: Text, done: float, total: float, after: Text, width: int, style: str) -> RenderableType:
+    """Words, a bar of what is left of the width, words."""
+    before.truncate(max(0, width - after.cell_len - 14))
+    size = max(4, width - 5 - before.cell_len - after.cell_len)
+    grid = Table.grid(padding=0)
+    bar = ProgressBar(max(total, 1), done, size, complete_style=style, finished_style=GOOD)
+    grid.add_row(Text(" ") + before, bar, Text("  ") + after)
+    return grid
+
+
+def _metrics(cells: Sequence[tuple[str, str]], width: int, most: int) -> tuple[Text, int]:
+    """Labels over values, and how many lines that takes: one row where six fit, else at most `most` narrower rows."""
+    fit = max(1, (width - 1) // CELL)
+    cells = cells[: max(fit, min(6, fit * most))]
+    rows = [cells[i : i + fit] for i in range(0, len(cells), fit)]
+    text = Text(no_wrap=True)
+    for row in rows:
+        text.append(" " + "".join(label.ljust(CELL) for label, _ in row) + "\n", "dim")
+        text.append(" ")
+        for label, value in row:
+            text.append(value.ljust(CELL), f"bold {GOOD}" if label == "reward" else "bold")
+        text.append("\n")
+    text.rstrip()
+    return text, 2 * len(rows)
+
+
+def _curve(view: View, width: int, rows: int) -> RenderableType:
+    end, gutter = horizon(view.step, view.total), 8
+    columns = width - gutter - 4
+    picture, low, high = plot(view.rewards, end, columns, rows)
+    labels = {0: number(high), rows // 2: "reward", rows - 1: number(low)}
+    text = Text(no_wrap=True)
+    for row in range(rows):
+        text.append(f"{labels.get(row, ''):>{gutter}} {'┤' if row in (0, rows - 1) else '│'}", "dim")
+        for char, line in picture.row(row):
+            text.append(char, GOOD if line else "dim")
+        text.append("\n")
+    text.append(f"{'':>{gutter}} └{'─' * columns}\n", "dim")
+    text.append(f"{'step 1':>{gutter + 7}}{end:>{columns - 5}}", "dim")
+    return text
+
+
+def _sample(view: View, console: Console, width: int, height: int) -> RenderableType:
+    """The end of the prompt, dim; the completion with its middle left out if need be, for the answer is at the end."""
+    assert view.sample is not None
+    inner, lines = width - 4, height - 2
+    prompt = _wrap(view.sample.prompt, console, inner, "dim")
+    completion = _wrap(view.sample.completion, console, inner, "")
+    space = lines - min(len(prompt), 2 if lines >= 5 else 1)  # at least 2
+    if len(completion) > space:
+        head = (space - 1) // 2
+        completion = (*completion[:head], Text("…", "dim"), *completion[head + 1 - space :])
+    prompt = prompt[max(0, len(prompt) + len(completion) - lines) :]
+    gap = [Text()] if len(prompt) + len(completion) < lines else []
+    reward = view.sample.reward
+    colour = GOOD if reward is not None and reward > 0 else BAD
+    mark = Text("" if reward is None else f"reward {number(reward)}", f"not dim bold {colour}")
+    return Panel(
+        Text("\n").join([*prompt, *gap, *completion]),
+        box=ROUNDED,
+        border_style="dim",
+        title=Text(f"a sample of step {view.sample_step}"),
+        title_align="left",
+        subtitle=mark,
+        subtitle_align="right",
+        width=width,
+        height=height,
+    )
+
+
+@lru_cache(maxsize=4)  # a sample is drawn many times
+def _wrap(text: str, console: Console, width: int, style: str) -> tuple[Text, ...]:
+    """Lines of at most `width` columns; blank ones dropped, and the middle of a very long text."""
+    if len(text) > 8000:
+        text = text[:4000] + "\n" + text[-4000:]
+    lines = [line.rstrip() for line in clean(text).split("\n") if line.strip()]
+    return tuple(part for line in lines for part in Text(line, style).wrap(console, width))
+
+
+def pairs(values: Mapping[str, str], style: str, names: str = "dim") -> RenderableType:
+    """Names and values below each other; a change such as (+0.43) in its colour."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for name, value in values.items():
+        text = Text(clean(value), style, overflow="fold")
+        for match in re.finditer(r"\(([+-])[\d.]+%?\)", text.plain):
+            text.stylize(GOOD if match[1] == "+" else BAD, *match.span())
+        grid.add_row(Text(f" {clean(name)}", names), text)
+    return grid

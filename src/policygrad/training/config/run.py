@@ -1,0 +1,250 @@
+"""A run's configuration: frozen dataclasses, defaults < TOML file < flags. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import tyro
+
+from policygrad.algorithms import GRPO
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.checks import check_rollout
+from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.rewards.process_rewards import check_pattern
+from policygrad.samplers.base import Sampling
+
+LR_TINY, LR = 3e-4, 1e-6
+"""Default learning rates: the embedded model of 0.7M parameters, and models of the size people post-train."""
+
+
+def optional(metavar: str, words: str) -> Any:
+    """For an option that may be left open: its help names what is then taken, in words."""
+
+    def hint(default: str) -> str:
+        return f"(default: {words if default in ('None', '') else default})"
+
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a run is measured, on held-out problems at the sampling temperature."""
+
+    problems: int = 256
+    """Held-out problems; 0 = no evaluation."""
+    samples: int = 8
+    """Completions per problem."""
+    every: int = 0
+    """Also evaluate every so many steps; 0 = before and after only."""
+
+    def __post_init__(self) -> None:
+        if self.problems < 0 or self.every < 0 or self.samples < 1:
+            raise ValueError(
+                "evaluation.problems and evaluation.every must be at least 0 and evaluation.samples at least 1, not "
+                f"{self.problems}, {self.every}, {self.samples}"
+            )
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """When a run can be taken up again."""
+
+    every: int = 25
+    """Steps between checkpoints; one is always written at the end and at --stop-after."""
+    keep: int = 2
+    """How many checkpoints stay on disk."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.keep < 1:
+            raise ValueError(
+                f"checkpoint.every and checkpoint.keep must be at least 1, not {self.every} and {self.keep}"
+            )
+
+
+@dataclass(frozen=True)
+class Rewarding:
+    """How reward functions run: in worker processes that can be killed."""
+
+    workers: int = 2
+    """Worker processes."""
+    budget: float = 10.0
+    """Seconds per sample before its worker is killed and the sample fails."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or not self.budget > 0:
+            raise ValueError(
+                f"rewards.workers must be at least 1 and rewards.budget above 0, not {self.workers}, {self.budget}"
+            )
+
+
+@dataclass(frozen=True)
+class Options:
+    """All that a run needs to know besides its algorithm."""
+
+    model: Annotated[str, tyro.conf.arg(metavar="ID|DIR")] = "tiny"
+    """Directory or hub id of a causal language model; tiny = the base model inside the package."""
+    task: Annotated[str, tyro.conf.arg(metavar="NAME|FILE")] = "embedded"
+    """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file."""
+    reward: Annotated[tuple[str, ...], optional("NAME", "the task's own")] = ()
+    """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model, each with an optional
+    weight (format*0.5)."""
+    step_end: Annotated[str | None, optional("REGEX", "the task's own")] = None
+    """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
+    held_out: Annotated[str | None, optional("FILE", "a sixteenth of the task, chosen by a hash of the prompt")] = None
+    """A .jsonl file of held-out problems for a .jsonl task."""
+    steps: int = 100
+    """Rollouts, each followed by the algorithm's optimiser steps."""
+    tokens: Annotated[int | None, optional("INT", "no budget")] = None
+    """End earlier, after the step in which so many tokens have been sampled; a learning-rate schedule still counts steps."""
+    prompts_per_step: int = 64
+    """Prompts per rollout."""
+    samples_per_prompt: Annotated[int | None, optional("INT", "the algorithm's own")] = None
+    """G, completions per prompt."""
+    lr: Annotated[float | None, optional("FLOAT", f"{LR_TINY:g} for the tiny model, {LR:g} for any other")] = None
+    """Peak learning rate."""
+    seed: int = 0
+    """Of everything drawn at random."""
+    output: Annotated[str | None, optional("DIR", "the next free runs/ALGORITHM-N")] = None
+    """The run's folder."""
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
+    """The policy as it is sampled."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW, schedule, clipping."""
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    """Precision, device, memory."""
+    rewards: Rewarding = field(default_factory=Rewarding)
+    """The reward workers."""
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    """Held-out accuracy."""
+    checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    """Checkpoints."""
+
+
+@dataclass(frozen=True)
+class Draft(Options):
+    """Options and algorithm, not yet checked against each other: a file or flags may still change either."""
+
+    algorithm: Algorithm = GRPO
+    """The method: one equation's parts."""
+
+
+@dataclass(frozen=True)
+class Run(Draft):
+    """One training run; `run.toml` in its folder holds it whole.
+
+    Raises:
+        ValueError: options that contradict each other, with the reason and the way out.
+    """
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        for name in ("steps", "prompts_per_step"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.tokens is not None and self.tokens < 1:
+            raise ValueError(f"tokens must be at least 1, or left out for no budget, not {self.tokens}")
+        if self.lr is not None and not 0 <= self.lr < math.inf:
+            raise ValueError(f"lr must be at least 0 and finite, not {self.lr}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, not {self.seed}")
+        self.algorithm.check_sampling(self.group_size, self.sampling.temperature)
+        check_rollout(self.algorithm)
+        if self.group_size < 1:
+            raise ValueError(f"samples_per_prompt must be at least 1, not {self.group_size}")
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "temperature 0 leaves nothing to learn from, all samples are equal: set --temperature above 0"
+            )
+        if self.sampling.cuts_off:
+            raise ValueError(
+                "training with top_p < 1 or top_k > 0 would sample from another distribution than the one that learns: the "
+                "ratio of an unchanged policy would not be 1. Leave top_p = 1 and top_k = 0 (eval takes both)"
+            )
+        if self.learner.score_parameters and "score_norm" not in self.algorithm.needs:
+            raise ValueError(
+                f"learner.score_parameters is {self.learner.score_parameters!r}, and no part of {self.algorithm.name} reads score "
+                "norms: put OptimalBaseline(norm='exact') into psi, or leave it empty"
+            )
+        self._check_rate()
+        self._check_steps()
+        self._check_stall()
+        minibatches = getattr(self.algorithm.step, "minibatches", 1)
+        if minibatches > self.prompts_per_step:
+            raise ValueError(
+                f"{minibatches} minibatches of whole groups need as many prompts per step, not {self.prompts_per_step}"
+            )
+
+    def _check_stall(self) -> None:
+        """A reference that waits for held-out scores which nobody takes."""
+        reference, measured = self.algorithm.reference, self.evaluation.every and self.evaluation.problems
+        if reference is not None and reference.stall and not measured:
+            raise ValueError(
+                f"Reference.stall = {reference.stall} counts periodic held-out evaluations without improvement, and this run "
+                "makes none: set evaluation.every (and evaluation.problems) above 0, or stall to 0"
+            )
+
+    def _check_rate(self) -> None:
+        """Options of a gradient step, where the algorithm's takes none."""
+        step, critic = self.algorithm.step, self.algorithm.critic
+        if step.uses_lr:
+            return
+        way_out = (
+            "algorithm.step.delta, in nats a token, sets how far it goes" if hasattr(step, "delta") else "it has none"
+        )
+        if self.lr is not None:
+            own = "; the critic's own rate is algorithm.critic.lr" if critic is not None else ""
+            raise ValueError(
+                f"lr is {self.lr:g}, and {type(step).__name__} has no learning rate: {way_out}{own}. Leave lr out (--lr None)"
+            )
+        if critic is None and self.optimizer != OptimizerConfig():
+            raise ValueError(
+                f"optimizer.* shapes AdamW's steps, {type(step).__name__} takes none and there is no critic: {way_out}. "
+                "Leave the optimizer's options out"
+            )
+
+    def _check_steps(self) -> None:
+        """`step_end` says where steps end, not what they are worth."""
+        if self.step_end is None:
+            return
+        check_pattern(self.step_end)
+        name, read = self.algorithm.name, self.algorithm.declared
+        if "step_end" not in read:
+            raise ValueError(f"step_end is {self.step_end!r}, and no part of {name} looks at steps: leave it away")
+        if "token_reward" in read:
+            raise ValueError(
+                f"step_end {self.step_end!r} says where steps end, and {name} needs to know what they are worth: name a process "
+                "reward instead, --reward exact_match mine.py:f with @reward(process=True)"
+            )
+
+    def _check_types(self) -> None:
+        """From Python it is easy to give a name where an object or several names belong."""
+        if not isinstance(self.algorithm, Algorithm):
+            way_out = f"pg.algorithm({self.algorithm!r})" if isinstance(self.algorithm, str) else "pg.GRPO"
+            raise ValueError(f"algorithm must be an Algorithm, such as {way_out}, not {self.algorithm!r}")
+        for reward in self.reward if not isinstance(self.reward, str) else ():
+            if not isinstance(reward, str):
+                raise ValueError(
+                    "a run names its rewards, so that run.toml can hold them: 'module.function' or "
+                    f"'file.py:function', not {reward!r}"
+                )
+        if isinstance(self.reward, str):
+            raise ValueError(
+                f"reward must be a tuple of names, reward=({self.reward!r},), not the text {self.reward!r}"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """G."""
+        return self.algorithm.samples_per_prompt if self.samples_per_prompt is None else self.samples_per_prompt
+
+    def resolved(self) -> Run:
+        """With every open choice filled in: group size, learning rate, the generation budget in the parts that ask for it."""
+        algorithm = replace(self.algorithm.with_budget(self.sampling.max_tokens), samples_per_prompt=self.group_size)
+        usual = LR_TINY if self.model == "tiny" else LR
+        if algorithm.critic is not None and not algorithm.step.uses_lr:  # there is no policy's rate for it to follow
+            algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.rate(usual)))
+        default = usual if algorithm.step.uses_lr else None
+        lr = default if self.lr is None else self.lr
+        return replace(self, algorithm=algorithm, samples_per_prompt=self.group_size, lr=lr)

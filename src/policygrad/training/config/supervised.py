@@ -1,0 +1,88 @@
+"""What `policygrad sft` and `policygrad reward-model` need to know: frozen dataclasses, defaults < TOML file < flags."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Self
+
+import tyro
+
+from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.training.config.run import Checkpointing, optional
+
+LR_TINY, LR = 1e-3, 1e-5
+"""Default learning rates: the embedded model of 0.7M parameters, and larger ones (Ouyang et al. 2022, appendix C: about 9e-6)."""
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """One training on labelled data. `KIND.toml` in its folder holds it whole.
+
+    Raises:
+        ValueError: options that make no sense, with the way out.
+    """
+
+    kind: ClassVar[str] = ""
+    """The command's name, which is also that of the configuration file in the folder."""
+
+    data: Annotated[str, optional("FILE", "required")] = ""
+    """The training data, a .jsonl file."""
+    model: Annotated[str, tyro.conf.arg(metavar="ID|DIR")] = "tiny"
+    """Directory or hub id of the model to start from; tiny = the base model inside the package."""
+    held_out: Annotated[str | None, optional("FILE", "a sixteenth of the data, chosen by a hash of the prompt")] = None
+    """A .jsonl file to measure on; training leaves its prompts out."""
+    epochs: int = 1
+    """Passes over the data."""
+    batch_size: int = 64
+    """Rows per optimiser step."""
+    lr: Annotated[float | None, optional("FLOAT", f"{LR_TINY:g} for the tiny model, {LR:g} for any other")] = None
+    """Peak learning rate."""
+    seed: int = 0
+    """Of the order of the rows, and of what is drawn at random."""
+    output: Annotated[str | None, optional("DIR", "the next free runs/COMMAND-N")] = None
+    """The run's folder."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="cosine"))
+    """AdamW, schedule, clipping."""
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    """Precision, device, memory."""
+    checkpoint: Checkpointing = field(default_factory=lambda: Checkpointing(every=100))
+    """Checkpoints."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.lr is not None and not 0 <= self.lr < math.inf:
+            raise ValueError(f"lr must be at least 0 and finite, not {self.lr}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, not {self.seed}")
+        if self.learner.score_parameters:
+            raise ValueError(
+                f"learner.score_parameters is for policy gradients; {self.kind} reads none: leave it empty"
+            )
+
+    def resolved(self) -> Self:
+        """With every open choice filled in.
+
+        Raises:
+            ValueError: no data.
+        """
+        if not self.data:
+            raise ValueError(f"{self.kind} needs data: --data FILE.jsonl")
+        lr = self.lr if self.lr is not None else LR_TINY if self.model == "tiny" else LR
+        return replace(self, lr=lr)
+
+
+@dataclass(frozen=True)
+class SFTConfig(Supervised):
+    """Supervised fine-tuning on demonstrations."""
+
+    kind: ClassVar[str] = "sft"
+
+
+@dataclass(frozen=True)
+class RewardModelConfig(Supervised):
+    """A reward model from preferences."""
+
+    kind: ClassVar[str] = "reward-model"

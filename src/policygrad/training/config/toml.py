@@ -1,0 +1,222 @@
+"""A run's configuration as TOML, both ways. An unknown key is an error that names the nearest known one.
+
+A part of the algorithm is a table whose `part` names its class (`policygrad.Clip`, or `module:Class` of one's own); without
+`part` the table changes fields of the part that is there. "none" stands for no part.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any
+
+import tomli_w
+
+import policygrad
+from policygrad.algorithms import algorithm as named
+from policygrad.core.algorithm import Algorithm
+from policygrad.training.config.parts import ConfigError, check_place, nearest, part_class, part_names
+from policygrad.training.config.run import Draft, Run
+
+NOTHING = "none"
+AnyRun = typing.TypeVar("AnyRun", Draft, Run)
+
+
+def dumps(run: Run) -> str:
+    """The whole configuration, enough to run it again."""
+    return tomli_w.dumps(_plain(run, Run()))
+
+
+def load(path: Path | str, base: AnyRun | None = None) -> AnyRun:
+    """`base` changed by what the file says.
+
+    Raises:
+        ConfigError: no such file, no TOML, an unknown key, a value of the wrong type, parts that contradict each other.
+    """
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return from_dict(data, Run() if base is None else base, str(path))
+
+
+def from_dict(data: Mapping[str, Any], base: AnyRun, where: str) -> AnyRun:
+    """`base` changed by a nested mapping as TOML gives it."""
+    return _change(base, data, where, "")  # type: ignore[no-any-return]
+
+
+def algorithm_to_dict(algorithm: Algorithm) -> dict[str, Any]:
+    """Every part with its class and fields: JSON and TOML can hold it, and a checkpoint does."""
+    return _algorithm(algorithm)
+
+
+def algorithm_from_dict(data: Mapping[str, Any], where: str = "algorithm") -> Algorithm:
+    """What `algorithm_to_dict` wrote."""
+    return _read_algorithm(Algorithm(), data, where, "algorithm")
+
+
+def _plain(value: Any, default: Any = None) -> Any:
+    if isinstance(value, Algorithm):
+        return _algorithm(value)
+    if is_dataclass(value):
+        items = ((f.name, getattr(value, f.name)) for f in fields(value))
+        return {name: _plain(item) for name, item in items if item is not None}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _algorithm(algorithm: Algorithm) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for f in fields(algorithm):
+        value = getattr(algorithm, f.name)
+        if isinstance(value, tuple):
+            out[f.name] = [_part(item) for item in value]
+        else:
+            out[f.name] = value if isinstance(value, (str, int)) else NOTHING if value is None else _part(value)
+    return out
+
+
+def _part(part: Any) -> dict[str, Any]:
+    kind = type(part)
+    own = getattr(policygrad, kind.__name__, None) is not kind
+    name = f"{kind.__module__}:{kind.__qualname__}" if own else kind.__name__
+    values = {f.name: getattr(part, f.name) for f in fields(part)}
+    return {"part": name, **{k: _field(v) for k, v in values.items()}}
+
+
+def _field(value: Any) -> Any:
+    """An open field is written out: left away, it would be the named algorithm's when the file is read."""
+    return NOTHING if value is None else _part(value) if is_dataclass(value) else value
+
+
+def _change(base: Any, data: Mapping[str, Any], where: str, prefix: str) -> Any:
+    known = {f.name for f in fields(base)}
+    hints = typing.get_type_hints(type(base))
+    changes: dict[str, Any] = {}
+    for key, value in data.items():
+        dotted = f"{prefix}{key}"
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {dotted!r}: {nearest(key, known)}")
+        current = getattr(base, key)
+        if isinstance(current, Algorithm):
+            changes[key] = _read_algorithm(current, value, where, dotted)
+        elif is_dataclass(current):
+            changes[key] = _change(current, _table(value, where, dotted), where, f"{dotted}.")
+        else:
+            changes[key] = _typed(value, hints[key], where, dotted)
+    return _build(lambda: replace(base, **changes), where, prefix.rstrip(".") or "the run")
+
+
+def _build(make: typing.Callable[[], Any], where: str, dotted: str) -> Any:
+    try:
+        return make()
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: {dotted}: {error}") from error
+
+
+def _table(value: Any, where: str, dotted: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: {dotted!r} is a table, not {value!r}: write [{dotted}] and its keys below")
+    return value
+
+
+def _typed(value: Any, hint: Any, where: str, dotted: str) -> Any:
+    options = (
+        typing.get_args(hint) if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    )
+    for option in options:
+        if option is NoneType:
+            continue
+        if typing.get_origin(option) is tuple and isinstance(value, list):
+            return _typed_tuple(value, typing.get_args(option), where, dotted)
+        if typing.get_origin(option) is typing.Literal and isinstance(value, str):
+            return value  # the part itself refuses what it does not know, and says why
+        if option is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(option, type) and isinstance(value, option) and not (option is int and isinstance(value, bool)):
+            return value
+    names = " or ".join(_type_name(o) for o in options if o is not NoneType)
+    raise ConfigError(f"{where}: {dotted!r} must be {names}, not {value!r}")
+
+
+def _typed_tuple(value: list[Any], kinds: tuple[Any, ...], where: str, dotted: str) -> tuple[Any, ...]:
+    if kinds[-1] is not Ellipsis and len(kinds) != len(value):
+        raise ConfigError(f"{where}: {dotted!r} must be a list of {len(kinds)}, not {value!r}")
+    each = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
+    return tuple(
+        _typed(item, kind, where, f"{dotted}[{i}]") for i, (item, kind) in enumerate(zip(value, each, strict=True))
+    )
+
+
+def _type_name(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {_type_name(typing.get_args(kind)[0])}"
+    words = {"str": "text in quotes", "int": "a whole number", "float": "a number", "bool": "true or false"}
+    name = getattr(kind, "__name__", str(kind))
+    return words.get(name, name)
+
+
+def _read_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> Algorithm:
+    if isinstance(value, str):
+        return _build(lambda: named(value), where, dotted)  # type: ignore[no-any-return]
+    value = dict(_table(value, where, dotted))
+    name = value.get("name")
+    if isinstance(name, str) and name != current.name:
+        try:
+            current = named(name)
+        except ValueError:
+            current = replace(current, name=name)  # a method of one's own, spelled out part by part
+    known = {f.name for f in fields(Algorithm)}
+    changes: dict[str, Any] = {}
+    for key, item in value.items():
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key '{dotted}.{key}': {nearest(key, known)}")
+        place, there = f"{dotted}.{key}", getattr(current, key)
+        if isinstance(there, tuple):
+            if not isinstance(item, list):
+                raise ConfigError(f"{where}: {place!r} is a list of parts: write [[{place}]] and a `part` for each")
+            changes[key] = tuple(_read_part(None, one, where, place) for one in item)
+        elif isinstance(there, (str, int)):
+            changes[key] = _typed(item, type(there), where, place)
+        else:
+            changes[key] = _read_part(there, item, where, place)
+            if changes[key] is None and NoneType not in typing.get_args(typing.get_type_hints(Algorithm)[key]):
+                raise ConfigError(f"{where}: {place!r} cannot be none: it takes {', '.join(part_names(key))}")
+    return _build(lambda: replace(current, **changes), where, dotted)  # type: ignore[no-any-return]
+
+
+def _read_part(current: Any, value: Any, where: str, dotted: str) -> Any:
+    if value == NOTHING:
+        return None
+    value = {"part": value} if isinstance(value, str) else dict(_table(value, where, dotted))
+    name = value.pop("part", None)
+    if name is None and current is None:
+        raise ConfigError(f"{where}: {dotted!r} needs a `part`, the class it is made of, e.g. part = 'Clip'")
+    kind = type(current) if name is None else part_class(name, where, dotted)
+    check_place(kind, where, dotted)
+    base: Any = current if type(current) is kind else _build(kind, where, dotted)
+    known = {f.name for f in fields(base)}
+    hints = typing.get_type_hints(kind)
+    for key in value:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key '{dotted}.{key}' of {kind.__name__}: {nearest(key, known)}")
+    values = {k: _read_field(v, hints[k], where, f"{dotted}.{k}") for k, v in value.items()}
+    return _build(lambda: replace(base, **values), where, dotted)
+
+
+def _read_field(value: Any, hint: Any, where: str, dotted: str) -> Any:
+    if value == NOTHING and NoneType in typing.get_args(hint):
+        return None
+    return _read_part(None, value, where, dotted) if isinstance(value, Mapping) else _typed(value, hint, where, dotted)
