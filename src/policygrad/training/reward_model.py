@@ -23,12 +23,13 @@ from policygrad.models.loading import resolve, without_dropout
 from policygrad.models.precision import DTYPES
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.tasks.preferences import Pair, by_prompt, read_pairs, split_rows, without
-from policygrad.trackers import Display, change
+from policygrad.trackers import Tracker, change
+from policygrad.training.callbacks import Callback
 from policygrad.training.config.supervised import RewardModelConfig
-from policygrad.training.folder import configured
-from policygrad.training.setup import pick_device
+from policygrad.training.lifecycle import Result
+from policygrad.training.resources import pick_device
 from policygrad.training.sft import held_out_words
-from policygrad.training.supervised import Numbers, SupervisedResult, supervise
+from policygrad.training.supervised import Numbers, supervise
 
 
 def train_reward_model(
@@ -36,17 +37,27 @@ def train_reward_model(
     *,
     resume: str | Path | None = None,
     stop_after: int | None = None,
-    display: Display | None = None,
-) -> SupervisedResult:
+    display: Tracker | bool = True,
+    trackers: Sequence[Tracker] = (),
+    callbacks: Sequence[Callback] = (),
+) -> Result[Numbers | None]:
     """Trains a reward model on preferences, or goes on with the run in the folder `resume`.
 
-    stop_after: stop, resumably, after so many steps of this call.
+    stop_after: stop, resumably, after so many steps of this call. display, trackers, callbacks: see `Lifecycle`.
 
     Raises:
-        RunError, ModelError, ValueError: what cannot be trained, with the way out.
+        PolicygradError: what cannot be trained, with the way out.
     """
-    chosen = configured(config, RewardModelConfig, resume)
-    return supervise(Preferences, chosen, resume=resume, stop_after=stop_after, display=display)
+    return supervise(
+        Preferences,
+        RewardModelConfig,
+        config,
+        resume=resume,
+        stop_after=stop_after,
+        display=display,
+        trackers=trackers,
+        callbacks=callbacks,
+    )
 
 
 class Preferences:

@@ -19,11 +19,12 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.conversations import Demonstration, read_demonstrations
 from policygrad.tasks.preferences import split_rows, without
-from policygrad.trackers import Display, change
+from policygrad.trackers import Tracker, change
+from policygrad.training.callbacks import Callback
 from policygrad.training.config.supervised import SFTConfig
-from policygrad.training.folder import configured
-from policygrad.training.setup import pick_device
-from policygrad.training.supervised import Numbers, SupervisedResult, supervise
+from policygrad.training.lifecycle import Result
+from policygrad.training.resources import pick_device
+from policygrad.training.supervised import Numbers, supervise
 
 PORTION = 64
 """Rows measured at a time, so that progress shows."""
@@ -34,17 +35,27 @@ def sft(
     *,
     resume: str | Path | None = None,
     stop_after: int | None = None,
-    display: Display | None = None,
-) -> SupervisedResult:
+    display: Tracker | bool = True,
+    trackers: Sequence[Tracker] = (),
+    callbacks: Sequence[Callback] = (),
+) -> Result[Numbers | None]:
     """Fine-tunes a causal language model on demonstrations, or goes on with the run in the folder `resume`.
 
-    stop_after: stop, resumably, after so many steps of this call.
+    stop_after: stop, resumably, after so many steps of this call. display, trackers, callbacks: see `Lifecycle`.
 
     Raises:
-        RunError, ModelError, ValueError: what cannot be trained, with the way out.
+        PolicygradError: what cannot be trained, with the way out.
     """
-    chosen = configured(config, SFTConfig, resume)
-    return supervise(FineTuning, chosen, resume=resume, stop_after=stop_after, display=display)
+    return supervise(
+        FineTuning,
+        SFTConfig,
+        config,
+        resume=resume,
+        stop_after=stop_after,
+        display=display,
+        trackers=trackers,
+        callbacks=callbacks,
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,72 +5,97 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from policygrad.environments import EnvironmentFactory, SingleTurn
+from policygrad.errors import RunError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer, padding_id
 from policygrad.rewards import Reward, RewardPool, resolve
 from policygrad.rewards.process_rewards import StepEnd
-from policygrad.rollout.source import Source
-from policygrad.samplers.base import Sampling
+from policygrad.rollout.evaluation import EvaluationResult
+from policygrad.rollout.rollouter import Rollouter
+from policygrad.samplers.base import Sampler, Sampling
 from policygrad.samplers.local import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.types import Task
-from policygrad.training.evaluate import Outcome, evaluate
+from policygrad.waiting import Waiter
+
+SamplerFactory = Callable[[nn.Module, Tokenizer], Sampler]
+"""From the run's model and tokenizer to what samples: an engine, or a wrapper around one."""
 
 
-class RunError(RuntimeError):
-    """A run that cannot start or go on, with the way out."""
+@dataclass(frozen=True)
+class Needed:
+    """What is to be loaded, by name or as an object."""
+
+    model: Any
+    task: Any
+    max_tokens: int
+    tokenizer: Any = None
+    reward: tuple[Any, ...] = ()
+    needs: frozenset[str] | None = None
+    """The Batch fields an algorithm reads; None = an evaluation."""
+    step_end: str | None = None
+    """A pattern that ends a reasoning step."""
+    held_out: str | None = None
+    seed: int = 0
+    dtype: str = "fp32"
+    device: str = "auto"
+    workers: int = 2
+    budget: float = 10.0
+    sampler: Sampler | SamplerFactory | None = None
+    environment: EnvironmentFactory | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Ground:
+class Resources:
     """Everything loaded."""
 
     task: Task
     rewards: tuple[str, ...]
+    """In words."""
     model: nn.Module
-    codec: Tokenizer
-    source: Source
-    sampler: LocalSampler
+    tokenizer: Tokenizer
+    rollouter: Rollouter
 
 
-def prepare(
-    stack: ExitStack,
-    *,
-    model: str,
-    task: str,
-    reward: tuple[str, ...],
-    needs: frozenset[str] | None = None,
-    step_end: str | None = None,
-    held_out: str | None,
-    seed: int,
-    dtype: str,
-    device: str,
-    workers: int,
-    budget: float,
-    max_tokens: int,
-) -> Ground:
-    """Loads what the names say; the reward workers live as long as `stack`.
-
-    needs: the Batch fields an algorithm reads, None = an evaluation; step_end: a pattern that ends a step.
+def load(stack: ExitStack, needed: Needed) -> Resources:
+    """The reward workers, and the loop that awaits a sampler, live as long as `stack`.
 
     Raises:
-        RunError, ModelError, ValueError: what does not exist or does not fit, with the way out.
+        PolicygradError: what does not exist or does not fit, with the way out.
     """
-    questions = load_task(task, seed=seed, held_out=held_out)
-    chosen = choose_rewards(questions, reward, needs, step_end)
-    pool = stack.enter_context(RewardPool(chosen, workers=workers, budget=budget))  # its workers import meanwhile
-    network = load_model(model, dtype=dtype, device=pick_device(device))
-    codec = load_tokenizer(model, network)
-    for example in questions.rows:  # a prompt too long for the model is better found now than in a week
-        codec.encode(example.prompt, max_tokens, example.source or "a prompt")
-    steps = pool.steps if any(reward.process for reward in chosen) else None
-    source = Source(questions.train, codec, pool.score, seed, steps)
-    names = tuple(_in_words(reward, needs) for reward in chosen)
-    return Ground(questions, names, network, codec, source, LocalSampler(network, codec.end, padding_id(codec)))
+    task = load_task(needed.task, seed=needed.seed, held_out=needed.held_out)
+    own = needed.environment is not None and not needed.reward  # the environment says what its turns are worth
+    chosen = () if own else choose_rewards(task, needed.reward, needed.needs, needed.step_end)
+    workers = (RewardPool(chosen, workers=needed.workers, budget=needed.budget),) if chosen else ()
+    pool = next(map(stack.enter_context, workers), None)  # its workers import meanwhile
+    model = load_model(needed.model, dtype=needed.dtype, device=pick_device(needed.device))
+    tokenizer = load_tokenizer(needed.tokenizer or needed.model, model)
+    for example in task.rows:  # a prompt too long for the model is better found now than in a week
+        tokenizer.encode(example.prompt, needed.max_tokens, example.source or "a prompt")
+    rollouter = Rollouter(
+        task.train,
+        tokenizer,
+        _sampler(needed.sampler, model, tokenizer),
+        pool and pool.score,
+        needed.seed,
+        pool.steps if pool and any(reward.process for reward in chosen) else None,
+        needed.environment or SingleTurn,
+        stack.enter_context(Waiter()),
+    )
+    names = tuple(_in_words(reward, needed.needs) for reward in chosen) or ("the environment's own",)
+    return Resources(task, names, model, tokenizer, rollouter)
+
+
+def _sampler(given: Sampler | SamplerFactory | None, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
+    if given is None:
+        return LocalSampler(model, tokenizer.end, padding_id(tokenizer))
+    return given if isinstance(given, Sampler) else given(model, tokenizer)
 
 
 def pick_device(name: str) -> str:
@@ -152,35 +177,25 @@ def _in_words(reward: Reward, needs: frozenset[str] | None) -> str:
     return f"{name} (only where steps end)" if only_ends else f"{name} (of steps)"
 
 
-def measure_model(
-    model: str,
-    task: str = "embedded",
+def evaluate(
+    model: Any,
+    task: Any = "embedded",
     *,
-    reward: tuple[str, ...] = (),
-    held_out: str | None = None,
+    reward: tuple[Any, ...] = (),
     problems: int = 256,
     samples: int = 8,
     sampling: Sampling | None = None,
-    seed: int = 0,
-    device: str = "auto",
-    dtype: str = "fp32",
-    budget: float = 10.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Outcome:
-    """Scores of a model on a task's held-out problems."""
+    **options: Any,
+) -> EvaluationResult:
+    """Scores of a model on a task's held-out problems. options: the other fields of `Needed`, such as held_out, seed, device,
+    dtype, sampler, environment.
+
+    Raises:
+        PolicygradError: what does not exist or does not fit, with the way out.
+    """
     sampling = sampling or Sampling()
     with ExitStack() as stack:
-        ground = prepare(
-            stack,
-            model=model,
-            task=task,
-            reward=reward,
-            held_out=held_out,
-            seed=seed,
-            dtype=dtype,
-            device=device,
-            workers=2,
-            budget=budget,
-            max_tokens=sampling.max_tokens,
-        )
-        return evaluate(ground.source, ground.sampler, ground.task.held_out(problems), samples, sampling, progress)
+        needed = Needed(model, task, sampling.max_tokens, reward=reward, **options)
+        found = load(stack, needed)
+        return found.rollouter.evaluate(found.task.held_out(problems), samples, sampling, progress)

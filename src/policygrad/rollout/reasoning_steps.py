@@ -1,4 +1,4 @@
-"""From where a text's steps end to the tokens at which they end, and from there to the batch."""
+"""Reasoning steps: from where a text's steps end to the tokens at which they end, and from there to the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core.types import Batch
-from policygrad.rollout.source import Steps
+from policygrad.rewards.types import Steps
 
 
 @dataclass(frozen=True)

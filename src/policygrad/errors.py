@@ -1,0 +1,42 @@
+"""Every refusal that is meant for a user, as one tree: the message names the file, line, option or function, and the way out.
+
+Each child is also of the built-in class that older code catches.
+"""
+
+from __future__ import annotations
+
+
+class PolicygradError(Exception):
+    """What was asked cannot be done, and the message says why. Anything else that is raised is a bug."""
+
+
+class ConfigError(PolicygradError, ValueError):
+    """Options, files of options, or parts of an algorithm that make no sense, alone or together."""
+
+
+class DataError(PolicygradError, ValueError):
+    """Prompts, tasks or data files that cannot be read or used."""
+
+
+class ModelError(PolicygradError, ValueError):
+    """A model, tokenizer or chat template that cannot be used."""
+
+
+class RewardError(PolicygradError, RuntimeError):
+    """Rewards cannot be computed at all: a function that no worker can load, a column that does not exist."""
+
+
+class EngineError(PolicygradError, RuntimeError):
+    """A sampler or an environment that does not do what it is asked to."""
+
+
+class CheckpointError(PolicygradError, RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class RunError(PolicygradError, RuntimeError):
+    """A run that cannot start or go on."""
+
+
+class NumericsError(PolicygradError, FloatingPointError):
+    """Numbers that are not finite; the weights are as they were."""
