@@ -11,17 +11,36 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from policygrad.trackers.display import Display, PlainDisplay, Sample, Silent
-from policygrad.trackers.jsonl import RunFiles
-from policygrad.trackers.progress import Outline
+from policygrad.trackers.base import RunInfo, Sample, Tracker
+from policygrad.trackers.display import Display, PlainDisplay, Silent, make_display  # the names of before
+from policygrad.trackers.fanout import Trackers
+from policygrad.trackers.jsonl import JsonlTracker
+from policygrad.trackers.plain import PlainTracker
 from policygrad.trackers.words import change
 
-__all__ = ["Display", "Outline", "PlainDisplay", "RunFiles", "Sample", "Silent", "change", "make_display"]
+Outline, RunFiles = RunInfo, JsonlTracker  # the names of before
+
+__all__ = [
+    "Display",
+    "JsonlTracker",
+    "Outline",
+    "PlainDisplay",
+    "PlainTracker",
+    "RunFiles",
+    "RunInfo",
+    "Sample",
+    "Silent",
+    "Tracker",
+    "Trackers",
+    "change",
+    "default_tracker",
+    "make_display",
+]
 
 
-def make_display(
+def default_tracker(
     stream: TextIO | None = None, plain: bool | None = None, clock: Callable[[], float] = time.monotonic
-) -> Display:
+) -> Tracker:
     """A live display on a terminal, plain lines elsewhere; `plain` overrules. `stream` is standard output by default.
 
     Plain is also what NO_COLOR, TERM=dumb and an encoding without the block characters get.
@@ -32,7 +51,7 @@ def make_display(
         unicode = (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"
         plain = dumb or not unicode or not stream.isatty()
     if plain:
-        return PlainDisplay(stream, clock)
-    from policygrad.trackers.terminal.live import RichDisplay  # rich is loaded only for a terminal
+        return PlainTracker(stream, clock)
+    from policygrad.trackers.terminal.live import TerminalTracker  # rich is loaded only for a terminal
 
-    return RichDisplay.on(stream, clock)
+    return TerminalTracker.on(stream, clock)

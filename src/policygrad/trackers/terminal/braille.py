@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from policygrad.trackers.curve import limits, smoothed, thinned
 
 _DOT = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row][column] of a braille character
 
@@ -31,55 +32,12 @@ class Plot:
         return [(chr(0x2800 + dots) if dots else " ", line) for dots, line in bits]
 
 
-def smooth(values: Sequence[float], span: float) -> list[float]:
-    """Weighted means with weights that fall off by e over `span` values to either side, so without delay."""
-    decay = math.exp(-1 / span)
-
-    def sums(series: Sequence[float]) -> list[tuple[float, float]]:
-        total = weight = 0.0
-        out = []
-        for value in series:
-            total, weight = decay * total + value, decay * weight + 1
-            out.append((total, weight))
-        return out
-
-    pairs = zip(values, sums(values), reversed(sums(values[::-1])), strict=True)
-    return [(a[0] + b[0] - value) / (a[1] + b[1] - 1) for value, a, b in pairs]
-
-
-def horizon(step: int, total: int) -> int:
-    """Where the step axis ends: the run's length halved until the curve fills at least half of it, but not below 10."""
-    end = total
-    while end >= 2 * step and end // 2 >= 10:
-        end = math.ceil(end / 2)
-    return max(end, step, 2)
-
-
-def limits(values: Sequence[float]) -> tuple[float, float]:
-    """The value axis: from the least to the greatest, outward to a round number; one unit long when they are the same."""
-    low, high = min(values), max(values)
-    if high - low <= 1e-9 * max(1.0, abs(high)):
-        unit = max(1.0, 1e-3 * abs(high))
-        return (low, low + unit) if low <= 0 else (high - unit, high)
-    unit = 10.0 ** math.floor(math.log10((high - low) / 2))
-    return math.floor(low / unit + 1e-9) * unit, math.ceil(high / unit - 1e-9) * unit
-
-
-def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return sum(step for step, _ in points) / len(points), sum(value for _, value in points) / len(points)
-
-
 def plot(points: Sequence[tuple[float, float]], end: int, columns: int, rows: int) -> tuple[Plot, float, float]:
-    """Points over steps 1 to `end`, and their smoothed line; with the least and greatest value of the axis.
-
-    Of a long run each point is the mean of neighbouring steps, so that drawing takes no longer than for a short one.
-    """
+    """Points over steps 1 to `end`, and their smoothed line; with the least and greatest value of the axis."""
     canvas = Plot(columns, rows)
-    if (share := len(points) // 500 + 1) > 1:
-        points = [_mean(points[i : i + share]) for i in range(0, len(points), share)]
+    points = thinned(points)
     width, height = 2 * columns - 1, 4 * rows - 1
-    values = [value for _, value in points]
-    low, high = limits(values)
+    low, high = limits([value for _, value in points])
 
     def at(step: float, value: float) -> tuple[int, int]:
         return round((step - 1) / (end - 1) * width), round((value - low) / (high - low) * height)
@@ -87,7 +45,7 @@ def plot(points: Sequence[tuple[float, float]], end: int, columns: int, rows: in
     for step, value in points:
         canvas.dot(*at(step, value), line=False)
     columns_seen: dict[int, list[int]] = {}
-    for (step, _), value in zip(points, smooth(values, max(1.0, len(points) / 16)), strict=True):
+    for step, value in smoothed(points):
         x, y = at(step, value)
         columns_seen.setdefault(x, []).append(y)
     path = [(x, round(sum(ys) / len(ys))) for x, ys in sorted(columns_seen.items())]
