@@ -14,6 +14,7 @@ from rich.console import Console
 
 from policygrad.trackers import RunInfo
 from policygrad.trackers.terminal.live import TerminalTracker
+from policygrad.training.config.run import Run
 from policygrad.training.config.toml import load
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=10**9, help="stop the picture at this step")
     parser.add_argument("--output", type=Path, default=Path("docs/train.svg"))
     args = parser.parse_args()
-    run = load(args.run / "run.toml")
+    run = load(args.run / "run.toml", Run())
     clock = [0.0]
     tracker = TerminalTracker(Console(file=io.StringIO(), width=100, force_terminal=True), lambda: clock[0])
     tracker.start(RunInfo("", steps=run.steps, tokens=run.tokens))

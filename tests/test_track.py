@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.text import Text
 
 from policygrad.trackers import Display, Outline, PlainDisplay, RunFiles, Sample, Silent, change, make_display
-from policygrad.trackers.progress import RunProgress as Course
 from policygrad.trackers.curve import horizon, limits, smooth
+from policygrad.trackers.progress import RunProgress as Course
 from policygrad.trackers.terminal.braille import plot
 from policygrad.trackers.terminal.display import RichDisplay
 from policygrad.trackers.words import clean, count, duration, number, one_line

@@ -11,7 +11,7 @@ import tyro
 
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.options import CommandOptions, printed_flags
-from policygrad.training.config.parts import ConfigError
+from policygrad.errors import ConfigError
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import dumps, load
 
@@ -54,10 +54,10 @@ def command(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trai
     if options.dry_run:
         print(dumps(config).rstrip())  # type: ignore[arg-type]
         return 0
-    from policygrad.trackers import make_display
+    from policygrad.trackers import default_tracker
 
     module, _, function = trainer.partition(":")
-    display = make_display(plain=options.plain or None)
+    display = default_tracker(plain=options.plain or None)
     getattr(import_module(module), function)(
         config, resume=options.resume, stop_after=options.stop_after, display=display
     )

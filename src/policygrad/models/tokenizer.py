@@ -66,6 +66,16 @@ class Tokenizer:
             ) from error
         return str(text)
 
+    def continuation(
+        self,
+        said: Sequence[str | Sequence[Mapping[str, str]]],
+        content: str | Sequence[Mapping[str, str]],
+        source: str = "",
+    ) -> Tensor:
+        """[n] int64; what follows a sampled turn, the last of `said`, once `content` is said to it."""
+        assert isinstance(content, str)
+        return torch.tensor(self.tokenizer(content, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         """The text, without end and padding tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -31,6 +31,10 @@ class Trackers(Tracker):
                     f"{tracker!r} is no tracker: pass instances of subclasses of policygrad.trackers.Tracker"
                 )
 
+    def add(self, tracker: Tracker) -> None:
+        """Puts it before all others: what it is told is on the disk when others show it."""
+        self._trackers.insert(0, tracker)
+
     def start(self, info: RunInfo) -> None:
         self._each("start", lambda tracker: tracker.start(info))
 

@@ -82,7 +82,7 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         task.train,
         tokenizer,
         _sampler(needed.sampler, model, tokenizer),
-        pool and pool.score,
+        pool.score if pool else None,
         needed.seed,
         pool.steps if pool and any(reward.process for reward in chosen) else None,
         needed.environment or SingleTurn,

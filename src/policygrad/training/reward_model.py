@@ -83,7 +83,7 @@ class Preferences:
         if len(kept) < len(pairs):
             self.facts["left out"] = f"{len(pairs) - len(kept)} pairs, the held-out file has their prompts"
         self.config = config
-        self.model, self.codec = load(config)
+        self.model, self.tokenizer = load(config)
         self.texts = [self._encode(pair) for pair in self.pairs]
         if config.learner.gradient_checkpointing:
             recompute_activations(self.model)
@@ -92,13 +92,13 @@ class Preferences:
         sides = []
         for name, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
             try:
-                ids = encode(self.codec.tokenizer, pair.prompt, completion)
+                ids = encode(self.tokenizer.tokenizer, pair.prompt, completion)
             except ValueError as error:
                 raise ModelError(f"{pair.source}: {error}") from error
-            if self.codec.context is not None and len(ids) > self.codec.context:
+            if self.tokenizer.context is not None and len(ids) > self.tokenizer.context:
                 raise ModelError(
-                    f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {self.codec.context} positions of "
-                    f"{self.codec.name!r}: shorten them, or leave the line out"
+                    f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {self.tokenizer.context} positions of "
+                    f"{self.tokenizer.name!r}: shorten them, or leave the line out"
                 )
             sides.append(ids)
         if sides[0] == sides[1]:
@@ -124,7 +124,7 @@ class Preferences:
                 margin = self.rewards(some).diff(dim=1).squeeze(1).neg()
                 each = torch.tensor([weight[i] for i in some], device=margin.device)
                 loss = (each * bradley_terry(margin)).sum()
-                loss.backward()
+                torch.autograd.backward(loss)
             collect()
             known, c = margin.detach().cpu().double(), each.cpu().double()
             sums += torch.stack([loss.detach().cpu().double(), (c * correct(known)).sum(), (c * known).sum()])

@@ -80,9 +80,9 @@ class FineTuning:
         self.model: nn.Module = load_model(
             config.model, dtype=config.learner.dtype, device=pick_device(config.learner.device)
         )
-        self.codec = load_tokenizer(config.model, self.model)
+        self.tokenizer = load_tokenizer(config.model, self.model)
         self.config, self.device = config, next(self.model.parameters()).device
-        self.rows = [tokenise(row, self.codec) for row in [*kept, *others]]
+        self.rows = [tokenise(row, self.tokenizer) for row in [*kept, *others]]
         split = None if others else split_rows(kept)
         self.units = [(i,) for i in (split.train if split else range(len(kept)))]
         self.held_out = list(split.held_out) if split else list(range(len(kept), len(self.rows)))
@@ -102,7 +102,7 @@ class FineTuning:
         for part in self.scorer.packs(batch, torch.arange(len(rows)), self.config.learner.micro_tokens):
             with differentiating(self.model, self.config.learner.gradient_checkpointing):
                 share = -self.scorer(part.to(self.device)).sum() / total
-                share.backward()
+                torch.autograd.backward(share)
             collect()
             loss += float(share.detach())
         return {"loss": loss, "tokens": total}

@@ -259,12 +259,12 @@ class Run(Draft):
 
     def without_objects(self) -> Run:
         """The same with a word in the place of every object, for files and trackers."""
-        reward = tuple(
-            r if isinstance(r, str) else f"{OBJECT}{getattr(r, '__name__', type(r).__name__)}" for r in self.reward
-        )
-        return replace(
-            self, reward=reward, **{n: OBJECT + type(getattr(self, n)).__name__ for n in self.objects if n != "reward"}
-        )
+
+        def word(value: Any) -> Any:
+            return value if isinstance(value, str) else OBJECT + str(getattr(value, "__name__", type(value).__name__))
+
+        changes: dict[str, Any] = {name: word(getattr(self, name)) for name in self.objects if name != "reward"}
+        return replace(self, **changes, reward=tuple(map(word, self.reward)))
 
     @property
     def group_size(self) -> int:

@@ -21,17 +21,18 @@ from policygrad.algorithms import algorithm as named
 from policygrad.core.algorithm import Algorithm
 from policygrad.training.config.parts import ConfigError, check_place, nearest, part_class, part_names
 from policygrad.training.config.run import OBJECT, Draft, Run
+from policygrad.training.config.supervised import Supervised
 
 NOTHING = "none"
-AnyRun = typing.TypeVar("AnyRun", Draft, Run)
+AnyRun = typing.TypeVar("AnyRun", bound=Draft | Supervised)
 
 
-def dumps(run: Run) -> str:
+def dumps(run: Run | Supervised) -> str:
     """The whole configuration, enough to run it again."""
     return tomli_w.dumps(_plain(run.without_objects() if isinstance(run, Run) else run))
 
 
-def load(path: Path | str, base: AnyRun | None = None) -> AnyRun:
+def load(path: Path | str, base: AnyRun) -> AnyRun:
     """`base` changed by what the file says.
 
     Raises:
@@ -46,7 +47,7 @@ def load(path: Path | str, base: AnyRun | None = None) -> AnyRun:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return from_dict(data, Run() if base is None else base, str(path))
+    return from_dict(data, base, str(path))
 
 
 def from_dict(data: Mapping[str, Any], base: AnyRun, where: str) -> AnyRun:
@@ -171,7 +172,13 @@ def _typed_tuple(value: list[Any], kinds: tuple[Any, ...], where: str, dotted: s
 def _type_name(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         return f"a list of {_type_name(typing.get_args(kind)[0])}"
-    words = {"Any": "text in quotes", "str": "text in quotes", "int": "a whole number", "float": "a number", "bool": "true or false"}
+    words = {
+        "Any": "text in quotes",
+        "str": "text in quotes",
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+    }
     name = getattr(kind, "__name__", str(kind))
     return words.get(name, name)
 
