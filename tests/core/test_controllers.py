@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tabular_learner import TabularLearner
 
 import policygrad as pg
 from policygrad.core.controllers import LARGEST, SMALLEST, doubling, inside, proportional
 from policygrad.core.metrics import Mean, Sum
+from tabular_learner import TabularLearner
 
 NAN = float("nan")
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from tabular_learner import TabularLearner, TabularProblem
 from test_run import Record, rows, same, small, untimed, weights  # type: ignore[import-not-found]  # noqa: F401
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from policygrad.learners.local.problem import LocalProblem
 from policygrad.models.loading import load_model, resolve
 from policygrad.training.config.run import Run
 from policygrad.training.session import train
+from tabular_learner import TabularLearner, TabularProblem
 
 VOCABULARY, TEMPERATURE = 11, 0.7
 PLAIN = {"vocab_size": VOCABULARY, "hidden_size": 8, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.5}

@@ -24,8 +24,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from policygrad.checkpoint.manifest import CheckpointError, check, dump, seal, sync, verify
+from policygrad.checkpoint.manifest import check, dump, seal, sync, verify
 from policygrad.checkpoint.tree import decode, encode, same_memory
+from policygrad.errors import CheckpointError
 
 __all__ = ["Checkpoint", "CheckpointError", "load", "load_latest", "save"]
 

@@ -9,12 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from policygrad.errors import CheckpointError
+
 FORMAT = 1
 MANIFEST = "manifest.json"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message names the file, the reason and the way out."""
 
 
 def dump(value: Any) -> bytes:

@@ -11,7 +11,7 @@ import tyro
 
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.options import CommandOptions, printed_flags
-from policygrad.training.config.parts import ConfigError
+from policygrad.errors import ConfigError
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import dumps, load
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
+from policygrad.errors import RunError
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import load
-from policygrad.training.setup import RunError
 
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 

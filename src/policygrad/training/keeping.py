@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from policygrad.checkpoint.format import CheckpointError
+from policygrad.errors import CheckpointError
 from policygrad.learners.local.learner import Learner
 from policygrad.trackers import RunFiles
 from policygrad.training.config.run import Run

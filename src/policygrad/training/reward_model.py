@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from policygrad.errors import ModelError
 from policygrad.learners.local.learner import differentiating, recompute_activations
 from policygrad.models.classifier import (
     context_length,
@@ -18,7 +19,6 @@ from policygrad.models.classifier import (
     load_tokenizer,
     micro_batches,
 )
-from policygrad.models.hub import ModelError
 from policygrad.models.loading import resolve, without_dropout
 from policygrad.models.precision import DTYPES
 from policygrad.models.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ def train_reward_model(
     stop_after: stop, resumably, after so many steps of this call.
 
     Raises:
-        RunError, ModelError, ValueError: what cannot be trained, with the way out.
+        PolicygradError: what cannot be trained, with the way out.
     """
     chosen = configured(config, RewardModelConfig, resume)
     return supervise(Preferences, chosen, resume=resume, stop_after=stop_after, display=display)
@@ -82,7 +82,7 @@ class Preferences:
         for name, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
             try:
                 ids = encode(self.codec.tokenizer, pair.prompt, completion)
-            except ValueError as error:
+            except ModelError as error:
                 raise ModelError(f"{pair.source}: {error}") from error
             if self.codec.context is not None and len(ids) > self.codec.context:
                 raise ModelError(
@@ -170,7 +170,7 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
     """A causal model's weights with a new head of one output, or an existing reward model; and its tokenizer.
 
     Raises:
-        ValueError: no such model, a classifier of several labels, no tokenizer.
+        ModelError: no such model, a classifier of several labels, no tokenizer.
     """
     path = resolve(config.model)
     count, _ = labels(path)

@@ -14,12 +14,12 @@ from torch import nn
 
 from policygrad.checkpoint import format as checkpoint
 from policygrad.checkpoint.manifest import sync
+from policygrad.errors import RunError
 from policygrad.learners.local.learner import Learner
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.training.config.run import Run
 from policygrad.training.config.toml import algorithm_from_dict, algorithm_to_dict
 from policygrad.training.loop import Progress
-from policygrad.training.setup import RunError
 
 
 def save_progress(folder: Path, run: Run, learner: Learner, progress: Progress, extra: dict[str, Any]) -> None:

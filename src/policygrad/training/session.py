@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from policygrad.core.metrics import Mean, Metrics
+from policygrad.errors import RunError
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.trackers import Display, Outline, RunFiles, Silent, change
 from policygrad.training.config.run import Run
@@ -22,7 +23,7 @@ from policygrad.training.loop import Done, Progress, loop
 from policygrad.training.memory import peak_memory
 from policygrad.training.record import Recorder
 from policygrad.training.saving import restore_progress, save_model, write_atomically
-from policygrad.training.setup import RunError, prepare
+from policygrad.training.setup import prepare
 from policygrad.training.stopping import Stopping
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from policygrad.errors import RunError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer, padding_id
 from policygrad.rewards import Reward, RewardPool, resolve
@@ -19,10 +20,6 @@ from policygrad.samplers.local import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.types import Task
 from policygrad.training.evaluate import Outcome, evaluate
-
-
-class RunError(RuntimeError):
-    """A run that cannot start or go on, with the way out."""
 
 
 @dataclass(frozen=True, eq=False)

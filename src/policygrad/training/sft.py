@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.core.types import Batch
+from policygrad.errors import ModelError
 from policygrad.learners.local.forward import probe
 from policygrad.learners.local.learner import differentiating, recompute_activations
-from policygrad.models.hub import ModelError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.conversations import Demonstration, read_demonstrations
@@ -41,7 +41,7 @@ def sft(
     stop_after: stop, resumably, after so many steps of this call.
 
     Raises:
-        RunError, ModelError, ValueError: what cannot be trained, with the way out.
+        PolicygradError: what cannot be trained, with the way out.
     """
     chosen = configured(config, SFTConfig, resume)
     return supervise(FineTuning, chosen, resume=resume, stop_after=stop_after, display=display)

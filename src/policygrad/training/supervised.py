@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from policygrad.checkpoint import format as checkpoint
-from policygrad.checkpoint.format import CheckpointError
+from policygrad.errors import CheckpointError, RunError
 from policygrad.learners.local.optimizer import Optimizer, train_only
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.trackers import Display, Outline, RunFiles, Silent
@@ -24,7 +24,6 @@ from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import dumps
 from policygrad.training.folder import check_resumable, new_folder
 from policygrad.training.saving import save_model, write_atomically
-from policygrad.training.setup import RunError
 from policygrad.training.stopping import Stopping
 
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)

@@ -11,6 +11,7 @@ import tyro
 from policygrad.algorithms import GRPO
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.checks import check_rollout
+from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.rewards.process_rewards import check_pattern
 from policygrad.samplers.base import Sampling
@@ -41,7 +42,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if self.problems < 0 or self.every < 0 or self.samples < 1:
-            raise ValueError(
+            raise ConfigError(
                 "evaluation.problems and evaluation.every must be at least 0 and evaluation.samples at least 1, not "
                 f"{self.problems}, {self.every}, {self.samples}"
             )
@@ -58,7 +59,7 @@ class Checkpointing:
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.keep < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"checkpoint.every and checkpoint.keep must be at least 1, not {self.every} and {self.keep}"
             )
 
@@ -74,7 +75,7 @@ class Rewarding:
 
     def __post_init__(self) -> None:
         if self.workers < 1 or not self.budget > 0:
-            raise ValueError(
+            raise ConfigError(
                 f"rewards.workers must be at least 1 and rewards.budget above 0, not {self.workers}, {self.budget}"
             )
 
@@ -135,35 +136,35 @@ class Run(Draft):
     """One training run; `run.toml` in its folder holds it whole.
 
     Raises:
-        ValueError: options that contradict each other, with the reason and the way out.
+        ConfigError: options that contradict each other, with the reason and the way out.
     """
 
     def __post_init__(self) -> None:
         self._check_types()
         for name in ("steps", "prompts_per_step"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"tokens must be at least 1, or left out for no budget, not {self.tokens}")
+            raise ConfigError(f"tokens must be at least 1, or left out for no budget, not {self.tokens}")
         if self.lr is not None and not 0 <= self.lr < math.inf:
-            raise ValueError(f"lr must be at least 0 and finite, not {self.lr}")
+            raise ConfigError(f"lr must be at least 0 and finite, not {self.lr}")
         if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, not {self.seed}")
+            raise ConfigError(f"seed must be at least 0, not {self.seed}")
         self.algorithm.check_sampling(self.group_size, self.sampling.temperature)
         check_rollout(self.algorithm)
         if self.group_size < 1:
-            raise ValueError(f"samples_per_prompt must be at least 1, not {self.group_size}")
+            raise ConfigError(f"samples_per_prompt must be at least 1, not {self.group_size}")
         if self.sampling.temperature == 0:
-            raise ValueError(
+            raise ConfigError(
                 "temperature 0 leaves nothing to learn from, all samples are equal: set --temperature above 0"
             )
         if self.sampling.cuts_off:
-            raise ValueError(
+            raise ConfigError(
                 "training with top_p < 1 or top_k > 0 would sample from another distribution than the one that learns: the "
                 "ratio of an unchanged policy would not be 1. Leave top_p = 1 and top_k = 0 (eval takes both)"
             )
         if self.learner.score_parameters and "score_norm" not in self.algorithm.needs:
-            raise ValueError(
+            raise ConfigError(
                 f"learner.score_parameters is {self.learner.score_parameters!r}, and no part of {self.algorithm.name} reads score "
                 "norms: put OptimalBaseline(norm='exact') into psi, or leave it empty"
             )
@@ -172,7 +173,7 @@ class Run(Draft):
         self._check_stall()
         minibatches = getattr(self.algorithm.step, "minibatches", 1)
         if minibatches > self.prompts_per_step:
-            raise ValueError(
+            raise ConfigError(
                 f"{minibatches} minibatches of whole groups need as many prompts per step, not {self.prompts_per_step}"
             )
 
@@ -180,7 +181,7 @@ class Run(Draft):
         """A reference that waits for held-out scores which nobody takes."""
         reference, measured = self.algorithm.reference, self.evaluation.every and self.evaluation.problems
         if reference is not None and reference.stall and not measured:
-            raise ValueError(
+            raise ConfigError(
                 f"Reference.stall = {reference.stall} counts periodic held-out evaluations without improvement, and this run "
                 "makes none: set evaluation.every (and evaluation.problems) above 0, or stall to 0"
             )
@@ -195,11 +196,11 @@ class Run(Draft):
         )
         if self.lr is not None:
             own = "; the critic's own rate is algorithm.critic.lr" if critic is not None else ""
-            raise ValueError(
+            raise ConfigError(
                 f"lr is {self.lr:g}, and {type(step).__name__} has no learning rate: {way_out}{own}. Leave lr out (--lr None)"
             )
         if critic is None and self.optimizer != OptimizerConfig():
-            raise ValueError(
+            raise ConfigError(
                 f"optimizer.* shapes AdamW's steps, {type(step).__name__} takes none and there is no critic: {way_out}. "
                 "Leave the optimizer's options out"
             )
@@ -211,9 +212,9 @@ class Run(Draft):
         check_pattern(self.step_end)
         name, read = self.algorithm.name, self.algorithm.declared
         if "step_end" not in read:
-            raise ValueError(f"step_end is {self.step_end!r}, and no part of {name} looks at steps: leave it away")
+            raise ConfigError(f"step_end is {self.step_end!r}, and no part of {name} looks at steps: leave it away")
         if "token_reward" in read:
-            raise ValueError(
+            raise ConfigError(
                 f"step_end {self.step_end!r} says where steps end, and {name} needs to know what they are worth: name a process "
                 "reward instead, --reward exact_match mine.py:f with @reward(process=True)"
             )
@@ -222,15 +223,15 @@ class Run(Draft):
         """From Python it is easy to give a name where an object or several names belong."""
         if not isinstance(self.algorithm, Algorithm):
             way_out = f"pg.algorithm({self.algorithm!r})" if isinstance(self.algorithm, str) else "pg.GRPO"
-            raise ValueError(f"algorithm must be an Algorithm, such as {way_out}, not {self.algorithm!r}")
+            raise ConfigError(f"algorithm must be an Algorithm, such as {way_out}, not {self.algorithm!r}")
         for reward in self.reward if not isinstance(self.reward, str) else ():
             if not isinstance(reward, str):
-                raise ValueError(
+                raise ConfigError(
                     "a run names its rewards, so that run.toml can hold them: 'module.function' or "
                     f"'file.py:function', not {reward!r}"
                 )
         if isinstance(self.reward, str):
-            raise ValueError(
+            raise ConfigError(
                 f"reward must be a tuple of names, reward=({self.reward!r},), not the text {self.reward!r}"
             )
 

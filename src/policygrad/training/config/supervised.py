@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Self
 
 import tyro
 
+from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.training.config.run import Checkpointing, optional
 
@@ -20,7 +21,7 @@ class Supervised:
     """One training on labelled data. `KIND.toml` in its folder holds it whole.
 
     Raises:
-        ValueError: options that make no sense, with the way out.
+        ConfigError: options that make no sense, with the way out.
     """
 
     kind: ClassVar[str] = ""
@@ -52,13 +53,13 @@ class Supervised:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.lr is not None and not 0 <= self.lr < math.inf:
-            raise ValueError(f"lr must be at least 0 and finite, not {self.lr}")
+            raise ConfigError(f"lr must be at least 0 and finite, not {self.lr}")
         if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, not {self.seed}")
+            raise ConfigError(f"seed must be at least 0, not {self.seed}")
         if self.learner.score_parameters:
-            raise ValueError(
+            raise ConfigError(
                 f"learner.score_parameters is for policy gradients; {self.kind} reads none: leave it empty"
             )
 
@@ -66,10 +67,10 @@ class Supervised:
         """With every open choice filled in.
 
         Raises:
-            ValueError: no data.
+            ConfigError: no data.
         """
         if not self.data:
-            raise ValueError(f"{self.kind} needs data: --data FILE.jsonl")
+            raise ConfigError(f"{self.kind} needs data: --data FILE.jsonl")
         lr = self.lr if self.lr is not None else LR_TINY if self.model == "tiny" else LR
         return replace(self, lr=lr)
 
