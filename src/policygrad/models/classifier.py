@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ModelError
+from policygrad.models.chat import rendered_ids
+from policygrad.models.tokenizer import Tokenizer
 
 MICRO_TOKENS = 8192
 """Tokens per forward pass, padding included."""
@@ -21,7 +23,7 @@ _HEAD = "ForSequenceClassification"
 Messages = Sequence[Mapping[str, str]]
 
 
-def encode(tokenizer: Any, prompt: str | Messages, completion: str) -> list[int]:
+def encode(tokenizer: Tokenizer, prompt: str | Messages, completion: str, source: str = "the prompt") -> list[int]:
     """Token ids of prompt and completion as the reward model reads them.
 
     Chat messages go through its chat template, the completion as the assistant's turn, which the template closes. Plain text
@@ -30,22 +32,12 @@ def encode(tokenizer: Any, prompt: str | Messages, completion: str) -> list[int]
     Raises:
         ModelError: no chat template, or one that refuses the messages.
     """
-    if isinstance(prompt, str):
-        ids = list(tokenizer(prompt + completion)["input_ids"])
-        end = tokenizer.eos_token_id
-        return ids if end is None or ids[-1:] == [end] or _is_closed(tokenizer, ids) else [*ids, end]
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ModelError(
-            "the prompt is a list of chat messages and the reward model's tokenizer has no chat template: set `chat_template` "
-            "in its tokenizer_config.json, or give the prompts as strings"
-        )
-    messages = [*map(dict, prompt), {"role": "assistant", "content": completion}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception as error:  # a template is a program of the model's: it may raise anything
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        raise ModelError(f"the reward model's chat template refuses the messages (roles: {roles}): {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not isinstance(prompt, str):
+        messages = [*prompt, {"role": "assistant", "content": completion}]
+        return rendered_ids(tokenizer, messages, generation_prompt=False, source=source)
+    ids = list(tokenizer.tokenizer(prompt + completion)["input_ids"])
+    end = tokenizer.tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == [end] or _is_closed(tokenizer.tokenizer, ids) else [*ids, end]
 
 
 def _is_closed(tokenizer: Any, ids: list[int]) -> bool:
@@ -117,8 +109,8 @@ def context_length(model: nn.Module) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer beside a model.
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer beside a model; nothing ends a text that is read, so it names no ends.
 
     Raises:
         ModelError: none.
@@ -126,7 +118,7 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return Tokenizer(AutoTokenizer.from_pretrained(path), frozenset(), path, None)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{path!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -80,10 +81,7 @@ class Preferences:
     def _encode(self, pair: Pair) -> tuple[list[int], list[int]]:
         sides = []
         for name, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            try:
-                ids = encode(self.codec.tokenizer, pair.prompt, completion)
-            except ModelError as error:
-                raise ModelError(f"{pair.source}: {error}") from error
+            ids = encode(self.codec, pair.prompt, completion, pair.source)
             if self.codec.context is not None and len(ids) > self.codec.context:
                 raise ModelError(
                     f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {self.codec.context} positions of "
@@ -184,8 +182,8 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
     tokenizer = load_tokenizer(path)
     for module in model.modules():
         without_dropout(module)
-    _choose_padding(model, tokenizer)
-    return model.requires_grad_(True), Tokenizer(tokenizer, frozenset(), config.model, context_length(model))
+    _choose_padding(model, tokenizer.tokenizer)
+    return model.requires_grad_(True), replace(tokenizer, name=config.model, context=context_length(model))
 
 
 def _choose_padding(model: nn.Module, tokenizer: object) -> None:

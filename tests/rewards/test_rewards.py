@@ -14,7 +14,7 @@ from policygrad.rewards.calls import Caller, Signature, to_number
 from policygrad.rewards.math import math
 from policygrad.rewards.reasoning_gym import reasoning_gym, reasoning_gym_partial
 
-DATA = Path(__file__).parents[2] / "shared" / "data"
+DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
 def one(function, completion, **columns):

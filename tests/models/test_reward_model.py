@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import policygrad as pg
 from policygrad.errors import DataError, ModelError, PolicygradError, RunError
 from policygrad.models.classifier import encode, forward, load_scorer, load_tokenizer, micro_batches, score
+from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards import RewardPool, resolve
 from policygrad.rewards.calls import Caller
 from policygrad.rewards.model import ModelReward
@@ -75,19 +76,19 @@ def config(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> pg.R
 def test_text_is_prompt_and_completion_closed_by_the_end_token(judge: Path) -> None:
     tokenizer = load_tokenizer(str(judge))
     ids = encode(tokenizer, "2 + 3 =\n", "5")
-    assert tokenizer.decode(ids) == "2 + 3 =\n5<eos>"
+    assert tokenizer.tokenizer.decode(ids) == "2 + 3 =\n5<eos>"
     assert encode(tokenizer, "2 + 3 =\n", "5<eos>") == ids  # closed already
 
 
 def test_chat_messages_go_through_the_reward_models_own_template(judge: Path) -> None:
     tokenizer = load_tokenizer(str(judge))
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+    tokenizer.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
     ids = encode(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
-    assert tokenizer.decode(ids) == "[user]2 + 3 =;[assistant]5;"
-    tokenizer.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(ModelError, match=r"chat template refuses the messages \(roles: user, assistant\): no"):
+    assert tokenizer.tokenizer.decode(ids) == "[user]2 + 3 =;[assistant]5;"
+    tokenizer.tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(ModelError, match=r"chat template of .* refuses the messages \(roles: user, assistant\): no"):
         encode(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
-    tokenizer.chat_template = None
+    tokenizer.tokenizer.chat_template = None
     with pytest.raises(ModelError, match="no chat template: set `chat_template`"):
         encode(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
 
@@ -99,7 +100,7 @@ def test_a_tokenizer_that_closes_texts_itself_closes_them_once() -> None:
         def __call__(self, text: str) -> dict[str, list[int]]:
             return {"input_ids": [2, *map(ord, text), 3]}
 
-    assert encode(Bert(), "a", "b") == [2, 97, 98, 3]
+    assert encode(Tokenizer(Bert(), frozenset(), "bert", None), "a", "b") == [2, 97, 98, 3]
 
 
 @pytest.mark.parametrize("padding", [0, 1, None])
