@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from policygrad.checkpoint import format as checkpoint
 from policygrad.checkpoint import manifest
-from policygrad.checkpoint.format import CheckpointError, load, load_latest, save
+from policygrad.checkpoint.format import load, load_latest, save
 from policygrad.checkpoint.tree import decode, encode
+from policygrad.errors import CheckpointError
 
 
 def bits(tensor: torch.Tensor) -> tuple:

@@ -17,6 +17,7 @@ from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands import describe, show
 from policygrad.commands.completion import script
 from policygrad.commands.options import take_algorithm
+from policygrad.errors import RunError
 from policygrad.training.config.run import Run
 from policygrad.training.config.toml import load, part_names
 
@@ -331,8 +332,15 @@ def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, run: Any, tm
         return len((tmp_path / "gone").read_text())
 
     monkeypatch.setattr("policygrad.commands.show.show", missing)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        cli.main(["show", "x"])
+
+    def refused(args: list[str]) -> int:
+        raise RunError("no place left")
+
+    monkeypatch.setattr("policygrad.commands.show.show", refused)
     code, _, err = run("show", "x")
-    assert (code, err) == (2, f"error: {tmp_path / 'gone'}: No such file or directory\n")
+    assert (code, err) == (2, "error: no place left\n")
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,10 @@ import policygrad as pg
 from policygrad.algorithms import ALGORITHMS, DAPO, GRPO, RLOO
 from policygrad.core.gates import Clip, WeightCap
 from policygrad.core.types import Batch
+from policygrad.errors import ConfigError
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.run import Run
-from policygrad.training.config.toml import ConfigError, algorithm_from_dict, algorithm_to_dict, dumps, from_dict, load
+from policygrad.training.config.toml import algorithm_from_dict, algorithm_to_dict, dumps, from_dict, load
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 import policygrad as pg
 from policygrad.checkpoint import format as checkpoint
 from policygrad.commands.train import flags
-from policygrad.models.hub import ModelError
+from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.rewards import RewardPool
@@ -24,9 +24,8 @@ from policygrad.rewards.calls import to_number
 from policygrad.tasks import load_task
 from policygrad.trackers import Silent
 from policygrad.training import saving
-from policygrad.training.config.parts import ConfigError, part_class
+from policygrad.training.config.parts import part_class
 from policygrad.training.record import _in_words
-from policygrad.training.setup import RunError
 
 
 class Notes(Silent):

@@ -34,7 +34,7 @@ _HOME = {
     "policygrad.training.config.run": "Checkpointing Evaluation Rewarding Run",
     "policygrad.learners.config": "LearnerConfig OptimizerConfig",
     "policygrad.training.reward_model": "train_reward_model",
-    "policygrad.training.session": "train",
+    "policygrad.training.trainer": "Trainer train",
     "policygrad.training.sft": "sft",
     "policygrad.training.config.supervised": "RewardModelConfig SFTConfig",
 }

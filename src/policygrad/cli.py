@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import dis
-import errno
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import TextIO
 
 from policygrad.commands import COMMANDS
+from policygrad.errors import ConfigError, PolicygradError
 
 HELP = """policygrad: the policy-gradient family for language models, as one equation with interchangeable parts
 
@@ -34,11 +32,6 @@ HELP = """policygrad: the policy-gradient family for language models, as one equ
 
 `policygrad COMMAND --help` lists a command's options. Documentation: README.md and docs/.
 """
-_FILES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT)
-
-
-class UsageError(ValueError):
-    """A command line that cannot be understood, with the way out."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:
-        if not _is_users(error):
+    except PolicygradError as error:  # what is raised besides is a bug, and a bug shows its traceback
+        if os.environ.get("POLICYGRAD_DEBUG"):
             raise
-        print(f"error: {_words(error)}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
 
 
@@ -87,7 +80,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
-        raise UsageError(f"unknown command {name!r}: {hint}")
+        raise ConfigError(f"unknown command {name!r}: {hint}")
     module, _, function = COMMANDS[name].partition(":")
     command: Callable[[list[str]], int] = getattr(import_module(module), function)
     return command
@@ -103,30 +96,6 @@ def _warn(
 ) -> None:
     """A warning in words, without the line of code that gave it."""
     print(f"warning: {message}", file=sys.stderr)
-
-
-def _words(error: Exception) -> str:
-    """`the/file: No such file or directory`, for what the operating system refused."""
-    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def _is_users(error: Exception) -> bool:
-    """Whether a `raise` of our own made the error, so that its words are meant for the user, or a file that cannot be used did.
-
-    What a library raised in the midst of ours, or an operation that failed, is a bug, and a bug shows its traceback.
-    POLICYGRAD_DEBUG=1 shows it always.
-    """
-    kinds = (ValueError, TypeError, RuntimeError, OSError, ImportError, ArithmeticError)
-    if os.environ.get("POLICYGRAD_DEBUG") or not isinstance(error, kinds):
-        return False
-    if isinstance(error, OSError) and error.filename is not None and error.errno in _FILES:
-        return True
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    if at is None or not Path(at.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent):
-        return False
-    return at.tb_frame.f_code.co_code[at.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 import policygrad as pg
+from policygrad.errors import RunError
 from policygrad.samplers.base import Sampling
 from policygrad.trackers import Outline, Silent
 from policygrad.training.config.run import Checkpointing, Evaluation, Run
 from policygrad.training.session import train
-from policygrad.training.setup import RunError
 
 REWARD = """
 import policygrad as pg

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
 from policygrad.checkpoint import format as checkpoint
+from policygrad.errors import RunError
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.models.loading import resolve
 from policygrad.samplers.base import Sampling
@@ -28,7 +29,6 @@ from policygrad.training import loop as loop_module
 from policygrad.training.config.run import Checkpointing, Evaluation, Run
 from policygrad.training.config.toml import load
 from policygrad.training.session import train
-from policygrad.training.setup import RunError
 
 REWARD = """
 def starts_with_a_digit(prompts, completions, **columns):

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from policygrad.commands.options import writable
+from policygrad.commands.options import writable, write
 from policygrad.core.algorithm import Algorithm
+from policygrad.errors import ConfigError
 from policygrad.lab.control.presets import Settings, preset, with_gamma
-from policygrad.training.config.parts import ConfigError
 from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def control(args: list[str]) -> int:
     if options.json:
         print(json.dumps(record, ensure_ascii=False))
     if options.output is not None:
-        options.output.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+        write(options.output, json.dumps(record, ensure_ascii=False) + "\n", "--output")
     return 0
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from policygrad.errors import ConfigError
 from policygrad.samplers.base import Sampling
-from policygrad.training.config.parts import ConfigError
 from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:

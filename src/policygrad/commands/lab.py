@@ -17,10 +17,11 @@ import tyro
 from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands import describe as words
 from policygrad.commands.describe import HEAD, NAME, QUIET, Line
-from policygrad.commands.options import writable
+from policygrad.commands.options import writable, write
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.steps import FirstOrder
-from policygrad.training.config.parts import ConfigError, part_class
+from policygrad.errors import ConfigError, PolicygradError
+from policygrad.training.config.parts import part_class
 from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
@@ -93,12 +94,12 @@ def lab(args: list[str]) -> int:
     names = None if not options.experiment else () if options.experiment == ("none",) else options.experiment
     found = report(chosen, options.group_size, options.kl, options.seed, names)
     if options.output is not None:
-        options.output.write_text(html(found, chosen), encoding="utf-8")
+        write(options.output, html(found, chosen), "--output")
         print(options.output, file=sys.stderr if str(options.json) == "-" else sys.stdout)
     if str(options.json) == "-":
         print(json.dumps(found.to_dict(), ensure_ascii=False))
     elif options.json is not None:
-        options.json.write_text(json.dumps(found.to_dict(), ensure_ascii=False) + "\n", encoding="utf-8")
+        write(options.json, json.dumps(found.to_dict(), ensure_ascii=False) + "\n", "--json")
     elif options.output is None:
         words.emit(page(found, shutil.get_terminal_size((100, 24)).columns))
     return 0
@@ -165,7 +166,7 @@ def tried(own: Algorithm, spec: str, size: int) -> None:
         at = traceback.extract_tb(error.__traceback__)
         file = inspect.getfile(part_class(spec.rpartition("=")[2], "command line", "part"))
         mine = [frame for frame in at if frame.filename == file]
-        if isinstance(error, ValueError) and not mine:
+        if isinstance(error, PolicygradError) and not mine:
             raise  # the library's own refusal
         where = (mine or at)[-1]
         raise ConfigError(

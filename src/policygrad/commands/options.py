@@ -16,7 +16,7 @@ import tyro
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import summary
 from policygrad.core.algorithm import Algorithm
-from policygrad.training.config.parts import ConfigError
+from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.run import Draft, optional
 from policygrad.training.config.toml import from_dict
 
@@ -64,6 +64,14 @@ def writable(path: Path, option: str) -> None:
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}: make it first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{option} {path}: it may not be written there: take another place")
+
+
+def write(path: Path, text: str, option: str) -> None:
+    """Raises RunError when the file cannot be written after all, on a full disk, say."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{option} {path} was not written: {error.strerror}; take another place") from error
 
 
 @REGISTRY.primitive_rule

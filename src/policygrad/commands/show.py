@@ -13,7 +13,8 @@ import tyro
 from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands import describe as words
 from policygrad.commands.describe import HEAD, NAME, QUIET, Line
-from policygrad.training.config.parts import ConfigError, nearest, part_class, part_names
+from policygrad.errors import ConfigError
+from policygrad.training.config.parts import nearest, part_class, part_names
 from policygrad.training.config.toml import algorithm_to_dict
 
 Cells = dict[str, tuple[str, ...]]

@@ -21,7 +21,7 @@ from policygrad.commands.options import (
     printed_flags,
     take_algorithm,
 )
-from policygrad.training.config.parts import ConfigError
+from policygrad.errors import ConfigError
 from policygrad.training.config.run import Draft, Options, Run, optional
 from policygrad.training.config.toml import dumps, load
 

@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policygrad.errors import ModelError
+from policygrad.models.chat import rendered_ids
+from policygrad.models.tokenizer import Tokenizer
+
 MICRO_TOKENS = 8192
 """Tokens per forward pass, padding included."""
 _HEAD = "ForSequenceClassification"
@@ -19,31 +23,21 @@ _HEAD = "ForSequenceClassification"
 Messages = Sequence[Mapping[str, str]]
 
 
-def encode(tokenizer: Any, prompt: str | Messages, completion: str) -> list[int]:
+def encode(tokenizer: Tokenizer, prompt: str | Messages, completion: str, source: str = "the prompt") -> list[int]:
     """Token ids of prompt and completion as the reward model reads them.
 
     Chat messages go through its chat template, the completion as the assistant's turn, which the template closes. Plain text
     is prompt + completion, closed by the end token where the tokenizer has one.
 
     Raises:
-        ValueError: no chat template, or one that refuses the messages.
+        ModelError: no chat template, or one that refuses the messages.
     """
-    if isinstance(prompt, str):
-        ids = list(tokenizer(prompt + completion)["input_ids"])
-        end = tokenizer.eos_token_id
-        return ids if end is None or ids[-1:] == [end] or _is_closed(tokenizer, ids) else [*ids, end]
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(
-            "the prompt is a list of chat messages and the reward model's tokenizer has no chat template: set `chat_template` "
-            "in its tokenizer_config.json, or give the prompts as strings"
-        )
-    messages = [*map(dict, prompt), {"role": "assistant", "content": completion}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception as error:  # a template is a program of the model's: it may raise anything
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        raise ValueError(f"the reward model's chat template refuses the messages (roles: {roles}): {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not isinstance(prompt, str):
+        messages = [*prompt, {"role": "assistant", "content": completion}]
+        return rendered_ids(tokenizer, messages, generation_prompt=False, source=source)
+    ids = list(tokenizer.tokenizer(prompt + completion)["input_ids"])
+    end = tokenizer.tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == [end] or _is_closed(tokenizer.tokenizer, ids) else [*ids, end]
 
 
 def _is_closed(tokenizer: Any, ids: list[int]) -> bool:
@@ -115,25 +109,25 @@ def context_length(model: nn.Module) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer beside a model.
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer beside a model; nothing ends a text that is read, so it names no ends.
 
     Raises:
-        ValueError: none.
+        ModelError: none.
     """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return Tokenizer(AutoTokenizer.from_pretrained(path), frozenset(), path, None)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(f"{path!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
+        raise ModelError(f"{path!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
 
 
 def load_scorer(path: str, dtype: torch.dtype | str = "auto", device: str = "cpu", *, new_head: bool = False) -> Any:
     """The network with one label, in evaluation mode. new_head: its head may be drawn afresh, to be trained.
 
     Raises:
-        ValueError: what cannot be loaded; weights without a head, unless it may be new.
+        ModelError: what cannot be loaded; weights without a head, unless it may be new.
     """
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -146,12 +140,12 @@ def load_scorer(path: str, dtype: torch.dtype | str = "auto", device: str = "cpu
             path, dtype=dtype, output_loading_info=True, **({"num_labels": 1} if new_head else {})
         )
     except Exception as error:  # of which class depends on what is wrong with which file
-        raise ValueError(f"the reward model {path!r} cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"the reward model {path!r} cannot be loaded: {_first_line(error)}") from error
     finally:
         logging.set_verbosity(before)
     if info["missing_keys"] and not new_head:
         missing = ", ".join(sorted(info["missing_keys"])[:3])
-        raise ValueError(f"the reward model lacks {missing}, so its scores would be random: {path!r}")
+        raise ModelError(f"the reward model lacks {missing}, so its scores would be random: {path!r}")
     text = model.config.get_text_config()
     if getattr(text, "use_cache", False):
         text.use_cache = (
@@ -164,14 +158,14 @@ def labels(path: str) -> tuple[int, list[str]]:
     """(how many scores the model's head gives, its architectures) by its configuration; 0 = it has no such head.
 
     Raises:
-        ValueError: no configuration.
+        ModelError: no configuration.
     """
     from transformers import AutoConfig
 
     try:
         config: Any = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"there is no model {path!r}: {_first_line(error)}") from error
+        raise ModelError(f"there is no model {path!r}: {_first_line(error)}") from error
     kinds = list(config.architectures or [config.model_type])
     return (config.num_labels if any(kind.endswith(_HEAD) for kind in kinds) else 0), kinds
 

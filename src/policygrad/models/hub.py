@@ -6,12 +6,10 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
+from policygrad.errors import ModelError
+
 TIMEOUT = 5.0  # seconds for the hub's first answer; transformers alone would try for half a minute
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-
-
-class ModelError(ValueError):
-    """A model or tokenizer that cannot be used, with the way out."""
 
 
 def locate(model: str) -> str:

@@ -9,7 +9,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from policygrad.models.hub import ModelError, locate
+from policygrad.errors import ModelError
+from policygrad.models.hub import locate
 from policygrad.models.precision import DTYPES
 
 EMBEDDED = "tiny"

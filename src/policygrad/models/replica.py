@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policygrad.models.hub import ModelError
+from policygrad.errors import ModelError
 from policygrad.models.loading import without_dropout
 
 Build = Callable[[], nn.Module]

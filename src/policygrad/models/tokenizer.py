@@ -1,4 +1,4 @@
-"""Text to token ids and back, and the one renderer of chat messages."""
+"""Text to token ids and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policygrad.models.hub import ModelError
+from policygrad.errors import ModelError
+from policygrad.models.chat import Message, Tools, continuation, prompt_ids
 from policygrad.models.loading import cannot_load, context_length, resolve
 
 
@@ -26,24 +27,20 @@ class Tokenizer:
     context: int | None
     """Tokens a prompt and its completion may take together."""
 
-    def encode(self, prompt: str | Sequence[Mapping[str, str]], max_tokens: int, source: str = "a prompt") -> Tensor:
+    def encode(
+        self,
+        prompt: str | Sequence[Message],
+        max_tokens: int,
+        source: str = "a prompt",
+        tools: Tools | None = None,
+    ) -> Tensor:
         """[P] int64. A string is encoded as it stands; chat messages are rendered by the tokenizer's template.
 
         Raises:
             ModelError: no chat template, or one that refuses the messages; a prompt without tokens; a prompt that leaves no
                 room for max_tokens.
         """
-        if isinstance(prompt, str):
-            ids = self.tokenizer(prompt, add_special_tokens=True)["input_ids"]
-            if len(ids) > 1 and ids[-1] in self.end:
-                ids = ids[:-1]  # some tokenizers close every text; a prompt is not closed
-        elif getattr(self.tokenizer, "chat_template", None) is None:
-            raise ModelError(
-                f"{source} is a list of chat messages and the tokenizer of {self.name!r} has no chat template: set "
-                "`chat_template` in its tokenizer_config.json, or give the prompts as strings"
-            )
-        else:
-            ids = self.tokenizer(self._rendered(prompt, source), add_special_tokens=False)["input_ids"]
+        ids = prompt_ids(self, prompt, tools=tools, source=source)
         if not ids:
             raise ModelError(f"{source} has no tokens: {prompt!r}. A prompt needs at least one")
         if self.context is not None and len(ids) + max_tokens > self.context:
@@ -53,28 +50,16 @@ class Tokenizer:
             )
         return torch.tensor(ids, dtype=torch.int64)
 
-    def _rendered(self, messages: Sequence[Mapping[str, str]], source: str) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a template is a program of the model's: it may raise anything
-            roles = ", ".join(str(m.get("role")) for m in messages)
-            raise ModelError(
-                f"{source}: the chat template of {self.name!r} refuses the messages (roles: {roles}): "
-                f"{str(error).strip().rstrip('.') or repr(error)}. Change the messages, or give the prompt as a string"
-            ) from error
-        return str(text)
-
     def continuation(
         self,
-        said: Sequence[str | Sequence[Mapping[str, str]]],
-        content: str | Sequence[Mapping[str, str]],
-        source: str = "",
+        so_far: str | Sequence[Message],
+        reply: str,
+        new: str | Sequence[Message],
+        source: str = "a conversation",
+        tools: Tools | None = None,
     ) -> Tensor:
-        """[n] int64; what follows a sampled turn, the last of `said`, once `content` is said to it."""
-        assert isinstance(content, str)
-        return torch.tensor(self.tokenizer(content, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+        """[n] int64; the ids between a sampled turn and the next: see `chat.continuation`, also for what it raises."""
+        return torch.tensor(continuation(self, so_far, reply, new, tools=tools, source=source), dtype=torch.int64)
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         """The text, without end and padding tokens."""

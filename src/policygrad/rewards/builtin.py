@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from policygrad.errors import ConfigError
+
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ONE_ANSWER = r"\A(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)*</answer>(?:(?!</?answer>).)*\Z"
 
@@ -37,7 +39,7 @@ class Format:
         try:
             re.compile(self.pattern, re.DOTALL)
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(
+            raise ConfigError(
                 f"reward 'format': {self.pattern!r} is not a regular expression: {error}; put a backslash before "
                 "a character that is meant literally"
             ) from None

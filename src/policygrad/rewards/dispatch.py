@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from policygrad.errors import RewardError
 from policygrad.rewards.calls import Outcome
 from policygrad.rewards.subprocess import WorkerProcess
-from policygrad.rewards.types import RewardError
 from policygrad.rewards.wire import Chunk, Start, Started
 
 START_LIMIT = 120.0  # seconds for a worker to import what its functions need; not part of any sample's budget

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from policygrad.errors import ConfigError
 from policygrad.rewards.builtin import final_answer
 from policygrad.rewards.types import reward
 
@@ -16,9 +17,9 @@ _SHORT = 200  # characters; a longer text without delimiters is prose, not one f
 
 
 def check_installed() -> None:
-    """Raise ImportError with the way out when math-verify is missing."""
+    """Raise ConfigError with the way out when math-verify is missing."""
     if importlib.util.find_spec("math_verify") is None:
-        raise ImportError("reward 'math' needs the package math-verify: pip install policygrad[math]")
+        raise ConfigError("reward 'math' needs the package math-verify: pip install policygrad[math]")
 
 
 def prepare() -> None:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from policygrad.errors import ConfigError, ModelError
 from policygrad.models.classifier import context_length, encode, labels, load_scorer, load_tokenizer, score
-from policygrad.models.hub import ModelError, locate
+from policygrad.models.hub import locate
 
 BUDGET = 600.0
 """Seconds for one batch of completions."""
@@ -34,7 +35,7 @@ class ModelReward:
         """Checked, not loaded.
 
         Raises:
-            ValueError: what is no reward model.
+            ConfigError, ModelError: what is no reward model.
         """
         path = find(model)
         check(path)
@@ -59,11 +60,11 @@ class ModelReward:
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             try:
                 ids = encode(tokenizer, prompt, completion)
-            except ValueError as error:
+            except ModelError as error:
                 out[i] = error
                 continue
             if context is not None and len(ids) > context:
-                out[i] = ValueError(
+                out[i] = ModelError(
                     f"prompt and completion have {len(ids)} tokens, and the reward model reads {context}: lower --max-tokens, "
                     "or shorten the prompts"
                 )
@@ -84,10 +85,10 @@ def find(model: str) -> str:
     """The folder of the model that a run trained, any other folder, or a hub id.
 
     Raises:
-        ModelError: none of those.
+        ConfigError: no name; ModelError: none of those.
     """
     if not model:
-        raise ValueError("reward 'model:' names no model: model:DIR or model:HUB_ID, e.g. model:runs/reward-model-1")
+        raise ConfigError("reward 'model:' names no model: model:DIR or model:HUB_ID, e.g. model:runs/reward-model-1")
     trained = Path(model) / "model"
     try:
         path = str(trained) if (trained / "config.json").is_file() else locate(model)
@@ -100,17 +101,17 @@ def check(path: str) -> None:
     """Reads configuration and tokenizer, no weights.
 
     Raises:
-        ValueError: no reward model, more than one label, no tokenizer; with the way out.
+        ModelError: no reward model, more than one label, no tokenizer; with the way out.
     """
     count, kinds = labels(path)
     if count == 0:
-        raise ValueError(
+        raise ModelError(
             f"{path!r} is no reward model: it is a {', '.join(kinds)}, which has no head that scores "
             "(needed: …ForSequenceClassification with one label). `policygrad reward-model --data pairs.jsonl --model "
             f"{path}` makes one of it"
         )
     if count != 1:
-        raise ValueError(
+        raise ModelError(
             f"{path!r} is a classifier with {count} labels; a reward model has one, the score. Choose another, or "
             "write a reward function that makes one number of them"
         )

@@ -11,11 +11,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from policygrad.errors import ConfigError, DataError, RewardError
 from policygrad.rewards.calls import Caller, Outcome, Signature, tell
 from policygrad.rewards.dispatch import ALONE_LIMIT, Dispatcher, Slot, Work
 from policygrad.rewards.resolve import resolve
 from policygrad.rewards.summary import gather, summarise
-from policygrad.rewards.types import Reward, RewardError, RewardFunction, Scores, StepScores
+from policygrad.rewards.types import Reward, RewardFunction, Scores, StepScores
 from policygrad.rewards.wire import Chunk, Start, by_value
 
 _LARGEST_CHUNK = 64  # samples per message
@@ -34,9 +35,9 @@ class RewardPool:
         self, rewards: Sequence[Reward | RewardFunction | str], *, workers: int = 2, budget: float = 10.0
     ) -> None:
         if workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
+            raise ConfigError(f"workers must be at least 1, got {workers}")
         if not budget > 0:
-            raise ValueError(f"budget must be a positive number of seconds, got {budget}")
+            raise ConfigError(f"budget must be a positive number of seconds, got {budget}")
         self.rewards = tuple(resolve(reward) for reward in rewards)
         _check_names(self.rewards)
         self._signatures = [Signature.of(reward.function) for reward in self.rewards]
@@ -63,7 +64,7 @@ class RewardPool:
     def score(self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> Scores:
         """Score completion i of prompt i, with value i of every column, by every reward that is no process reward.
 
-        Raises ValueError for lists of different lengths, and RewardError when a function needs a column that is not
+        Raises DataError for lists of different lengths, and RewardError when a function needs a column that is not
         there or no worker can load it; never because of what a function does with a sample.
         """
         rewards, table = self._table(prompts, completions, columns, process=False)
@@ -81,7 +82,7 @@ class RewardPool:
     ) -> tuple[list[Reward], list[list[Outcome]]]:
         """The rewards of one kind, and what each said of each completion."""
         if not self._close.alive:
-            raise RuntimeError("this RewardPool is closed; score inside its `with` block")
+            raise RewardError("this RewardPool is closed; score inside its `with` block")
         self._check(prompts, completions, columns)
         chosen = {number for number, reward in enumerate(self.rewards) if reward.process is process}
         table: list[list[Outcome]] = [[Outcome()] * len(completions) for _ in self.rewards]
@@ -139,7 +140,7 @@ class RewardPool:
     def _check(self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> None:
         for name, values in (("prompts", prompts), *columns.items()):
             if len(values) != len(completions):
-                raise ValueError(
+                raise DataError(
                     f"{name!r} has {len(values)} values for {len(completions)} completions; give one for each"
                 )
         for reward, signature in zip(self.rewards, self._signatures, strict=True):
@@ -204,13 +205,13 @@ def _pack(samples: tuple[list[Any], list[str], dict[str, list[Any]]]) -> bytes:
 
 def _check_names(rewards: Sequence[Reward]) -> None:
     if not rewards:
-        raise ValueError(
+        raise ConfigError(
             "a RewardPool needs at least one reward; policygrad.rewards.known_rewards() lists the built-in ones"
         )
     names = Counter(reward.name for reward in rewards)
     for name, count in names.items():
         if count > 1:
-            raise ValueError(
+            raise ConfigError(
                 f"{count} rewards are called {name!r}; give each its own: Reward('another name', function)"
             )
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from policygrad.errors import ConfigError
 from policygrad.rewards.types import Steps, reward
 
 _TERM = r"(?:\d+(?:\s*\*\s*[a-z]|[a-z])?|[a-z])"
@@ -95,16 +96,16 @@ class StepEnd:
 
 
 def check_pattern(pattern: str) -> None:
-    """Raises ValueError for what is no regular expression, with the position, and for what is found everywhere."""
+    """Raises ConfigError for what is no regular expression, with the position, and for what is found everywhere."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except (re.error, OverflowError, RecursionError) as error:  # the first says at which position
-        raise ValueError(
+        raise ConfigError(
             f"step_end {pattern!r} is not a regular expression: {error}; put a backslash before a character that is meant "
             "literally"
         ) from None
     if {found.end() for found in compiled.finditer("a b") if not found.group()} == {0, 1, 2, 3}:
-        raise ValueError(
+        raise ConfigError(
             f"step_end {pattern!r} matches the empty text everywhere, so that every character would end a step: say what "
             "stands at a step's end, '\\n' = every line"
         )

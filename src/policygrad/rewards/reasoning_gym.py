@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from policygrad.errors import DataError
 from policygrad.rewards.builtin import final_answer
 from policygrad.rewards.types import reward
 
@@ -50,5 +51,5 @@ def _scorer(dataset: str) -> Any:
     from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
     if dataset not in DATASETS:
-        raise ValueError(f"column 'dataset' names {dataset!r}, which is no reasoning-gym dataset; see known_tasks()")
+        raise DataError(f"column 'dataset' names {dataset!r}, which is no reasoning-gym dataset; see known_tasks()")
     return get_score_answer_fn(dataset)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from policygrad.errors import ConfigError
 from policygrad.rewards import math, reasoning_gym
 from policygrad.rewards.builtin import Format, exact_match
 from policygrad.rewards.process_rewards import worked_steps
@@ -37,15 +38,15 @@ def known_rewards() -> list[str]:
 def resolve(name: "str | Reward | RewardFunction") -> Reward:
     """The reward called `name`, with an optional weight: `math*0.5` or `0.5*math`.
 
-    After `format:` everything is the pattern, so its weight stands in front. Raises ValueError for an unknown name and
-    ImportError for what cannot be imported, each with the way out. A Reward or a function is accepted in a name's place.
+    After `format:` everything is the pattern, so its weight stands in front. Raises ConfigError for an unknown name and
+    for what cannot be imported, with the way out. A Reward or a function is accepted in a name's place.
     """
     if isinstance(name, Reward):
         return name
     if callable(name):
         return _reward(getattr(name, "__name__", type(name).__name__), name, 1.0)
     if not isinstance(name, str):
-        raise TypeError(f"a reward is a name or a function, got {type(name).__name__}")
+        raise ConfigError(f"a reward is a name or a function, got {type(name).__name__}")
     text, weight = name.strip(), 1.0
     if found := _BEFORE.match(text):
         text, weight = text[found.end() :], float(found.group(1))
@@ -76,7 +77,9 @@ def _function(name: str) -> RewardFunction:
         return _import(name)
     near = difflib.get_close_matches(name, known_rewards(), n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"the built-in ones are {', '.join(known_rewards())}."
-    raise ValueError(f"unknown reward {name!r}: {hint} Your own is package.module.function or path/to/file.py:function")
+    raise ConfigError(
+        f"unknown reward {name!r}: {hint} Your own is package.module.function or path/to/file.py:function"
+    )
 
 
 def look_here(module_name: str) -> None:
@@ -96,14 +99,14 @@ def _import(dotted: str) -> RewardFunction:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise ImportError(
+            raise ConfigError(
                 f"reward {dotted!r}: there is no module {error.name!r}; install it, run from the folder that holds it, "
                 "or write path/to/file.py:function"
             ) from error
-        raise ImportError(f"reward {dotted!r}: {module_name} needs the module {error.name!r}; install it") from error
+        raise ConfigError(f"reward {dotted!r}: {module_name} needs the module {error.name!r}; install it") from error
     except Exception as error:
         kind = type(error).__name__
-        raise ImportError(
+        raise ConfigError(
             f"reward {dotted!r}: importing {module_name} raised {kind}: {error}; fix that first"
         ) from error
     return _member(module, function, module_name)
@@ -114,11 +117,11 @@ def _member(module: Any, name: str, where: str) -> RewardFunction:
     if callable(function):
         return function
     if function is not None:
-        raise ValueError(f"reward: {name!r} in {where} is {type(function).__name__}, not a function")
+        raise ConfigError(f"reward: {name!r} in {where} is {type(function).__name__}, not a function")
     names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names[:8]) or 'no functions'}"
-    raise ValueError(f"reward: there is no function {name!r} in {where}; {hint}")
+    raise ConfigError(f"reward: there is no function {name!r} in {where}; {hint}")
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def _load_file(path: str) -> Any:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
-        raise ImportError(f"reward: there is no file {path}; check the path before the colon")
+        raise ConfigError(f"reward: there is no file {path}; check the path before the colon")
     folder = str(Path(path).parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -170,5 +173,5 @@ def _load_file(path: str) -> Any:
     except Exception as error:
         del sys.modules[module_name]
         kind = type(error).__name__
-        raise ImportError(f"reward: loading {path} raised {kind}: {error}; fix that first") from error
+        raise ConfigError(f"reward: loading {path} raised {kind}: {error}; fix that first") from error
     return module

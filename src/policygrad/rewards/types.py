@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from policygrad.errors import ConfigError
+
 Steps = tuple[tuple[int, float], ...]
 """Where the steps of a completion end, in characters of its text, each with its score."""
 Answer = list[float | None] | list[Steps | None]
@@ -12,10 +14,6 @@ RewardFunction = Callable[..., Answer | Awaitable[Answer]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 FAILURES = ("raised", "timeout", "nan", "inf", "none", "type", "length", "crashed")
-
-
-class RewardError(RuntimeError):
-    """The rewards cannot be computed at all: a function that no worker can load, a column that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,13 @@ class Reward:
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise TypeError(f"reward {self.name!r}: a function is needed, got {type(self.function).__name__}")
+            raise ConfigError(f"reward {self.name!r}: a function is needed, got {type(self.function).__name__}")
         if not math.isfinite(self.weight):
-            raise ValueError(f"reward {self.name!r}: the weight {self.weight} is not a finite number")
+            raise ConfigError(f"reward {self.name!r}: the weight {self.weight} is not a finite number")
         if self.budget is not None and not self.budget > 0:
-            raise ValueError(f"reward {self.name!r}: the time budget {self.budget} s must be positive, or None")
+            raise ConfigError(f"reward {self.name!r}: the time budget {self.budget} s must be positive, or None")
         if self.alone and not self.batched:
-            raise ValueError(f"reward {self.name!r}: a worker of its own is for a batched function")
+            raise ConfigError(f"reward {self.name!r}: a worker of its own is for a batched function")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from policygrad.environments.base import Action, Environment, EnvironmentFactory, Observation, Step
 from policygrad.errors import EngineError
+from policygrad.models.chat import Tools
 from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
 from policygrad.samplers.base import Generation, Request, Sampler, Sampling
 from policygrad.tasks.types import Prompt
@@ -25,14 +26,16 @@ class Encoder(Protocol):
         """Positions of the model, in tokens."""
         ...
 
-    def encode(self, prompt: Any, max_tokens: int, source: str = ...) -> Tensor:
+    def encode(self, prompt: Prompt, max_tokens: int, source: str = ..., tools: Tools | None = ...) -> Tensor:
         """[P] int64; refuses a prompt that leaves no room for max_tokens."""
         ...
 
     def decode(self, tokens: Any) -> str: ...
 
-    def continuation(self, said: Sequence[Prompt], content: Prompt, source: str = ...) -> Tensor:
-        """[n] int64; what stands between a turn that was sampled, the last of `said`, and the next, once `content` is said."""
+    def continuation(
+        self, so_far: Prompt, reply: str, new: Prompt, source: str = ..., tools: Tools | None = ...
+    ) -> Tensor:
+        """[n] int64; what stands between a sampled turn and the next."""
         ...
 
 
@@ -42,8 +45,9 @@ class _Episode:
     def __init__(self, environment: Environment, start: Start, sample: int) -> None:
         self.environment, self.start, self.sample = environment, start, sample
         self.context = torch.empty(0, dtype=torch.int64)
-        self.said: list[Prompt] = []
-        """The first observation, then turns of the policy and observations in turn."""
+        self.conversation: Prompt = ""
+        """All that was said before this turn."""
+        self.tools: Tools | None = None
         self.segments: list[Segment] = []
         self.rewards: list[float | None] = []
         self.metrics: Counter[str] = Counter()
@@ -75,9 +79,12 @@ class _Episode:
 
     def _hear(self, observation: Observation, text: str, encoder: Encoder, drawn: Tensor) -> None:
         """The next turn's context is the ids so far, the sampled ids, and those of what is new."""
-        self.said.append(text)
-        new = encoder.continuation(self.said, observation.content, self.start.where)
-        self.said.append(observation.content)
+        content = observation.content
+        new = encoder.continuation(self.conversation, text, content, self.start.where, self.tools)
+        if isinstance(self.conversation, str):
+            self.conversation += f"{text}{content}"
+        else:
+            self.conversation = (*self.conversation, {"role": "assistant", "content": text}, *map(dict, content))
         self.context = torch.cat([self.context, drawn, new])
         room = self.left if encoder.context is None else min(self.left, encoder.context - len(self.context))
         if room < 1:  # nothing more can be said, so what the environment said is left away
@@ -139,8 +146,9 @@ async def _begin(episodes: Sequence[_Episode], encoder: Encoder) -> Tensor:
             "read once: draw what differs in step(), or from the example"
         )
     room = start.max_tokens + (0 if start.prefix is None else len(start.prefix))
-    prompt = encoder.encode(seen[0].content, room, start.where)
+    tools = seen[0].tools or None
+    prompt = encoder.encode(seen[0].content, room, start.where, tools)
     context = prompt if start.prefix is None else torch.cat([prompt, start.prefix])
     for episode in episodes:
-        episode.context, episode.said = context, [seen[0].content]
+        episode.context, episode.conversation, episode.tools = context, seen[0].content, tools
     return prompt

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from policygrad.models.hub import ModelError
+from policygrad.errors import ModelError
 
 ROOM = 256
 """Tokens that memory is taken for at a time: most completions end long before the budget does."""

@@ -7,6 +7,7 @@ by reasoning-gym datasets ("gcd+2*chain_sum:max_digits=1"), or by the path of a 
 import difflib
 from pathlib import Path
 
+from policygrad.errors import DataError
 from policygrad.tasks.embedded import MIX, STEPS, Component
 from policygrad.tasks.jsonl import JsonlTask
 from policygrad.tasks.reasoning_gym import ReasoningGymTask, dataset_names
@@ -28,13 +29,13 @@ def known_tasks() -> list[str]:
 def load_task(name: str, *, seed: int = 0, held_out: str | None = None) -> Task:
     """Build the task called `name`; `seed` orders training, never evaluation.
 
-    `held_out` names a second JSONL file to evaluate on, only for a JSONL task. Raises ValueError (FileNotFoundError
-    for a path that does not exist) with what is wrong, where, and the way out.
+    `held_out` names a second JSONL file to evaluate on, only for a JSONL task. Raises DataError with
+    what is wrong, where, and the way out.
     """
     if name.endswith(".jsonl") or _is_file(name):
         return JsonlTask.load(name, seed=seed, held_out=held_out)
     if held_out is not None:
-        raise ValueError(
+        raise DataError(
             f"held_out={held_out!r} goes with a JSONL task, but {name!r} generates its own held-out problems; "
             "leave held_out away, or give a path ending in .jsonl as the task"
         )
@@ -57,11 +58,9 @@ def _check_name(name: str) -> None:
     if name in dataset_names():
         return
     if name in EMBEDDED:
-        raise ValueError(f"the task {name!r} is a mix of its own; it takes no settings and joins no other mix")
+        raise DataError(f"the task {name!r} is a mix of its own; it takes no settings and joins no other mix")
     if name == "composite":
-        raise ValueError("the task 'composite' is spelt as a mix here: join datasets with '+', as in gcd+2*chain_sum")
+        raise DataError("the task 'composite' is spelt as a mix here: join datasets with '+', as in gcd+2*chain_sum")
     near = difflib.get_close_matches(name, known_tasks(), n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else "policygrad.tasks.known_tasks() lists the names."
-    raise ValueError(
-        f"unknown task {name!r}: {hint} A file of your own prompts is a task by its path, ending in .jsonl"
-    )
+    raise DataError(f"unknown task {name!r}: {hint} A file of your own prompts is a task by its path, ending in .jsonl")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from policygrad.errors import DataError
 from policygrad.tasks.jsonl import parse_message, parse_prompt, read_objects
 from policygrad.tasks.preferences import parse_text
 from policygrad.tasks.types import Prompt
@@ -29,20 +30,20 @@ class Demonstration:
 def read_demonstrations(path: str) -> list[Demonstration]:
     """Every demonstration of a JSONL file; columns besides those are left alone.
 
-    Raises ValueError naming file and line for what is missing, of a wrong type, or has no turn of the assistant.
+    Raises DataError naming file and line for what is missing, of a wrong type, or has no turn of the assistant.
     """
     return [_parse(row, where) for where, row in read_objects(path, EXAMPLE)]
 
 
 def _parse(row: dict[str, Any], where: str) -> Demonstration:
     if "messages" in row and "completion" in row:
-        raise ValueError(f"{where}: both 'messages' and 'completion'; keep one of them")
+        raise DataError(f"{where}: both 'messages' and 'completion'; keep one of them")
     if "messages" in row:
         return _conversation(row["messages"], where)
     for name in ("prompt", "completion"):
         if name not in row:
             have = ", ".join(map(repr, row)) or "nothing"
-            raise ValueError(f"{where}: no column 'messages', and no {name!r} (it has {have}); a line is {EXAMPLE}")
+            raise DataError(f"{where}: no column 'messages', and no {name!r} (it has {have}); a line is {EXAMPLE}")
     prompt = parse_prompt(row["prompt"], where)
     if isinstance(prompt, str):
         return Demonstration(prompt, parse_text(row["completion"], f"{where}: 'completion'"), where)
@@ -53,14 +54,14 @@ def _parse(row: dict[str, Any], where: str) -> Demonstration:
 
 def _conversation(value: Any, where: str) -> Demonstration:
     if not isinstance(value, list):
-        raise ValueError(f"{where}: 'messages' must be a list of chat messages, got {type(value).__name__}")
+        raise DataError(f"{where}: 'messages' must be a list of chat messages, got {type(value).__name__}")
     messages = [parse_message(message, f"{where}: message {i + 1}") for i, message in enumerate(value)]
     for i, message in enumerate(messages):
         parse_text(message["content"], f"{where}: message {i + 1}")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
-        raise ValueError(f"{where}: no turn of the assistant to learn from (roles: {roles}); add one")
+        raise DataError(f"{where}: no turn of the assistant to learn from (roles: {roles}); add one")
     if turns[0] == 0:
-        raise ValueError(f"{where}: the conversation begins with the assistant; put what it answers before its turn")
+        raise DataError(f"{where}: the conversation begins with the assistant; put what it answers before its turn")
     return Demonstration(tuple(messages[: turns[0]]), tuple(messages[turns[0] : turns[-1] + 1]), where)

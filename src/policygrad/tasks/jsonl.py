@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from policygrad.errors import DataError
 from policygrad.tasks.split import is_held_out
 from policygrad.tasks.types import Example, Prompt
 
@@ -42,7 +43,7 @@ class JsonlTask:
 
     @classmethod
     def load(cls, path: str, *, seed: int = 0, held_out: str | None = None) -> "JsonlTask":
-        """Read and check the whole file. Raises ValueError naming file and line, FileNotFoundError without a file."""
+        """Read and check the whole file. Raises DataError naming file and line."""
         rows = read_jsonl(path)
         if held_out is not None:
             others = read_jsonl(held_out)
@@ -87,23 +88,23 @@ def read_jsonl(path: str) -> list[Example]:
 def read_objects(path: str, example: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(`file:line`, object) of every line of a JSONL file that is not blank; `example` is a line as it should be.
 
-    Raises ValueError naming file and line, or a file without rows; FileNotFoundError without a file.
+    Raises DataError naming file and line, a file without rows, or one that is not there.
     """
     try:
         data = Path(path).read_bytes()
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file; a relative path starts at the current folder") from None
+        raise DataError(f"{path}: no such file; a relative path starts at the current folder") from None
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     if data.startswith(_OTHER_BOMS):
-        raise ValueError(f"{path}:1: this is UTF-16 text; JSONL is UTF-8: iconv -f UTF-16 -t UTF-8 {path} > new.jsonl")
+        raise DataError(f"{path}:1: this is UTF-16 text; JSONL is UTF-8: iconv -f UTF-16 -t UTF-8 {path} > new.jsonl")
     empty = True
     for number, line in enumerate(data.removeprefix(_UTF8_BOM).split(b"\n"), start=1):
         if line.strip():
             empty = False
             yield f"{path}:{number}", _parse_object(line, f"{path}:{number}", example)
     if empty:
-        raise ValueError(f"{path}: no rows; write one JSON object per line, as in {example}")
+        raise DataError(f"{path}: no rows; write one JSON object per line, as in {example}")
 
 
 def _parse_object(line: bytes, where: str, example: str) -> dict[str, Any]:
@@ -111,36 +112,36 @@ def _parse_object(line: bytes, where: str, example: str) -> dict[str, Any]:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         byte = line[error.start]
-        raise ValueError(
+        raise DataError(
             f"{where}: byte {error.start + 1} (0x{byte:02x}) is not UTF-8; save the file as UTF-8"
         ) from None
     except json.JSONDecodeError as error:
         if line.strip() == b"[":
-            raise ValueError(
+            raise DataError(
                 f"{where}: a JSON array, not JSONL; one object per line: jq -c '.[]' in.json > out.jsonl"
             ) from None
-        raise ValueError(f"{where}: not JSON at column {error.colno}: {error.msg}; is the line cut off?") from None
+        raise DataError(f"{where}: not JSON at column {error.colno}: {error.msg}; is the line cut off?") from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, a thousand brackets
-        raise ValueError(f"{where}: cannot be read as JSON: {error}") from None
+        raise DataError(f"{where}: cannot be read as JSON: {error}") from None
     if not isinstance(row, dict):
         kind = type(row).__name__
-        raise ValueError(f"{where}: a JSON object is needed on every line, got a {kind}; write {example}")
+        raise DataError(f"{where}: a JSON object is needed on every line, got a {kind}; write {example}")
     return row
 
 
 def _parse_row(row: dict[str, Any], where: str) -> Example:
     if "prompt" not in row:
         have = ", ".join(map(repr, row)) or "nothing"
-        raise ValueError(f"{where}: no column 'prompt' (it has {have}); rename the column that holds the question")
+        raise DataError(f"{where}: no column 'prompt' (it has {have}); rename the column that holds the question")
     for name in _RESERVED:
         if name in row:
-            raise ValueError(f"{where}: a column may not be called {name!r}, reward functions get that name; rename it")
+            raise DataError(f"{where}: a column may not be called {name!r}, reward functions get that name; rename it")
     prompt = parse_prompt(row.pop("prompt"), where)
     return Example(prompt, row, where)
 
 
 def parse_prompt(value: Any, where: str) -> Prompt:
-    """A prompt as text or as chat messages. Raises ValueError for anything else, or an empty one."""
+    """A prompt as text or as chat messages. Raises DataError for anything else, or an empty one."""
     if isinstance(value, str):
         prompt: Prompt = value
     elif isinstance(value, list):
@@ -149,26 +150,24 @@ def parse_prompt(value: Any, where: str) -> Prompt:
         )
     else:
         kind = type(value).__name__
-        raise ValueError(f"{where}: 'prompt' must be text or a list of chat messages, got {kind}")
+        raise DataError(f"{where}: 'prompt' must be text or a list of chat messages, got {kind}")
     if not prompt:
-        raise ValueError(f"{where}: 'prompt' is empty; a model needs at least one token to continue")
+        raise DataError(f"{where}: 'prompt' is empty; a model needs at least one token to continue")
     try:
         prompt_key(prompt).encode()
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
-        raise ValueError(f"{where}: 'prompt' holds half a surrogate pair (\\u{code:04x}), which is not text") from None
+        raise DataError(f"{where}: 'prompt' holds half a surrogate pair (\\u{code:04x}), which is not text") from None
     return prompt
 
 
 def parse_message(message: Any, where: str) -> dict[str, str]:
-    """A chat message: role, content, and whatever else is text. Raises ValueError."""
+    """A chat message: role, content, and whatever else is text. Raises DataError."""
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        raise ValueError(
-            f'{where} must be an object like {{"role": "user", "content": "..."}}, got {str(message)[:60]}'
-        )
+        raise DataError(f'{where} must be an object like {{"role": "user", "content": "..."}}, got {str(message)[:60]}')
     for key, value in message.items():
         if not isinstance(value, str):
-            raise ValueError(f"{where}: {key!r} must be text, got {type(value).__name__}")
+            raise DataError(f"{where}: {key!r} must be text, got {type(value).__name__}")
     return message
 
 
@@ -176,17 +175,17 @@ def _check_columns(first: Example, row: Example, where: str, first_line: str) ->
     """All rows have the same columns, since each column reaches the reward as one list."""
     for name in first.columns:
         if name not in row.columns:
-            raise ValueError(
+            raise DataError(
                 f"{where}: no column {name!r}, which line {first_line} has; write null where there is no value"
             )
     for name in row.columns:
         if name not in first.columns:
-            raise ValueError(f"{where}: column {name!r} is not in line {first_line}; give every row the same columns")
+            raise DataError(f"{where}: column {name!r} is not in line {first_line}; give every row the same columns")
 
 
 def _same_columns(path: str, rows: list[Example], other: str, others: list[Example]) -> None:
     if missing := sorted(set(rows[0].columns) ^ set(others[0].columns)):
-        raise ValueError(
+        raise DataError(
             f"{other}: its columns differ from those of {path} in {', '.join(missing)}; rewards need them all"
         )
 
@@ -196,7 +195,7 @@ def _without(rows: list[Example], others: list[Example], path: str, other: str) 
     evaluated = {prompt_key(row.prompt) for row in others}
     kept = [row for row in rows if prompt_key(row.prompt) not in evaluated]
     if not kept:
-        raise ValueError(
+        raise DataError(
             f"{other}: holds every prompt of {path}, so none is left to train on; give another held_out file"
         )
     if len(kept) < len(rows):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from policygrad.errors import DataError
 from policygrad.tasks.jsonl import HOLD_OUT_FROM, parse_message, parse_prompt, prompt_key, read_objects
 from policygrad.tasks.split import is_held_out
 from policygrad.tasks.types import Prompt
@@ -38,18 +39,18 @@ def read_pairs(path: str) -> list[Pair]:
     """Every pair of a JSONL file; columns besides the three are left alone.
 
     A side is text, or the assistant's message ({"role": "assistant", "content": …}, alone or as a list of one).
-    Raises ValueError naming file and line for a missing or empty side, two equal sides, or a wrong type.
+    Raises DataError naming file and line for a missing or empty side, two equal sides, or a wrong type.
     """
     pairs = []
     for where, row in read_objects(path, EXAMPLE):
         for name in ("prompt", "chosen", "rejected"):
             if name not in row:
                 have = ", ".join(map(repr, row)) or "nothing"
-                raise ValueError(f"{where}: no column {name!r} (it has {have}); a line is {EXAMPLE}")
+                raise DataError(f"{where}: no column {name!r} (it has {have}); a line is {EXAMPLE}")
         prompt = parse_prompt(row["prompt"], where)
         chosen, rejected = (_side(row[name], prompt, f"{where}: {name!r}") for name in ("chosen", "rejected"))
         if chosen == rejected:
-            raise ValueError(f"{where}: 'chosen' and 'rejected' are equal, which says nothing; remove the line")
+            raise DataError(f"{where}: 'chosen' and 'rejected' are equal, which says nothing; remove the line")
         pairs.append(Pair(prompt, chosen, rejected, where))
     return pairs
 
@@ -59,35 +60,35 @@ def _side(value: Any, prompt: Prompt, where: str) -> str:
         return parse_answer(value, where)
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list):
-        raise ValueError(f"{where} must be text or the assistant's message, got {type(value).__name__}")
+        raise DataError(f"{where} must be text or the assistant's message, got {type(value).__name__}")
     if isinstance(prompt, str):
-        raise ValueError(f"{where} is a chat message and 'prompt' is text: give both as text, or both as messages")
+        raise DataError(f"{where} is a chat message and 'prompt' is text: give both as text, or both as messages")
     parsed = [parse_message(message, f"{where}: message {i + 1}") for i, message in enumerate(messages)]
     if len(parsed) != 1 or parsed[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in parsed) or "nothing"
-        raise ValueError(
+        raise DataError(
             f"{where} must be one message of the assistant, got {roles}; the turns before it belong to 'prompt'"
         )
     return parse_answer(parsed[0]["content"], where)
 
 
 def parse_answer(value: Any, where: str) -> str:
-    """Text that says something. Raises ValueError."""
+    """Text that says something. Raises DataError."""
     text = parse_text(value, where)
     if not text.strip():
-        raise ValueError(f"{where} is empty; give its text, or remove the line")
+        raise DataError(f"{where} is empty; give its text, or remove the line")
     return text
 
 
 def parse_text(value: Any, where: str) -> str:
-    """Text that can be encoded. Raises ValueError."""
+    """Text that can be encoded. Raises DataError."""
     if not isinstance(value, str):
-        raise ValueError(f"{where} must be text, got {type(value).__name__}")
+        raise DataError(f"{where} must be text, got {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
-        raise ValueError(f"{where} holds half a surrogate pair (\\u{code:04x}), which is not text") from None
+        raise DataError(f"{where} holds half a surrogate pair (\\u{code:04x}), which is not text") from None
     return value
 
 
@@ -116,11 +117,11 @@ def split_rows(rows: Sequence[Row]) -> Split:
 
 
 def without(rows: Sequence[AnyRow], others: Sequence[Row], path: str, other: str) -> list[AnyRow]:
-    """Training rows whose prompt is not measured on. Raises ValueError when none is left."""
+    """Training rows whose prompt is not measured on. Raises DataError when none is left."""
     measured = {prompt_key(row.prompt) for row in others}
     kept = [row for row in rows if prompt_key(row.prompt) not in measured]
     if not kept:
-        raise ValueError(f"{other}: holds every prompt of {path}, so none is left to train on; give another --held-out")
+        raise DataError(f"{other}: holds every prompt of {path}, so none is left to train on; give another --held-out")
     return kept
 
 

@@ -12,6 +12,7 @@ from hashlib import sha256
 from itertools import count as count_from
 from typing import Any
 
+from policygrad.errors import DataError
 from policygrad.tasks.embedded import Component, prompt_text
 from policygrad.tasks.split import HELD_OUT_ONE_IN, is_held_out
 from policygrad.tasks.types import Example
@@ -65,13 +66,13 @@ class ReasoningGymTask:
             entry = self._entry(number, base, item)
             if not is_held_out(entry["question"]):
                 return self._example(number, entry)
-        raise ValueError(
+        raise DataError(
             f"task {self._components[number].name!r} has too few different problems: {TRIES} in a row were held-out "
             "ones; widen its settings (more terms, more digits), or write its problems to a .jsonl file"
         )
 
     def held_out(self, count: int) -> list[Example]:
-        """`count` different held-out problems; fewer problems are the first of more. Raises ValueError if too few."""
+        """`count` different held-out problems; fewer problems are the first of more. Raises DataError if too few."""
         seen: set[str] = set()
         scans = [self._scan_held_out(number, seen) for number in range(len(self._components))]
         found: list[Example] = []
@@ -79,7 +80,7 @@ class ReasoningGymTask:
             number = self._choose(_HELD_OUT_SEED, draw)
             entry = next(scans[number], None)
             if entry is None:
-                raise ValueError(
+                raise DataError(
                     f"task {self._components[number].name!r} has too few held-out problems: asked for {count}, found "
                     f"{len(found)} before it ran dry; ask for at most {len(found)}, or widen its settings"
                 )
@@ -125,7 +126,7 @@ class ReasoningGymTask:
             with _own_randomness(seed):
                 return reasoning_gym.create_dataset(component.name, seed=seed, size=PAGE, **component.config)
         except (AssertionError, TypeError, ValueError) as error:
-            raise ValueError(f"task {component.name!r}: bad settings {component.config}: {error}") from error
+            raise DataError(f"task {component.name!r}: bad settings {component.config}: {error}") from error
 
 
 def _check_config(component: Component) -> None:
@@ -135,13 +136,11 @@ def _check_config(component: Component) -> None:
     keys = [f.name for f in fields(DATASETS[component.name][1]) if f.name not in _UNSET]
     for key in component.config:
         if key in _UNSET:
-            raise ValueError(f"task {component.name!r}: {key!r} is not a setting of the task; the run's seed decides")
+            raise DataError(f"task {component.name!r}: {key!r} is not a setting of the task; the run's seed decides")
         if key not in keys:
             near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(
-                f"task {component.name!r} has no setting {key!r}; {hint}It has {', '.join(keys) or 'none'}"
-            )
+            raise DataError(f"task {component.name!r} has no setting {key!r}; {hint}It has {', '.join(keys) or 'none'}")
     if component.name in _HASH_ORDERED and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
         warnings.warn(
             f"task {component.name!r}: reasoning-gym builds its problems in the order of Python's string hashes, so a "

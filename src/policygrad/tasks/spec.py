@@ -5,6 +5,7 @@ import math
 import re
 from typing import Any
 
+from policygrad.errors import DataError
 from policygrad.tasks.embedded import Component
 
 _OPEN, _CLOSE, _QUOTES = "([{", ")]}", "'\""
@@ -13,7 +14,7 @@ _LITERALS = {"true": True, "false": False, "none": None}
 
 
 def parse_mix(text: str) -> tuple[Component, ...]:
-    """Read datasets joined by `+`, each `[weight*]name[:key=value,...]`. Raises ValueError that quotes the bad part."""
+    """Read datasets joined by `+`, each `[weight*]name[:key=value,...]`. Raises DataError that quotes the bad part."""
     return tuple(_parse_component(part, text) for part in _split(text, "+"))
 
 
@@ -22,16 +23,16 @@ def _parse_component(part: str, whole: str) -> Component:
     if found := _WEIGHT.match(part):
         weight, part = float(found.group(1)), part[found.end() :]
         if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(f"task {whole!r}: the weight {found.group(1)} must be positive; drop the dataset instead")
+            raise DataError(f"task {whole!r}: the weight {found.group(1)} must be positive; drop the dataset instead")
     name, colon, settings = part.partition(":")
     name = name.strip()
     if not name:
-        raise ValueError(f"task {whole!r}: a dataset's name is missing; write name[:key=value,...] joined by '+'")
+        raise DataError(f"task {whole!r}: a dataset's name is missing; write name[:key=value,...] joined by '+'")
     config: dict[str, Any] = {}
     for setting in _split(settings, ",") if colon else []:
         key, equals, value = setting.partition("=")
         if not (equals and key.strip() and value.strip()):
-            raise ValueError(
+            raise DataError(
                 f"task {whole!r}: {setting.strip()!r} is not key=value (as in chain_sum:max_digits=1,allow_negation=true)"
             )
         config[key.strip()] = _value(value.strip())

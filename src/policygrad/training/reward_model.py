@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from policygrad.errors import ModelError
 from policygrad.learners.local.learner import differentiating, recompute_activations
 from policygrad.models.classifier import (
     context_length,
@@ -18,7 +20,6 @@ from policygrad.models.classifier import (
     load_tokenizer,
     micro_batches,
 )
-from policygrad.models.hub import ModelError
 from policygrad.models.loading import resolve, without_dropout
 from policygrad.models.precision import DTYPES
 from policygrad.models.tokenizer import Tokenizer
@@ -91,10 +92,7 @@ class Preferences:
     def _encode(self, pair: Pair) -> tuple[list[int], list[int]]:
         sides = []
         for name, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            try:
-                ids = encode(self.tokenizer.tokenizer, pair.prompt, completion)
-            except ValueError as error:
-                raise ModelError(f"{pair.source}: {error}") from error
+            ids = encode(self.tokenizer, pair.prompt, completion, pair.source)
             if self.tokenizer.context is not None and len(ids) > self.tokenizer.context:
                 raise ModelError(
                     f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {self.tokenizer.context} positions of "
@@ -181,7 +179,7 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
     """A causal model's weights with a new head of one output, or an existing reward model; and its tokenizer.
 
     Raises:
-        ValueError: no such model, a classifier of several labels, no tokenizer.
+        ModelError: no such model, a classifier of several labels, no tokenizer.
     """
     path = resolve(config.model)
     count, _ = labels(path)
@@ -195,8 +193,8 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
     tokenizer = load_tokenizer(path)
     for module in model.modules():
         without_dropout(module)
-    _choose_padding(model, tokenizer)
-    return model.requires_grad_(True), Tokenizer(tokenizer, frozenset(), config.model, context_length(model))
+    _choose_padding(model, tokenizer.tokenizer)
+    return model.requires_grad_(True), replace(tokenizer, name=config.model, context=context_length(model))
 
 
 def _choose_padding(model: nn.Module, tokenizer: object) -> None:

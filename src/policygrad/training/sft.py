@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from policygrad.core.types import Batch
+from policygrad.errors import ModelError
 from policygrad.learners.local.forward import probe
 from policygrad.learners.local.learner import differentiating, recompute_activations
-from policygrad.models.hub import ModelError
+from policygrad.models.chat import grown_ids
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.conversations import Demonstration, read_demonstrations
@@ -203,52 +203,23 @@ def _chat(row: Demonstration, codec: Tokenizer, prompt: list[int]) -> tuple[list
     ids, learnt = prompt, [False] * len(prompt)
     for message in row.rest:
         if message["role"] == "assistant":
-            ids, learnt = _grown(row, codec, messages, True, ids, learnt)
-            ids, learnt = _turn(row, codec, [*messages, message], ids, learnt)
+            ids = grown_ids(codec, ids, messages, generation_prompt=True, source=row.source)
+            learnt += [False] * (len(ids) - len(learnt))
+            ids = grown_ids(codec, ids, [*messages, message], generation_prompt=False, source=row.source)
+            learnt += _said(row, codec, ids[len(learnt) :])
         messages.append(message)
     return ids, learnt
 
 
-def _turn(
-    row: Demonstration, codec: Tokenizer, messages: Sequence[Mapping[str, str]], ids: list[int], learnt: list[bool]
-) -> tuple[list[int], list[bool]]:
-    """With the assistant's turn at the end, learnt up to its last end token: what a template writes behind it (a newline) is
-    never sampled."""
-    longer, _ = _grown(row, codec, messages, False, ids, learnt)
-    ends = [i for i in range(len(ids), len(longer)) if longer[i] in codec.end]
+def _said(row: Demonstration, codec: Tokenizer, turn: list[int]) -> list[bool]:
+    """The assistant's turn is learnt up to its last end token: what a template writes behind it (a newline) is never sampled."""
+    ends = [i for i, token in enumerate(turn) if token in codec.end]
     if not ends:
-        closes = codec.tokenizer.decode(longer[-3:])
+        closes = codec.tokenizer.decode(turn[-3:])
         known = ", ".join(codec.tokenizer.convert_ids_to_tokens(sorted(codec.end)))
         raise ModelError(
             f"{row.source}: the chat template of {codec.name!r} does not close the assistant's turn with an end token ({known}), "
             f"so the model would not learn to stop: the turn ends {closes!r}. Set `eos_token` in its tokenizer_config.json to "
             "the token that closes a turn, or add it in the template"
         )
-    said = [i <= ends[-1] for i in range(len(ids), len(longer))]
-    return longer, learnt + said
-
-
-def _grown(
-    row: Demonstration,
-    codec: Tokenizer,
-    messages: Sequence[Mapping[str, str]],
-    prompting: bool,
-    ids: list[int],
-    learnt: list[bool],
-) -> tuple[list[int], list[bool]]:
-    """The longer rendering, which has to begin with the ids so far."""
-    try:
-        text: Any = codec.tokenizer.apply_chat_template(
-            [dict(m) for m in messages], tokenize=False, add_generation_prompt=prompting
-        )
-    except Exception as error:  # a template is a program of the model's: it may raise anything
-        roles = ", ".join(str(m.get("role")) for m in messages)
-        raise ModelError(f"{row.source}: the chat template refuses the messages (roles: {roles}): {error}") from error
-    longer = list(codec.tokenizer(text, add_special_tokens=False)["input_ids"])
-    if longer[: len(ids)] != ids:
-        raise ModelError(
-            f"{row.source}: the chat template of {codec.name!r} renders the first {len(messages) - 1} messages otherwise once "
-            "there is another one, so that the tokens of the assistant's turns cannot be told apart: split the conversation "
-            "into one line per turn of the assistant, or use a template whose rendering only grows"
-        )
-    return longer, learnt + [False] * (len(longer) - len(ids))
+    return [i <= ends[-1] for i in range(len(turn))]

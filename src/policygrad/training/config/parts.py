@@ -9,6 +9,7 @@ from importlib import import_module
 
 import policygrad
 from policygrad.core.algorithm import Algorithm
+from policygrad.errors import ConfigError
 
 _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts go into
     "advantages": "psi",
@@ -28,10 +29,6 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "trust_region": "step",
     "reference": "reference",
 }
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be read, naming the file and the key."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

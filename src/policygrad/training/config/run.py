@@ -152,7 +152,7 @@ class Run(Draft):
     """One training run; `run.toml` in its folder holds it whole.
 
     Raises:
-        ValueError: options that contradict each other, with the reason and the way out.
+        ConfigError: options that contradict each other, with the reason and the way out.
     """
 
     def __post_init__(self) -> None:

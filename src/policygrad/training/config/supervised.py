@@ -21,7 +21,7 @@ class Supervised:
     """One training on labelled data. `KIND.toml` in its folder holds it whole.
 
     Raises:
-        ValueError: options that make no sense, with the way out.
+        ConfigError: options that make no sense, with the way out.
     """
 
     kind: ClassVar[str] = ""
@@ -67,7 +67,7 @@ class Supervised:
         """With every open choice filled in.
 
         Raises:
-            ValueError: no data.
+            ConfigError: no data.
         """
         if not self.data:
             raise ConfigError(f"{self.kind} needs data: --data FILE.jsonl")

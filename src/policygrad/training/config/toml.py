@@ -19,7 +19,8 @@ import tomli_w
 import policygrad
 from policygrad.algorithms import algorithm as named
 from policygrad.core.algorithm import Algorithm
-from policygrad.training.config.parts import ConfigError, check_place, nearest, part_class, part_names
+from policygrad.errors import ConfigError
+from policygrad.training.config.parts import check_place, nearest, part_class, part_names
 from policygrad.training.config.run import OBJECT, Draft, Run
 from policygrad.training.config.supervised import Supervised
 
@@ -121,8 +122,6 @@ def _change(base: Any, data: Mapping[str, Any], where: str, prefix: str) -> Any:
 def _build(make: typing.Callable[[], Any], where: str, dotted: str) -> Any:
     try:
         return make()
-    except ConfigError:
-        raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: {dotted}: {error}") from error
 

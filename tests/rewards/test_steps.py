@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import policygrad as pg
+from policygrad.errors import ConfigError, RunError
 from policygrad.rewards import Reward, RewardPool, known_rewards, resolve, reward
 from policygrad.rewards.process_rewards import StepEnd, check_pattern, worked_steps
 from policygrad.samplers.base import Sampling
 from policygrad.tasks import known_tasks, load_task
 from policygrad.training.config.run import Run
-from policygrad.training.setup import RunError, choose_rewards
+from policygrad.training.setup import choose_rewards
 
 SUM = ("chain_sum", {"answer": "74", "metadata": {"expression": "92 - 18"}})
 EQUATION = ("simple_equations", {"answer": "3", "metadata": {"variable": "d", "equation": "9*d + 2 = 29"}})
@@ -250,13 +251,13 @@ def test_a_pattern_ends_steps() -> None:
     ]  # where a match is empty, but not at the start
     with RewardPool([functions()[0], resolve(StepEnd("b"))]) as pool:
         assert pool.steps(["p"], ["abb"], {}).steps == [((2, 0.0), (3, 0.0))]
-    with pytest.raises(ValueError, match=r"step_end '\(a' is not a regular expression: .*position 0"):
+    with pytest.raises(ConfigError, match=r"step_end '\(a' is not a regular expression: .*position 0"):
         check_pattern("(a")
-    with pytest.raises(ValueError, match=r"position 2"):
+    with pytest.raises(ConfigError, match=r"position 2"):
         check_pattern("ab(")
     for everywhere in ("", "x*", "(?:, )?"):
         with pytest.raises(
-            ValueError, match="matches the empty text everywhere, so that every character would end a step"
+            ConfigError, match="matches the empty text everywhere, so that every character would end a step"
         ):
             check_pattern(everywhere)
     for pattern in (r"\n", "(?m)$", r"(?<=\.)", "."):
@@ -307,9 +308,9 @@ def test_without_steps_the_way_out_is_named(tmp_path: Any) -> None:
 def test_a_run_refuses_a_pattern_that_means_nothing() -> None:
     options = {"sampling": Sampling(max_tokens=8), "task": "embedded"}
     assert Run(algorithm=pg.VINEPPO, step_end=r"\n", **options).step_end == r"\n"
-    with pytest.raises(ValueError, match="no part of grpo looks at steps"):
+    with pytest.raises(ConfigError, match="no part of grpo looks at steps"):
         Run(algorithm=pg.GRPO, step_end=r"\n", **options)
-    with pytest.raises(ValueError, match="needs to know what they are worth"):
+    with pytest.raises(ConfigError, match="needs to know what they are worth"):
         Run(algorithm=pg.GRPO_PROCESS, step_end=r"\n", **options)
-    with pytest.raises(ValueError, match=r"not a regular expression: .*at position 1"):
+    with pytest.raises(ConfigError, match=r"not a regular expression: .*at position 1"):
         Run(algorithm=pg.VINEPPO, step_end="a(", **options)

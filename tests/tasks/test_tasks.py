@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policygrad.errors import DataError
 from policygrad.tasks import known_tasks, load_task
 from policygrad.tasks.jsonl import prompt_key, read_jsonl
 from policygrad.tasks.spec import parse_mix
@@ -89,7 +90,7 @@ def test_global_random_state_is_left_alone():
 
 def test_a_task_with_too_few_problems_says_so():
     task = load_task("chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1")
-    with pytest.raises(ValueError, match=r"'chain_sum' has too few held-out problems: asked for 1000, found \d+"):
+    with pytest.raises(DataError, match=r"'chain_sum' has too few held-out problems: asked for 1000, found \d+"):
         task.held_out(1000)
 
 
@@ -119,12 +120,12 @@ def test_datasets_that_depend_on_the_hash_seed_warn(monkeypatch):
     ],
 )
 def test_bad_names_say_the_way_out(name, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(DataError, match=message):
         load_task(name)
 
 
 def test_held_out_file_goes_with_a_jsonl_task_only():
-    with pytest.raises(ValueError, match=r"held_out='x\.jsonl' goes with a JSONL task"):
+    with pytest.raises(DataError, match=r"held_out='x\.jsonl' goes with a JSONL task"):
         load_task("gcd", held_out="x.jsonl")
 
 
@@ -187,10 +188,10 @@ def test_held_out_file(tmp_path):
     with pytest.warns(UserWarning, match="5 rows left out of training"):
         task = load_task(train, held_out=leaky)
     assert {task.train(i).prompt for i in range(95)} == {f"q{i}" for i in range(5, 100)}
-    with pytest.raises(ValueError, match=r"holds every prompt of .*train\.jsonl"):
+    with pytest.raises(DataError, match=r"holds every prompt of .*train\.jsonl"):
         load_task(train, held_out=train)
     odd = write(tmp_path / "odd.jsonl", [{"prompt": "r", "solution": 1}])
-    with pytest.raises(ValueError, match=r"columns differ from those of .* in answer, solution"):
+    with pytest.raises(DataError, match=r"columns differ from those of .* in answer, solution"):
         load_task(train, held_out=odd)
 
 
@@ -229,15 +230,15 @@ def test_chat_prompts(tmp_path):
 def test_bad_files_are_refused_with_the_place_and_the_way_out(tmp_path, data, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(DataError, match=message):
         load_task(str(path))
 
 
 def test_missing_file_and_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl: no such file"):
+    with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):
         load_task(str(tmp_path / "nowhere.jsonl"))
     (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(ValueError, match=r"folder\.jsonl: cannot be read: Is a directory"):
+    with pytest.raises(DataError, match=r"folder\.jsonl: cannot be read: Is a directory"):
         load_task(str(tmp_path / "folder.jsonl"))
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import policygrad as pg
 from policygrad import cli
 from policygrad.commands.completion import script
-from policygrad.models.hub import ModelError
+from policygrad.errors import DataError, ModelError, RunError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.conversations import Demonstration, read_demonstrations
@@ -27,7 +27,6 @@ from policygrad.trackers import Sample, Silent
 from policygrad.training.config.run import Checkpointing
 from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.config.toml import load
-from policygrad.training.setup import RunError
 from policygrad.training.sft import FineTuning, tokenise
 
 ROWS: list[dict[str, Any]] = [
@@ -267,7 +266,7 @@ def test_a_resumed_run_refuses_other_data(config: SFTConfig, tmp_path: Path) -> 
 )
 def test_a_bad_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
     path = write(tmp_path / "bad.jsonl", [ROWS[0], row])
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(DataError, match=says):
         read_demonstrations(path)
 
 

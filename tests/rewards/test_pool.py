@@ -12,7 +12,8 @@ import warnings
 
 import pytest
 
-from policygrad.rewards import Reward, RewardError, RewardPool, reward
+from policygrad.errors import ConfigError, DataError, RewardError
+from policygrad.rewards import Reward, RewardPool, reward
 
 BUDGET = 0.5  # seconds, for the functions that overrun it on purpose
 
@@ -262,7 +263,7 @@ def test_missing_column_and_wrong_lengths_are_errors_of_the_caller():
     with RewardPool(["exact_match"]) as pool:
         with pytest.raises(RewardError, match="'exact_match' needs the column 'answer', and the task has: solution"):
             pool.score(["p"], ["c"], {"solution": ["s"]})
-        with pytest.raises(ValueError, match="'answer' has 2 values for 1 completions"):
+        with pytest.raises(DataError, match="'answer' has 2 values for 1 completions"):
             pool.score(["p"], ["c"], {"answer": ["a", "b"]})
         assert pool.score([], [], {"answer": []}).total == []
 
@@ -287,13 +288,13 @@ def test_a_function_that_no_worker_can_load_is_named():
 
 
 def test_impossible_pools_are_refused():
-    with pytest.raises(ValueError, match="at least one reward"):
+    with pytest.raises(ConfigError, match="at least one reward"):
         RewardPool([])
-    with pytest.raises(ValueError, match="2 rewards are called 'length'"):
+    with pytest.raises(ConfigError, match="2 rewards are called 'length'"):
         RewardPool([length, length])
-    with pytest.raises(ValueError, match="workers must be at least 1"):
+    with pytest.raises(ConfigError, match="workers must be at least 1"):
         RewardPool([length], workers=0)
-    with pytest.raises(ValueError, match="budget must be a positive"):
+    with pytest.raises(ConfigError, match="budget must be a positive"):
         RewardPool([length], budget=0)
 
 

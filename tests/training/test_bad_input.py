@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.checkpoint.format import CheckpointError
-from policygrad.models.hub import ModelError, locate
+from policygrad.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
+from policygrad.models.hub import locate
 from policygrad.models.loading import resolve
 from policygrad.samplers.base import Sampling
 from policygrad.trackers import Silent
 from policygrad.training.config.run import Checkpointing, Evaluation, LearnerConfig, Rewarding, Run
 from policygrad.training.session import train
-from policygrad.training.setup import RunError, measure_model
+from policygrad.training.setup import measure_model
 
 REWARDS = """
 import math, os, time
@@ -190,7 +190,7 @@ def test_a_reward_that_cannot_be_found(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("def f(:\n")
-    with pytest.raises((ValueError, ImportError)) as caught:
+    with pytest.raises(ConfigError) as caught:
         bench.go(reward=(reward,))
     assert says in str(caught.value)
     assert not (tmp_path / "run").exists()
@@ -220,7 +220,7 @@ def test_a_task_without_a_reward(bench: Bench) -> None:
 )
 def test_a_damaged_file_is_named_with_its_line(bench: Bench, data: bytes, says: str) -> None:
     Path(bench.run.task).write_bytes(data)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words are asserted below)
+    with pytest.raises(DataError) as caught:
         bench.go()
     assert says in str(caught.value)
 

@@ -1,0 +1,172 @@
+"""Chat messages as text and token ids: the one place that renders a model's template, and what follows a sampled turn.
+
+Nothing that was sampled is tokenised again: the next turn's prompt is the ids so far, the sampled ids, and `continuation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import count
+from typing import Any, Protocol
+
+from policygrad.errors import DataError, ModelError
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+
+
+class ChatTokenizer(Protocol):
+    """What is needed of a `Tokenizer` here."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def end(self) -> frozenset[int]: ...
+
+
+def render(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Message],
+    *,
+    generation_prompt: bool,
+    tools: Tools | None = None,
+    source: str = "a prompt",
+) -> str:
+    """The messages as the model's template writes them; generation_prompt: up to where the assistant begins to speak.
+
+    source: where the messages stand, for error messages.
+
+    Raises:
+        ModelError: no chat template, or one that refuses the messages.
+    """
+    if getattr(tokenizer.tokenizer, "chat_template", None) is None:
+        raise ModelError(
+            f"{source} is a list of chat messages and the tokenizer of {tokenizer.name!r} has no chat template: set "
+            "`chat_template` in its tokenizer_config.json, or give the prompts as strings"
+        )
+    given = {} if tools is None else {"tools": list(tools)}
+    try:
+        text = tokenizer.tokenizer.apply_chat_template(
+            [dict(m) for m in messages], tokenize=False, add_generation_prompt=generation_prompt, **given
+        )
+    except Exception as error:  # a template is a program of the model's: it may raise anything
+        roles = ", ".join(str(m.get("role")) for m in messages)
+        raise ModelError(
+            f"{source}: the chat template of {tokenizer.name!r} refuses the messages (roles: {roles}): "
+            f"{str(error).strip().rstrip('.') or repr(error)}. Change the messages, or give the prompt as a string"
+        ) from error
+    return str(text)
+
+
+def rendered_ids(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Message],
+    *,
+    generation_prompt: bool,
+    tools: Tools | None = None,
+    source: str = "a prompt",
+) -> list[int]:
+    """`render` in token ids; the template writes what special tokens there are. The same errors."""
+    text = render(tokenizer, messages, generation_prompt=generation_prompt, tools=tools, source=source)
+    return _plain_ids(tokenizer, text)
+
+
+def prompt_ids(
+    tokenizer: ChatTokenizer,
+    prompt: str | Sequence[Message],
+    *,
+    tools: Tools | None = None,
+    source: str = "a prompt",
+) -> list[int]:
+    """What the model is to continue: text as it stands, with what its tokenizer puts before it, or chat messages rendered."""
+    if not isinstance(prompt, str):
+        return rendered_ids(tokenizer, prompt, generation_prompt=True, tools=tools, source=source)
+    ids = list(tokenizer.tokenizer(prompt, add_special_tokens=True)["input_ids"])
+    closed = len(ids) > 1 and ids[-1] in tokenizer.end  # some tokenizers close every text; a prompt is not closed
+    return ids[:-1] if closed else ids
+
+
+def grown_ids(
+    tokenizer: ChatTokenizer, ids: list[int], messages: Sequence[Message], *, generation_prompt: bool, source: str
+) -> list[int]:
+    """The ids of a longer conversation, which have to begin with `ids`, those of its beginning.
+
+    Raises:
+        ModelError: as `render`; a template that writes earlier messages otherwise once there are more.
+    """
+    longer = rendered_ids(tokenizer, messages, generation_prompt=generation_prompt, source=source)
+    if longer[: len(ids)] != ids:
+        raise ModelError(
+            f"{source}: the chat template of {tokenizer.name!r} renders the first {len(messages) - 1} messages otherwise once "
+            "there is another one, so that the tokens of the assistant's turns cannot be told apart: split the conversation "
+            "into one line per turn of the assistant, or use a template whose rendering only grows"
+        )
+    return longer
+
+
+def continuation(
+    tokenizer: ChatTokenizer,
+    messages_so_far: str | Sequence[Message],
+    reply_text: str,
+    new_messages: str | Sequence[Message],
+    *,
+    end_ids: Collection[int] | None = None,
+    tools: Tools | None = None,
+    source: str = "a conversation",
+) -> list[int]:
+    """The ids between a sampled turn and the next: prompt ids + sampled ids + these are the next turn's prompt.
+
+    They are the rendered difference. Decoded, the whole is what the template makes of the conversation, up to whitespace at
+    the ends of the reply and the end token itself, where a template trims the one or leaves out the other. Text goes on as text.
+
+    messages_so_far: the conversation that the reply answers, each earlier reply as the text that was sampled.
+    reply_text: the sampled turn, decoded without its end token. end_ids: what may have closed it, None = the tokenizer's ends.
+
+    Raises:
+        DataError: text that goes on as messages, or messages as text.
+        ModelError: as `render`; a template that writes earlier turns otherwise once there are more.
+    """
+    if isinstance(messages_so_far, str) != isinstance(new_messages, str):
+        raise DataError(f"{source}: what began as text goes on as text, and messages as messages: give both alike")
+    if isinstance(messages_so_far, str) or isinstance(new_messages, str):
+        return _plain_ids(tokenizer, str(new_messages))
+
+    def rendered(*reply: Message) -> str:
+        messages = [*messages_so_far, *reply, *(new_messages if reply else ())]
+        return render(tokenizer, messages, generation_prompt=True, tools=tools, source=source)
+
+    before, full = rendered().rstrip(), rendered({"role": "assistant", "content": reply_text})
+    mark = _absent_from(full)
+    head, found, tail = rendered({"role": "assistant", "content": mark}).partition(mark)
+    said = full[len(before) : len(full) - len(tail)]
+    grows = head.rstrip() == before and full.startswith(before) and full.endswith(tail)
+    if not found or not grows or said.strip() != reply_text.strip():
+        raise ModelError(
+            f"{source}: the chat template of {tokenizer.name!r} rewrites earlier turns once there is another message (it leaves "
+            "out their reasoning, say), so that the next turn cannot follow the tokens that were sampled: begin a new "
+            "trajectory at every turn, or use a template whose rendering only grows"
+        )
+    return _after_end(tokenizer, tail, tokenizer.end if end_ids is None else end_ids)
+
+
+def _after_end(tokenizer: ChatTokenizer, tail: str, end_ids: Collection[int]) -> list[int]:
+    """The ids of what stands behind the end token, which was sampled. It is tokenised behind that token, where a tokenizer may
+    see it otherwise than at the beginning of a text."""
+    for end in sorted(end_ids):
+        text = str(tokenizer.tokenizer.convert_ids_to_tokens(end))
+        if tail.lstrip().startswith(text):
+            tail = tail.lstrip().removeprefix(text)
+            ids = _plain_ids(tokenizer, text + tail)
+            return ids[1:] if ids[:1] == [end] else _plain_ids(tokenizer, tail)
+    return _plain_ids(tokenizer, tail)
+
+
+def _plain_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
+    return list(tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _absent_from(text: str) -> str:
+    """A word that the text does not hold, of letters that no template trims, escapes or splits at."""
+    return next(word for i in count() if (word := f"PLACEHOLDER{i}X") not in text)

@@ -1,0 +1,169 @@
+"""One renderer of chat messages, and conversations that go on from the very ids that were sampled."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policygrad.errors import DataError, ModelError
+from policygrad.models.chat import continuation, prompt_ids, render
+from policygrad.models.loading import resolve
+from policygrad.models.tokenizer import Tokenizer
+
+ENDS = {  # the template's name, and the token that ends its turns
+    "embedded": "<eos>",
+    "chatml": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "mistral": "</s>",
+    "reasoning": "<|im_end|>",
+    "transformers:llama4/processing_llama4.py": "<|eot|>",
+    "transformers:qwen2_audio/processing_qwen2_audio.py": "<|im_end|>",
+}
+MARKS = (
+    "<bos>",
+    "<s>",
+    "<|begin_of_text|>",
+    "<|im_start|>",
+    "<start_of_turn>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+WORDS = st.text("abc 123+=\n.,é🙂", min_size=1, max_size=20).map(str.strip).filter(bool)
+
+
+def template(name: str) -> str:
+    """The model's own, one of those beside this test, or the one that a module of transformers writes out."""
+    if name == "embedded":
+        return (Path(resolve("tiny")) / "chat_template.jinja").read_text()
+    place, _, file = name.partition(":")
+    if not file:
+        return (Path(__file__).parent / "templates" / f"{name}.jinja").read_text()
+    found = find_spec(place)
+    assert found is not None
+    assert found.origin is not None
+    code = ast.parse((Path(found.origin).parent / "models" / file).read_text())
+    texts = [node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return next(text for text in texts if "{%" in text and "add_generation_prompt" in text)
+
+
+@cache
+def tokenizer(name: str) -> Tokenizer:
+    """The embedded model's, with another template and its special tokens."""
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(resolve("tiny"))
+    hf.add_special_tokens({"additional_special_tokens": [*MARKS, *(set(ENDS.values()) - {"<eos>"})]})
+    hf.chat_template = template(name)
+    return Tokenizer(hf, frozenset([hf.convert_tokens_to_ids(ENDS[name])]), name, None)
+
+
+def says(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def play(name: str, first: str, turns: list[tuple[str, str]], **options: Any) -> tuple[list[int], list[dict[str, str]]]:
+    """The ids of a conversation as a policy meets them: prompt, what it samples, what follows, …; and its messages."""
+    own = tokenizer(name)
+    messages = [says("user", first)]
+    ids = prompt_ids(own, messages, **options)
+    for reply, answer in turns:
+        new = [says("user", answer)]
+        ids += own.tokenizer(reply, add_special_tokens=False)["input_ids"] + list(own.end)
+        ids += continuation(own, messages, reply, new, **options)
+        messages += [says("assistant", reply), *new]
+    return ids, messages
+
+
+@pytest.mark.parametrize("name", ENDS)
+@settings(max_examples=25, deadline=None)
+@given(first=WORDS, turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3))
+def test_a_conversation_in_ids_is_what_the_template_makes_of_it(
+    name: str, first: str, turns: list[tuple[str, str]]
+) -> None:
+    """But for the space that Mistral's template writes before a reply, which its model samples itself."""
+    own = tokenizer(name)
+    sampled = [(f" {reply}" if name == "mistral" else reply, answer) for reply, answer in turns]
+    ids, messages = play(name, first, sampled)
+    assert own.tokenizer.decode(ids) == render(own, messages, generation_prompt=True)
+
+
+@pytest.mark.parametrize("reply", ["", " 2", "2\n\n", "one PLACEHOLDER0X two", "<b>{{ x }}</b>", "\\n \"'"])
+@pytest.mark.parametrize("name", ENDS)
+def test_a_reply_is_never_rewritten(name: str, reply: str) -> None:
+    """White space at its ends stays as it was sampled, also where a template would trim it."""
+    own = tokenizer(name)
+    ids, messages = play(name, "1 + 1 =", [(reply, "go on")])
+    text = own.tokenizer.decode(ids)
+    assert f"{reply}{ENDS[name]}" in text
+    assert "".join(text.split()) == "".join(render(own, messages, generation_prompt=True).split())
+
+
+def test_the_first_ids_are_sampling_s_own_and_stay() -> None:
+    ids, messages = play("chatml", "1 + 1 =", [("2", "2 + 2 =")])
+    prompt = tokenizer("chatml").encode(messages[:1], 0).tolist()
+    assert ids[: len(prompt)] == prompt
+    assert tokenizer("chatml").tokenizer.decode(ids[len(prompt) :]) == (
+        "2<|im_end|>\n<|im_start|>user\n2 + 2 =<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("thought", ["<think>\nhm\n</think>\n\n2", "<think></think>2"])
+def test_a_template_that_leaves_out_earlier_reasoning_is_refused(thought: str) -> None:
+    own, first = tokenizer("reasoning"), [says("user", "1 + 1 =")]
+    with pytest.raises(ModelError, match=r"^x:3: .*'reasoning' rewrites earlier turns .*: begin a new trajectory at"):
+        continuation(own, first, thought, [says("user", "2 + 2 =")], source="x:3")
+    assert continuation(own, first, "2", [says("user", "2 + 2 =")])
+
+
+def test_reasoning_stays_while_tools_answer_and_is_refused_when_the_user_speaks_again() -> None:
+    """An earlier turn that a later message shortens is found too, not the last one alone."""
+    own = tokenizer("reasoning")
+    messages, call = [says("user", "1 + 1 =")], "<think>\nadd\n</think>\n\n<tool_call>add</tool_call>"
+    ids = prompt_ids(own, messages, tools=TOOLS)
+    ids += own.tokenizer(call)["input_ids"] + list(own.end)
+    ids += continuation(own, messages, call, [says("tool", "2")], tools=TOOLS)
+    messages += [says("assistant", call), says("tool", "2")]
+    assert own.tokenizer.decode(ids) == render(own, messages, generation_prompt=True, tools=TOOLS)
+    assert '"name": "add"' in own.tokenizer.decode(ids)
+    with pytest.raises(ModelError, match="rewrites earlier turns"):
+        continuation(own, messages, "It is 2.", [says("user", "2 + 2 =")], tools=TOOLS)
+
+
+def test_an_end_token_that_the_template_does_not_write_is_left_where_it_was_sampled() -> None:
+    """Closed by <eos> where the template writes <|im_end|>: only what was really sampled is taken away."""
+    own = tokenizer("chatml")
+    new = [says("user", "2")]
+    ends = [own.tokenizer.eos_token_id]
+    ids = continuation(own, [says("user", "1")], "a", new, end_ids=ends)
+    assert own.tokenizer.decode(ids).startswith("<|im_end|>\n<|im_start|>user")
+    both = continuation(own, [says("user", "1")], "a", new, end_ids=[*ends, *own.end])
+    assert own.tokenizer.decode(both).startswith("\n<|im_start|>user")
+
+
+def test_text_goes_on_as_text() -> None:
+    own = tokenizer("chatml")
+    assert (
+        continuation(own, "1 +", " 1 =", "\nnext: ") == own.tokenizer("\nnext: ", add_special_tokens=False)["input_ids"]
+    )
+    for so_far, new in (("1 +", [says("user", "2")]), ([says("user", "2")], "text")):
+        with pytest.raises(DataError, match="what began as text goes on as text"):
+            continuation(own, so_far, "a", new)
+
+
+def test_messages_that_a_template_refuses() -> None:
+    gemma = tokenizer("gemma")
+    with pytest.raises(
+        ModelError, match=r"^a prompt: the chat template of 'gemma' .*\(roles: system\): System role not"
+    ):
+        render(gemma, [says("system", "a")], generation_prompt=True)
+    with pytest.raises(ModelError, match=r"roles: user, assistant, assistant"):
+        continuation(gemma, [says("user", "a")], "b", [says("assistant", "c")])
