@@ -26,7 +26,7 @@ from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
     from policygrad.lab.measurement import Figures
-    from policygrad.lab.report import Report
+    from policygrad.lab.report import LabReport
 
 COLUMNS = ("scale", "bias", "cosine", "variance", "MSE", "SNR", "best")
 LEGEND = (
@@ -105,9 +105,9 @@ def lab(args: list[str]) -> int:
     return 0
 
 
-def html(found: Report, algorithms: Mapping[str, Algorithm]) -> str:
+def html(found: LabReport, algorithms: Mapping[str, Algorithm]) -> str:
     """The report as one page."""
-    from policygrad.lab.page import page
+    from policygrad.lab.page.page import page
 
     return page(found, algorithms, {name: _parts(a) for name, a in algorithms.items()})
 
@@ -174,7 +174,7 @@ def tried(own: Algorithm, spec: str, size: int) -> None:
         ) from error
 
 
-def page(found: Report, width: int) -> list[Line]:
+def page(found: LabReport, width: int) -> list[Line]:
     """The table and the findings."""
     text = max(40, min(width, 110))
     lines: list[Line] = [((f"Gradient estimators, groups of {found.group_size}", HEAD),)]
@@ -192,7 +192,7 @@ def page(found: Report, width: int) -> list[Line]:
     return lines
 
 
-def _table(found: Report, width: int) -> list[Line]:
+def _table(found: LabReport, width: int) -> list[Line]:
     """On- and off-policy side by side where there is room, else one after the other."""
     name = max(len(on.name) for on, _ in found.rows) + 2
     heads = ("on-policy", f"off-policy, {found.kl:g} nats away")
@@ -218,7 +218,7 @@ def _table(found: Report, width: int) -> list[Line]:
     return lines
 
 
-def _detail(found: Report, width: int) -> list[Line]:
+def _detail(found: LabReport, width: int) -> list[Line]:
     """On-policy: how long E g is along ∇J on each prompt, and what a token's ∇log π is multiplied by, by length."""
     first = found.rows[0][0]
     ps = [f"p={row['p']:.2f}" for row in first.difficulty]
@@ -236,7 +236,7 @@ def _detail(found: Report, width: int) -> list[Line]:
     return lines
 
 
-def _sampled(found: Report) -> int:
+def _sampled(found: LabReport) -> int:
     return next(m.steps for pair in found.rows for m in pair if not m.exact)
 
 

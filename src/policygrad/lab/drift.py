@@ -11,7 +11,7 @@ from torch import Tensor
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.objective import surrogate
 from policygrad.core.types import Forward
-from policygrad.lab.groups import Steps, all_steps
+from policygrad.lab.groups import WeightedSteps, all_steps
 from policygrad.lab.levers import Levers, decide
 from policygrad.lab.policies import Table
 from policygrad.lab.sequences import World
@@ -79,7 +79,7 @@ def expected_move(algorithm: Algorithm, setting: Setting, size: int, lr: float) 
     return weight @ (thetas - theta)
 
 
-def _ascent(algorithm: Algorithm, setting: Setting, steps: Steps, levers: Levers, thetas: Tensor) -> Tensor:
+def _ascent(algorithm: Algorithm, setting: Setting, steps: WeightedSteps, levers: Levers, thetas: Tensor) -> Tensor:
     """[M, P] the surrogate's direction of growth for each group at a θ of its own [M, P]: M prompts with parameters apart."""
     world, number = setting.world, len(thetas)
     leaf = thetas.flatten().requires_grad_()

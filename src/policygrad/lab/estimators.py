@@ -16,7 +16,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.objective import Coefficients, surrogate
 from policygrad.core.types import Batch, Forward
 from policygrad.lab.calculus import jacobian
-from policygrad.lab.groups import Steps
+from policygrad.lab.groups import WeightedSteps
 from policygrad.lab.levers import Levers, decide
 from policygrad.lab.setting import Setting
 
@@ -49,7 +49,7 @@ class Estimates:
         return spread if self.exact else spread * kept / max(1, kept - 1)
 
 
-def estimates(algorithm: Algorithm, setting: Setting, steps: Steps, levers: Levers | None = None) -> Estimates:
+def estimates(algorithm: Algorithm, setting: Setting, steps: WeightedSteps, levers: Levers | None = None) -> Estimates:
     """The algorithm's gradient at θ for every step.
 
     levers: those of another setting with the same π_old, reference and critic, where they are known.

@@ -39,10 +39,6 @@ class ExactProblem:
         """An expectation has no minibatches: each is the whole."""
         return [self] * minibatches
 
-    def some(self, share: float) -> Problem:
-        """Nor has it groups to choose from."""
-        return self
-
     def accumulate(self) -> Metrics:
         self.pending = self.pending + exact.gradient(self.mdp, self.theta)
         return {}
@@ -51,6 +47,10 @@ class ExactProblem:
         self.commit((self.lr * self.pending).flatten())
         self.pending = torch.zeros_like(self.theta)
         return {}
+
+    def some(self, share: float) -> Problem:
+        """Nor has it groups to choose from."""
+        return self
 
     def gradient(self) -> tuple[Tensor, Metrics]:
         return exact.gradient(self.mdp, self.theta).flatten(), {}

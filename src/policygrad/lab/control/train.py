@@ -45,7 +45,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class FreshEpisodes:
     """Returns of fresh episodes."""
 
     returns: tuple[float, ...]
@@ -107,7 +107,7 @@ def train(
     while (left := (steps - done) // environments.number) > 0:
         experience = collect(act, min(settings.rollout, left), whole=algorithm.critic is None)
         learner.slow(1 - done / steps)
-        batch = learner.score(experience, algorithm.needs)
+        batch = learner.evaluate(experience, algorithm.needs)
         psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
         metrics = learner.update(experience, batch, psi, algorithm)
         algorithm = algorithm.observe(batch, metrics)
@@ -138,7 +138,7 @@ def _update(metrics: Metrics, steps: int, episodes: int, recent: deque[float], s
 
 def evaluate(
     learner: ControlLearner, environments: Environments, episodes: int = 100, *, seed: int = 0, greedy: bool = False
-) -> Evaluation:
+) -> FreshEpisodes:
     """The returns of fresh episodes, as many in each environment as in any other: the first to end would be the short ones."""
     draws = torch.Generator().manual_seed(seed)
     number = environments.number
@@ -152,4 +152,4 @@ def evaluate(
         returns += playing[ended & (left > 0)].tolist()
         left -= ended.long()
         playing[ended] = 0
-    return Evaluation(tuple(returns), greedy)
+    return FreshEpisodes(tuple(returns), greedy)

@@ -9,7 +9,7 @@ import pytest
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.lab.experiments import EXPERIMENTS
-from policygrad.lab.report import Report, report
+from policygrad.lab.report import LabReport, report
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "lab.md").read_text(encoding="utf-8")
 
@@ -21,11 +21,11 @@ def rows_of(block: str) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> Report:
+def found() -> LabReport:
     return report({name: ALGORITHMS[name] for name in ("rloo", "grpo", "dapo")}, names=("z_score", "group_mean"))
 
 
-def test_the_table_is_that_of_the_matrix(found: Report) -> None:
+def test_the_table_is_that_of_the_matrix(found: LabReport) -> None:
     rows = rows_of("table")
     assert [name for name, _ in rows] == [*ALGORITHMS] * 2, "a row is missing or too many: python scripts/make_lab.py"
     half = len(ALGORITHMS)
@@ -51,7 +51,7 @@ def test_the_figures_over_the_groups_size_are_todays(size: int) -> None:
             assert ["±" in cell for cell in cells] == [False, False, True] * 2
 
 
-def test_every_finding_stands_there(found: Report) -> None:
+def test_every_finding_stands_there(found: LabReport) -> None:
     named = re.findall(r"`policygrad lab --experiment (\w+)`", TEXT)
     assert named == [*EXPERIMENTS]
     for finding in found.findings:

@@ -16,9 +16,10 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.lab import html
 from policygrad.lab.experiments import EXPERIMENTS
 from policygrad.lab.finding import Finding
-from policygrad.lab.page import family, sections, typeset
-from policygrad.lab.plots import PLOTS, SECTIONS, plot_of
-from policygrad.lab.report import Report, report
+from policygrad.lab.page.page import family, typeset
+from policygrad.lab.page.plots import PLOTS, plot_of
+from policygrad.lab.page.sections import SECTIONS, sections
+from policygrad.lab.report import LabReport, report
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ CHOSEN |= {NASTY: replace(pg.DR_GRPO, gate=Halved())}
 
 
 @pytest.fixture(scope="module")
-def found() -> Report:
+def found() -> LabReport:
     return report(CHOSEN, 2, names=NAMES)
 
 
 @pytest.fixture(scope="module")
-def text(found: Report) -> str:
+def text(found: LabReport) -> str:
     return html(found, CHOSEN)
 
 
@@ -85,7 +86,7 @@ def test_every_link_leads_to_a_part_of_the_page_and_no_name_is_used_twice(text: 
     assert {a["href"][1:] for _, a in tags if a.get("href", "").startswith("#")} <= set(ids)
 
 
-def test_every_finding_is_there(found: Report, text: str) -> None:
+def test_every_finding_is_there(found: LabReport, text: str) -> None:
     plots = embedded(text)["plots"]
     for finding in found.findings:
         assert str(typeset(finding.sentence)) in text
@@ -112,7 +113,7 @@ def test_what_others_named_is_escaped_and_measured_like_the_rest(text: str) -> N
     assert gates[-1]["lines"][0]["values"] == [r / 2 for r in x]
 
 
-def test_numbers_that_are_not_finite_are_none_in_the_page(found: Report) -> None:
+def test_numbers_that_are_not_finite_are_none_in_the_page(found: LabReport) -> None:
     on, off = found.rows[0]
     broken = replace(on, figures=replace(on.figures, snr=float("inf")))
     rows = embedded(html(replace(found, rows=((broken, off),), findings=()), CHOSEN))["algorithms"]
@@ -156,7 +157,7 @@ def luminance(colour: str) -> float:
 
 def test_colours_stand_out_from_the_paper_in_both_schemes() -> None:
     """WCAG 2.2, 1.4.3: 4.5 for text; series colour their names too."""
-    style = (files("policygrad.lab") / "web" / "page.css").read_text(encoding="utf-8")
+    style = (files("policygrad.lab.page") / "web" / "page.css").read_text(encoding="utf-8")
     light, dark = (
         dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     )

@@ -16,8 +16,9 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.process import ProcessReward
 from policygrad.lab.finding import Finding
 from policygrad.lab.findings.shapes import GATES, weights
-from policygrad.lab.plots import SECTIONS, plot_of
-from policygrad.lab.report import Report
+from policygrad.lab.page.plots import plot_of
+from policygrad.lab.page.sections import sections
+from policygrad.lab.report import LabReport
 
 FAMILIES = ("a mean as baseline", "÷ standard deviation", "a value for each token", "your own")
 FIGURES = {
@@ -31,7 +32,9 @@ FIGURES = {
 }
 
 
-def page(found: Report, algorithms: Mapping[str, Algorithm], matrix: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
+def page(
+    found: LabReport, algorithms: Mapping[str, Algorithm], matrix: Mapping[str, Mapping[str, Sequence[str]]]
+) -> str:
     """The page.
 
     algorithms: those that were measured, by the names in the report.
@@ -40,7 +43,7 @@ def page(found: Report, algorithms: Mapping[str, Algorithm], matrix: Mapping[str
     from jinja2 import Environment  # only this page is a template
 
     findings = [with_own_gates(f, algorithms) if f.name == "gate_weights" else f for f in found.findings]
-    web = files("policygrad.lab") / "web"
+    web = files("policygrad.lab.page") / "web"
     html, style, script = ((web / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["typeset"] = typeset
@@ -83,14 +86,6 @@ def with_own_gates(finding: Finding, algorithms: Mapping[str, Algorithm]) -> Fin
     own = {name: a.gate for name, a in algorithms.items() if a.gate not in known}
     curves = {f"{name} {way}": weights(g, ratios, s) for name, g in own.items() for way, s in (("up", 1), ("down", -1))}
     return replace(finding, curves={**finding.curves, **curves})
-
-
-def sections(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
-    """Findings by theme."""
-    by_name = {f.name: f for f in findings}
-    themes = {title: [by_name.pop(name) for name in names if name in by_name] for title, names in SECTIONS.items()}
-    themes["Other findings"] = list(by_name.values())
-    return {title: list_ for title, list_ in themes.items() if list_}
 
 
 def family(name: str, algorithm: Algorithm) -> int:

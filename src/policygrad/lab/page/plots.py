@@ -24,7 +24,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Plot:
+class FindingPlot:
     """A finding's figure."""
 
     x: str
@@ -56,7 +56,7 @@ class Plot:
         }
 
 
-def plot_of(finding: Finding) -> Plot | None:
+def plot_of(finding: Finding) -> FindingPlot | None:
     """The finding's figure: the one below, or all columns over the first; None where it has no curves."""
     if not finding.curves:
         return None
@@ -64,9 +64,11 @@ def plot_of(finding: Finding) -> Plot | None:
         return PLOTS[finding.name]
     if finding.name == "gate_weights":  # small multiples: one gate, both signs
         gates = [key.removesuffix(" up") for key in finding.curves if key.endswith(" up")]
-        return Plot("r", tuple(Panel(g, {f"{g} up": "Ψ > 0", f"{g} down": "Ψ < 0"}, low=0, high=6) for g in gates))
+        return FindingPlot(
+            "r", tuple(Panel(g, {f"{g} up": "Ψ > 0", f"{g} down": "Ψ < 0"}, low=0, high=6) for g in gates)
+        )
     key, *columns = finding.curves
-    return Plot(key, (Panel("", {name: name.replace("_", " ") for name in columns}),))
+    return FindingPlot(key, (Panel("", {name: name.replace("_", " ") for name in columns}),))
 
 
 def _each(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
@@ -80,11 +82,11 @@ _CRITICS = {"0": "exact critic", "0.1": "errs by 0.1", "0.3": "errs by 0.3"}
 _STEPS = {"2-step": "two steps, errs by 0.3", "3-step": "three steps, errs by 0.3"}
 _NATS = "KL(π_old‖π), nats per completion"
 
-PLOTS: dict[str, Plot] = {
-    "group_mean": Plot(
+PLOTS: dict[str, FindingPlot] = {
+    "group_mean": FindingPlot(
         "group size G", (Panel("scale of E g", {"leave_one_out": "leave-one-out", "scale": "group mean"}, low=0),)
     ),
-    "z_score": Plot(
+    "z_score": FindingPlot(
         "p, how often the prompt is solved",
         (
             Panel(
@@ -99,8 +101,10 @@ PLOTS: dict[str, Plot] = {
             ),
         ),
     ),
-    "optimal_baseline": Plot("baseline b", (Panel("variance / ‖∇J‖²", {"variance": "constant baseline"}, low=0),)),
-    "group_size": Plot(
+    "optimal_baseline": FindingPlot(
+        "baseline b", (Panel("variance / ‖∇J‖²", {"variance": "constant baseline"}, low=0),)
+    ),
+    "group_size": FindingPlot(
         "group size G",
         (
             Panel("standard deviation / ‖∇J‖", {"deviation": "÷ G", "deviation_power_half": "÷ √G"}, log=True),
@@ -108,8 +112,10 @@ PLOTS: dict[str, Plot] = {
         ),
         log=True,
     ),
-    "more_statistics": Plot("N completions in the mean", (Panel("variance / ‖∇J‖²", {"variance": "G = 2"}, low=0),)),
-    "sequence_mean": Plot(
+    "more_statistics": FindingPlot(
+        "N completions in the mean", (Panel("variance / ‖∇J‖²", {"variance": "G = 2"}, low=0),)
+    ),
+    "sequence_mean": FindingPlot(
         "length of a right answer (tokens)",
         (
             Panel(
@@ -126,7 +132,7 @@ PLOTS: dict[str, Plot] = {
             ),
         ),
     ),
-    "brevity": Plot(
+    "brevity": FindingPlot(
         "γ",
         (
             Panel(
@@ -135,7 +141,7 @@ PLOTS: dict[str, Plot] = {
             Panel("cosine of E g with ∇J", {"cosine": "Ψ = γ^k·R, k tokens to go"}),
         ),
     ),
-    "product_ratio": Plot(
+    "product_ratio": FindingPlot(
         _NATS,
         (
             Panel("bias / ‖∇J‖", _each("bias_", _RATIOS), low=0),
@@ -143,7 +149,7 @@ PLOTS: dict[str, Plot] = {
         ),
         log=True,
     ),
-    "ratio_over_length": Plot(
+    "ratio_over_length": FindingPlot(
         "longest answer (tokens)",
         (
             Panel("standard deviation of w", _each("spread_", _RATIOS), low=0),
@@ -151,7 +157,7 @@ PLOTS: dict[str, Plot] = {
             Panel("bias / ‖∇J‖", _each("bias_", _RATIOS), low=0),
         ),
     ),
-    "gates": Plot(
+    "gates": FindingPlot(
         _NATS,
         (
             Panel("share of w kept where the clip drops it", _each("kept_", _KEPT), low=0),
@@ -159,7 +165,7 @@ PLOTS: dict[str, Plot] = {
         ),
         log=True,
     ),
-    "gae_curve": Plot(
+    "gae_curve": FindingPlot(
         "λ",
         (
             Panel("bias / ‖∇J‖", _each("bias_", _CRITICS | _STEPS), low=0),
@@ -167,12 +173,12 @@ PLOTS: dict[str, Plot] = {
             Panel("mean squared error / ‖∇J‖²", _each("mse_", _CRITICS | _STEPS), low=0),
         ),
     ),
-    "trust_region_bound": Plot(
+    "trust_region_bound": FindingPlot(
         "standard deviation of the move in the logits",
         (Panel("J − bound, median", {"slack_kl": "in the KL", "slack_tv": "in total variation"}, log=True),),
         log=True,
     ),
-    "bound_over_step": Plot(
+    "bound_over_step": FindingPlot(
         "step along the natural gradient",
         (
             Panel(
@@ -182,21 +188,21 @@ PLOTS: dict[str, Plot] = {
             ),
         ),
     ),
-    "entropy_collapse": Plot(
+    "entropy_collapse": FindingPlot(
         "rollout",
         (
             Panel("entropy of a token that does not matter (nats)", _each("idle_", _CLIPS), low=0),
             Panel("J", _each("J_", _CLIPS), low=0),
         ),
     ),
-    "length_drift": Plot(
+    "length_drift": FindingPlot(
         "J reached",
         (
             Panel("wrong answers (tokens)", {"wrong_sequence": "sequence mean", "wrong_fixed": "fixed length"}),
             Panel("right answers (tokens)", {"right_sequence": "sequence mean", "right_fixed": "fixed length"}),
         ),
     ),
-    "k1_in_loss": Plot(
+    "k1_in_loss": FindingPlot(
         "rollout",
         (
             Panel(
@@ -211,7 +217,7 @@ PLOTS: dict[str, Plot] = {
             ),
         ),
     ),
-    "reward_hacking": Plot(
+    "reward_hacking": FindingPlot(
         "rollout",
         (
             Panel("true reward", {"true_free": "no KL", "true_kl": "KL in the reward"}, low=0),
@@ -219,30 +225,3 @@ PLOTS: dict[str, Plot] = {
         ),
     ),
 }
-SECTIONS: dict[str, tuple[str, ...]] = {
-    "Baselines and groups": (
-        "z_score",
-        "group_size",
-        "more_statistics",
-        "optimal_baseline",
-        "group_mean",
-        "leave_one_out",
-        "state_baseline",
-    ),
-    "Ratios and gates": ("gate_weights", "gates", "ratio_over_length", "product_ratio", "experts"),
-    "Critics": ("gae_curve",),
-    "Length": ("sequence_mean", "brevity"),
-    "KL and optimiser": ("kl_places", "adam"),
-    "Trust regions": (
-        "bound_over_step",
-        "trust_region_bound",
-        "monotonic_improvement",
-        "conservative_mixture",
-        "natural_invariance",
-        "performance_difference",
-        "surrogate_matches",
-        "occupancy_sum",
-    ),
-    "How training goes wrong": ("entropy_collapse", "reward_hacking", "length_drift", "k1_in_loss"),
-}
-"""Findings by theme, as the page shows them; those of no theme come last."""
