@@ -79,10 +79,12 @@ def page(info: RunInfo | None, view: View, notes: Sequence[str], summary: Mappin
     """The whole output. Text of models, data and users is escaped, so that no completion becomes markup."""
     parts = []
     if info is not None:
-        parts += [f"<b>{_text(info.title)}</b>", _table(info.facts), _place(view, over=summary is not None)]
+        word = "" if summary is None else "done · " if view.share >= 1 else "stopped · "
+        left = "" if view.left is None or summary is not None else f" · {duration(view.left)} left"
+        place = f"{word}{view.unit} {view.words} · {duration(view.elapsed)}{left}"
+        parts += [f"<b>{_text(info.title)}</b>", _table(info.facts), _bar(place, view.share)]
     if view.phase:
-        share = view.phase_done / view.phase_total if view.phase_total else None
-        parts.append(f"<div>{_text(view.phase)} {'' if share is None else _bar(share)}</div>")
+        parts.append(_bar(view.phase, view.phase_done / view.phase_total if view.phase_total else None))
     if view.metrics:
         labels, values = (_row(cells) for cells in zip(*view.metrics, strict=True))
         parts.append(f'<table><tr style="opacity:.6">{labels}</tr><tr style="font-weight:bold">{values}</tr></table>')
@@ -91,62 +93,48 @@ def page(info: RunInfo | None, view: View, notes: Sequence[str], summary: Mappin
     if view.sample is not None:
         parts.append(_sample(view.sample, f"a sample of {view.unit} {view.sample_step}"))
     parts += [f'<div style="color:#b58900">! {_text(note)}</div>' for note in notes]
-    parts.append(_table(summary or {}))
-    return f'<div style="max-width:{WIDTH}px">' + "\n".join(part for part in parts if part) + "</div>"
+    return f'<div style="max-width:{WIDTH}px">{"".join([*parts, _table(summary or {})])}</div>'
 
 
 def curve(view: View) -> str:
     """The rewards as an SVG: a dot each, and the smoothed line."""
     end, points = horizon(view.step, view.total), thinned(view.rewards)
     low, high = limits([value for _, value in points])
+    left, right, top, bottom = GUTTER, WIDTH - MARGIN, MARGIN, HEIGHT - 2 * MARGIN
 
     def at(step: float, value: float) -> str:
-        x = GUTTER + (step - 1) / (end - 1) * (WIDTH - GUTTER - MARGIN)
-        y = MARGIN + (high - value) / (high - low) * (HEIGHT - 3 * MARGIN)
-        return f"{x:.1f},{y:.1f}"
+        x = left + (step - 1) / (end - 1) * (right - left)
+        return f"{x:.1f},{bottom - (value - low) / (high - low) * (bottom - top):.1f}"
+
+    def label(x: int, y: int, anchor: str, text: str) -> str:
+        return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{_text(text)}</text>'
 
     dots = "".join(f"M{at(*point)}h0" for point in points)
     line = " ".join(at(*point) for point in smoothed(points))
-    top, bottom, under = MARGIN, HEIGHT - 2 * MARGIN, HEIGHT - 4
-    labels = "".join(
-        f'<text x="{x}" y="{y}" text-anchor="{anchor}">{_text(text)}</text>'
-        for x, y, anchor, text in (
-            (GUTTER - 6, top + 4, "end", number(high)),
-            (GUTTER - 6, (top + bottom) // 2 + 4, "end", "reward"),
-            (GUTTER - 6, bottom + 4, "end", number(low)),
-            (GUTTER, under, "start", f"{view.unit} 1"),
-            (WIDTH - MARGIN, under, "end", str(end)),
-        )
-    )
+    heights = ((top, number(high)), ((top + bottom) // 2, "reward"), (bottom, number(low)))
+    labels = [label(left - 6, y + 4, "end", text) for y, text in heights]
+    labels += [label(left, HEIGHT - 4, "start", f"{view.unit} 1"), label(right, HEIGHT - 4, "end", str(end))]
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" role="img" aria-label="reward by {_text(view.unit)}" fill="none">'
-        f'<path d="M{GUTTER},{top}V{bottom}H{WIDTH - MARGIN}" stroke="currentColor" opacity=".4"/>'
+        f'<path d="M{left},{top}V{bottom}H{right}" stroke="currentColor" opacity=".4"/>'
         f'<path d="{dots}" stroke="currentColor" opacity=".35" stroke-width="3" stroke-linecap="round"/>'
         f'<polyline points="{line}" stroke="#2a9d4a" stroke-width="2"/>'
-        f'<g fill="currentColor" font-size="11" opacity=".7">{labels}</g></svg>'
+        f'<g fill="currentColor" font-size="11" opacity=".7">{"".join(labels)}</g></svg>'
     )
 
 
-def _place(view: View, *, over: bool) -> str:
-    left = "" if view.left is None or over else f" · {duration(view.left)} left"
-    word = f"{'done' if view.share >= 1 else 'stopped'} · " if over else ""
-    return (
-        f"<div>{word}{_text(view.unit)} {_text(view.words)} · {duration(view.elapsed)}{left} {_bar(view.share)}</div>"
-    )
-
-
-def _bar(share: float) -> str:
-    return f'<progress value="{share:.4f}" max="1"></progress>'
+def _bar(words: str, share: float | None) -> str:
+    bar = "" if share is None else f' <progress value="{share:.4f}" max="1"></progress>'
+    return f"<div>{_text(words)}{bar}</div>"
 
 
 def _sample(sample: Sample, title: str) -> str:
-    reward = "" if sample.reward is None else f", reward {number(sample.reward)}"
+    """The prompt and the completion, scrolled where they are long."""
+    title += "" if sample.reward is None else f", reward {number(sample.reward)}"
     style = "white-space:pre-wrap;overflow:auto;max-height:16em;margin:0"
-    texts = (
-        f'<pre style="{style}{more}">{_text(text)}</pre>'
-        for text, more in ((sample.prompt, ";opacity:.6"), (sample.completion, ""))
-    )
-    return f'<details open="open"><summary>{_text(title + reward)}</summary>{"".join(texts)}</details>'
+    prompt = f'<pre style="{style};opacity:.6">{_text(sample.prompt)}</pre>'
+    completion = f'<pre style="{style}">{_text(sample.completion)}</pre>'
+    return f'<details open="open"><summary>{_text(title)}</summary>{prompt}{completion}</details>'
 
 
 def _table(values: Mapping[str, str]) -> str:
