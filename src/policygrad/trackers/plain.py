@@ -67,12 +67,9 @@ class PlainTracker(Tracker):
         self._print(f"note: {text}")
 
     def finish(self, summary: Mapping[str, str]) -> None:
-        word, unit, took = (
-            "done" if self._progress.over else "stopped",
-            self._progress.info.unit,
-            self._clock() - self._started,
-        )
-        self._print(f"{word} at {unit} {self._progress.words.strip()} after {duration(took)}")
+        progress, seconds = self._progress, self._clock() - self._started
+        place = f"{progress.info.unit} {progress.words.strip()} after {duration(seconds)}"
+        self._print(f"{'done' if progress.over else 'stopped'} at {place}")
         width = max(map(len, summary), default=0)
         for name, value in summary.items():
             self._print(f"  {name:<{width}}  {value}")
