@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import policygrad as pg
+from doubles.tabular_learner import TabularLearner
 from policygrad.core.controllers import LARGEST, SMALLEST, doubling, inside, proportional
 from policygrad.core.metrics import Mean, Sum
-from tabular_learner import TabularLearner
 
 NAN = float("nan")
 

@@ -16,11 +16,12 @@ import transformers as tf
 from torch import Tensor, nn
 
 import policygrad as pg
+from doubles.drawing import Context, sample
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.problem import LocalProblem
 from policygrad.models.loading import load_model
-from policygrad.samplers.base import Prompt, Sampling
+from policygrad.samplers.base import Sampling
 from policygrad.samplers.draw import log_probabilities
 from policygrad.samplers.local import LocalSampler
 
@@ -112,11 +113,11 @@ def test_sampler_and_learner_compute_the_models_own_numbers(name: str, tmp_path:
     assert all(float((got[n] - e).abs().max()) < 1e-4 * largest for n, e in expected.items())
 
     assert batch.prompts is not None
-    prompts = [Prompt(p, (0, i)) for i, p in enumerate(batch.prompts)]
-    groups = LocalSampler(model, frozenset({1}), 0).sample(prompts, 6, Sampling(max_tokens=16))
+    prompts = [Context(p, (0, i)) for i, p in enumerate(batch.prompts)]
+    groups = sample(LocalSampler(model, frozenset({1}), 0), prompts, 6, Sampling(max_tokens=16))
     assert len({len(c.tokens) for g in groups for c in g.completions}) > 1  # rows left the batch on the way
     for group in groups:
-        for completion in group.completions:
+        for completion in group:
             with torch.no_grad():
                 truth = naive_logp(model, group.prompt.tokens, completion.tokens)
             assert torch.allclose(completion.logp, truth, atol=1e-4)
@@ -125,4 +126,4 @@ def test_sampler_and_learner_compute_the_models_own_numbers(name: str, tmp_path:
 def test_a_model_without_a_layered_cache_is_refused() -> None:
     model = tf.AutoModelForCausalLM.from_config(tf.RwkvConfig(**PLAIN, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(ValueError, match="no cache made of layers"):
-        LocalSampler(model, frozenset({1}), 0).sample([Prompt(torch.tensor([3]), (0,))], 2, Sampling(max_tokens=2))
+        sample(LocalSampler(model, frozenset({1}), 0), [Context(torch.tensor([3]), (0,))], 2, Sampling(max_tokens=2))

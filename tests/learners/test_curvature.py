@@ -14,14 +14,14 @@ from test_run import Record, rows, same, small, untimed, weights  # type: ignore
 from torch import Tensor, nn
 
 import policygrad as pg
+from doubles.tabular_learner import TabularLearner, TabularProblem
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local import curvature
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.problem import LocalProblem
 from policygrad.models.loading import load_model, resolve
 from policygrad.training.config.run import Run
-from policygrad.training.session import train
-from tabular_learner import TabularLearner, TabularProblem
+from policygrad.training.trainer import train
 
 VOCABULARY, TEMPERATURE = 11, 0.7
 PLAIN = {"vocab_size": VOCABULARY, "hidden_size": 8, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.5}

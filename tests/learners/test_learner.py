@@ -11,13 +11,14 @@ from test_packing import make_batch  # type: ignore[import-not-found]
 from torch import nn
 
 import policygrad as pg
+from doubles.drawing import Context, sample
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local import forward
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.problem import LocalProblem
 from policygrad.models.loading import load_model
-from policygrad.samplers.base import Prompt, Sampling
+from policygrad.samplers.base import Sampling
 from policygrad.samplers.local import LocalSampler
 
 
@@ -118,8 +119,8 @@ def test_recomputed_activations_leave_the_cache_to_the_sampler(random_model: Pat
     assert calls == [True, True]  # once forward, once more on the way back
     assert not learner.model.training
     sampler = LocalSampler(learner.model, frozenset({1}), 0)
-    (group,) = sampler.sample([Prompt(torch.tensor([3, 4]), (0,))], 2, Sampling(max_tokens=3))
-    assert len(group.completions) == 2
+    (group,) = sample(sampler, [Context(torch.tensor([3, 4]), (0,))], 2, Sampling(max_tokens=3))
+    assert len(group) == 2
 
 
 def test_minibatches_are_whole_groups_and_each_epoch_sees_every_group_once(random_model: Path) -> None:

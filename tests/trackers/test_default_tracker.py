@@ -4,9 +4,9 @@ import io
 import subprocess
 import sys
 
+import notebook_double
 import pytest
 
-import notebook_double
 from policygrad.trackers import PlainTracker, default_tracker
 from policygrad.trackers.notebook import NotebookTracker
 from policygrad.trackers.terminal.live import TerminalTracker

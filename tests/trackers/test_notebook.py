@@ -3,10 +3,10 @@
 import math
 from xml.etree import ElementTree
 
-import pytest
-
 import notebook_double
+import pytest
 from followed import SAMPLE, Clock, follow, metrics, row
+
 from policygrad.trackers import RunInfo
 from policygrad.trackers.notebook import NotebookTracker
 

@@ -12,29 +12,20 @@ from collections.abc import Callable
 from typing import TextIO
 
 from policygrad.trackers.base import RunInfo, Sample, Tracker
-from policygrad.trackers.display import Display, PlainDisplay, Silent, make_display  # the names of before
 from policygrad.trackers.fanout import Trackers
 from policygrad.trackers.jsonl import JsonlTracker
 from policygrad.trackers.plain import PlainTracker
 from policygrad.trackers.words import change
 
-Outline, RunFiles = RunInfo, JsonlTracker  # the names of before
-
 __all__ = [
-    "Display",
     "JsonlTracker",
-    "Outline",
-    "PlainDisplay",
     "PlainTracker",
-    "RunFiles",
     "RunInfo",
     "Sample",
-    "Silent",
     "Tracker",
     "Trackers",
     "change",
     "default_tracker",
-    "make_display",
 ]
 
 

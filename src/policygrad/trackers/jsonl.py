@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from policygrad.errors import RunError
 from policygrad.trackers.base import Tracker
 
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
@@ -72,7 +73,7 @@ class JsonlTracker(Tracker):
             file.flush()
         except OSError as error:
             reason = f"{error.strerror}; see to it, then --resume {self.folder} goes on"
-            raise OSError(error.errno, reason, str(self.folder / name)) from error
+            raise RunError(f"{self.folder / name} cannot be written: {reason}") from error
 
     def _rewrite(self, name: str, step: int) -> int:
         path, temporary = self.folder / name, self.folder / f".{name}.tmp"

@@ -46,11 +46,11 @@ def rows_of(done: Done) -> list[dict[str, Any]]:
     return rows
 
 
-def notes_of(done: Done, values: dict[str, float]) -> list[Note]:
-    """What people should know of this step."""
+def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:
+    """What people should know of this step. waiting: in the step before, the policy waited for its critic."""
     step = done.step
     notes = [(message, message.partition(" (completion ")[0]) for message in done.rollout.messages]
-    notes += _pretraining(done, values)
+    notes += _pretraining(done.step, values, waiting)
     if values.get("trust_region/nonfinite"):
         kept = "took a shorter step" if values.get("updates/taken") else "left the weights as they were"
         notes += [(f"step {step}: the trust region met numbers that are not finite and {kept}", "nonfinite")]
@@ -70,17 +70,14 @@ def notes_of(done: Done, values: dict[str, float]) -> list[Note]:
     return notes
 
 
-def _pretraining(done: Done, values: dict[str, float]) -> list[Note]:
+def _pretraining(step: int, values: dict[str, float], waiting: bool) -> list[Note]:
     """Says that the policy waits for its critic, and when the wait is over."""
-    critic = done.algorithm.critic
-    if "value_pretraining" not in values or critic is None:
+    if "value_pretraining" in values:
+        return [(f"step {step}: value pre-training, the policy waits for its critic", "value pre-training")]
+    if not waiting:
         return []
-    notes = [(f"step {done.step}: value pre-training, the policy waits for its critic", "value pre-training")]
-    explained = values.get("explained_variance", 0.0)
-    if critic.pretrain == 1 or explained >= critic.explained:
-        over = f"step {done.step + 1}: value pre-training is over, the values explain {explained:.0%} of the returns' variance"
-        notes += [(over, "value pre-training over")]
-    return notes
+    explained = f"the values explain {values.get('explained_variance', 0.0):.0%} of the returns' variance"
+    return [(f"step {step}: value pre-training is over, {explained}", "value pre-training is over")]
 
 
 def _why_nothing(done: Done, values: dict[str, float]) -> str:

@@ -108,6 +108,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         super().__init__((run or Run()).resolved(), display=display, trackers=trackers, callbacks=callbacks)
         self._sampler, self._learner, self._environment = sampler, learner, environment
         self._said: set[str] = set()
+        self._waiting = False  # the policy, for its critic
         self._binary = True  # every held-out score is 0 or 1
         self._held_out: list[Example] = []
 
@@ -225,8 +226,9 @@ class Trainer(Lifecycle[Run, Progress, float]):
         """After every step: its lines in the files, its picture on the display, and perhaps an evaluation."""
         evaluation, step = self.config.evaluation, done.step
         values = values_of(done)
-        for text, kind in notes_of(done, values):
+        for text, kind in notes_of(done, values, self._waiting):
             self.note(text, kind)
+        self._waiting = "value_pretraining" in values
         self.log(step, values, rows_of(done))
         if evaluation.every and step % evaluation.every == 0 and step < self.steps and self._held_out:
             score = self.take(f"evaluating at step {step}", step)

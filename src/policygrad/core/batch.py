@@ -1,0 +1,1 @@
+from policygrad.core.types import *  # shim
