@@ -20,8 +20,6 @@ from policygrad.core.reference import Reference
 from policygrad.core.steps import FirstOrder, Step
 from policygrad.core.types import Advantage, Aggregation, Batch, BatchTransform, Correction, Gate, Ratio, Term
 
-State = dict
-
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -140,9 +138,9 @@ class Algorithm:
             psi = link(psi, batch)
         return ragged.masked(psi, batch.mask)
 
-    def with_targets(self, batch, shaped=None):
+    def with_targets(self, batch: Batch) -> Batch:
         """The batch with the critic's targets, from the rewards after shaping; computed once per rollout, like Ψ."""
-        return batch if self.critic is None else replace(batch, returns=self.critic.targets(shaped))
+        return batch if self.critic is None else replace(batch, returns=self.critic.targets(self.shaped(batch)))
 
     def corrected(self, weight: Tensor, batch: Batch) -> Tensor:
         """w times the corrections for μ ≠ π_old [B, T]."""
@@ -174,31 +172,10 @@ class Algorithm:
         c = aggregate(batch.mask if mask is None else mask, batch.group).to(batch.reward.dtype)
         return c if batch.weight is None else c * ragged.masked(batch.weight, batch.mask)
 
-    def init(self):
-        from policygrad.training.config.toml import algorithm_to_dict
-
-        return algorithm_to_dict(self)
-
-    def at(self, state):
-        from policygrad.training.config.toml import algorithm_from_dict
-
-        return algorithm_from_dict(state)
-
-    def update(self, state, batch, metrics):
-        from policygrad.training.config.toml import algorithm_to_dict
-
-        return algorithm_to_dict(self.at(state).observe(batch, metrics))
-
-    def credit(self, batch):
-        psi = reward_to_go(batch)
-        for link in self.psi:
-            psi = link(psi, batch)
-        return ragged.masked(psi, batch.mask)
-
     def observe(self, batch: Batch, metrics: Mapping[str, Metric] | None = None) -> Algorithm:
         """The algorithm for the next step: parts with state (a running mean, an adaptive β) have seen this batch and what
         its updates measured. Data in, data out."""
-        shaped, seen = batch, metrics or {}
+        shaped, seen = self.shaped(batch), metrics or {}
         return self._map(lambda part: part.observe(shaped, seen) if hasattr(part, "observe") else part)
 
     def report(self, batch: Batch) -> Metrics:

@@ -20,7 +20,6 @@ PER_TOKEN = (
     "token_reward",
     "step_end",
     "weight",
-    "version",
 )
 PER_COMPLETION = ("group", "reward", "bootstrap", "truncated", "in_statistics", "score_norm")
 
@@ -69,7 +68,6 @@ class Batch:
     """[B] bool; stopped by the token budget, not by the policy."""
     in_statistics: Tensor | None = None
     """[B] bool; counts in group statistics. None = the completions whose mask has a True."""
-    version: Tensor | None = None
     score_norm: Tensor | None = None
     """[B] ‖∇_θ log π_θ(o)‖², the squared norm of the completion's score; 0 where the mask is all False."""
 

@@ -75,12 +75,12 @@ def loop(run: Run, rollouter: Rollouter, learner: Learner, progress: Progress, w
             samples=run.group_size,
             step=step,
             position=progress.position,
-            evaluate=learner.score,
+            evaluate=learner.evaluate,
         )
         sampled = time.perf_counter()
         algorithm, batch = behaviour(algorithm, rollout.batch, learner.version)
         age = staleness(batch, learner.version)
-        batch = learner.score(batch, algorithm.needs)
+        batch = learner.evaluate(batch, algorithm.needs)
         shaped = algorithm.shaped(batch)
         psi, batch = algorithm.credit(shaped), algorithm.with_targets(batch, shaped)
         measured = learner.update(batch, psi, algorithm)

@@ -1,1 +1,0 @@
-from policygrad.core.types import *  # shim

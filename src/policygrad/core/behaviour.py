@@ -1,6 +1,0 @@
-def behaviour(a, b, v):
-    return a, b
-
-
-def staleness(b, v):
-    return {}
