@@ -29,6 +29,9 @@ _HOME = {
     "policygrad.core.trust_region": "TrustRegion",
     "policygrad.core.types": "Batch Forward",
     "policygrad.core.values": "GAE LengthAdaptiveGAE NStep Whiten",
+    "policygrad.errors": (
+        "CheckpointError ConfigError DataError EngineError ModelError NumericsError PolicygradError RewardError RunError"
+    ),
     "policygrad.rewards": "reward",
     "policygrad.rollout.types": "Sampling",
     "policygrad.training.config": "Checkpointing Evaluation Rewarding Run",

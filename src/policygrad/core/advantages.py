@@ -18,6 +18,7 @@ from policygrad.core import ragged
 from policygrad.core.metrics import Metric
 from policygrad.core.ragged import Groups
 from policygrad.core.types import Batch
+from policygrad.errors import ConfigError
 
 
 def reward_to_go(batch: Batch) -> Tensor:
@@ -66,7 +67,7 @@ class RunningMean:
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"RunningMean.decay must be in [0, 1), not {self.decay}: at 1 the mean never sees a reward"
             )
 
@@ -139,7 +140,7 @@ class OptimalBaseline:
 
     def __post_init__(self) -> None:
         if self.norm not in get_args(Norm):
-            raise ValueError(
+            raise ConfigError(
                 f"OptimalBaseline.norm must be 'exact' (‖∇log π(o)‖², from the learner) or 'length' (|o|), not {self.norm!r}"
             )
 
@@ -166,7 +167,7 @@ class OptimalBaseline:
         if self.norm == "length":
             return batch.lengths.double()
         if batch.score_norm is None:
-            raise ValueError(
+            raise ConfigError(
                 "OptimalBaseline needs Batch.score_norm, ‖∇log π(o)‖² per completion: let a learner fill it "
                 "(learner.score with algorithm.needs), or use OptimalBaseline(norm='length')"
             )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from policygrad.core import ragged
 from policygrad.core.ragged import Groups
+from policygrad.errors import ConfigError
 
 
 def _spread(per_completion: Tensor, mask: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ class FixedLength:
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < 1:
-            raise ValueError(f"FixedLength.length must be at least 1 token, not {self.length}")
+            raise ConfigError(f"FixedLength.length must be at least 1 token, not {self.length}")
 
     @property
     def formula(self) -> str:

@@ -19,6 +19,7 @@ from policygrad.core.objective import Coefficients
 from policygrad.core.reference import Reference
 from policygrad.core.steps import FirstOrder, Step
 from policygrad.core.types import Advantage, Aggregation, Batch, BatchTransform, Correction, Gate, Ratio, Term
+from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Algorithm:
     """A policy-gradient method as a composition of parts; `dataclasses.replace` makes the next one.
 
     Raises:
-        ValueError: parts that contradict each other, with the reason and the way out.
+        ConfigError: parts that contradict each other, with the reason and the way out.
     """
 
     name: str = "custom"
@@ -98,17 +99,17 @@ class Algorithm:
         """Refuses group statistics without a group.
 
         Raises:
-            ValueError: one sample per prompt, or temperature 0 (equal samples), where a part compares a prompt's samples.
+            ConfigError: one sample per prompt, or temperature 0 (equal samples), where a part compares a prompt's samples.
         """
         for _, part in self.parts():
             if getattr(part, "group_statistic", False):
                 if samples_per_prompt < 2:
-                    raise ValueError(
+                    raise ConfigError(
                         f"{type(part).__name__} compares the samples of one prompt, and there is one per prompt: set "
                         "samples_per_prompt to 2 or more, or use RunningMean() (algorithm reinforce)"
                     )
                 if temperature == 0:
-                    raise ValueError(
+                    raise ConfigError(
                         f"{type(part).__name__} compares the samples of one prompt, and at temperature 0 they are all equal: "
                         "set sampling.temperature above 0"
                     )
@@ -129,7 +130,7 @@ class Algorithm:
         """Ψ [B, T]: reward shaping and the chain of lever 1; 0 off the mask. Computed once per rollout, before splitting.
 
         Raises:
-            ValueError: a reward that is NaN or infinite, of a completion that counts: it would be its whole group's.
+            ConfigError: a reward that is NaN or infinite, of a completion that counts: it would be its whole group's.
         """
         check_rewards(batch)
         batch = self.shaped(batch)

@@ -13,6 +13,7 @@ from policygrad.core.shaping import KLInReward
 from policygrad.core.steps import FirstOrder
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.types import Batch
+from policygrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from policygrad.core.algorithm import Algorithm
@@ -24,26 +25,26 @@ _METHODS = {"gate": ("weight", "value"), "critic": ("targets", "loss"), "referen
 
 
 def check(algorithm: Algorithm) -> None:
-    """Raises ValueError for the first thing that is wrong."""
+    """Raises ConfigError for the first thing that is wrong."""
     for checks in (_kinds, _ratio, _values, _order, _steps, _reference, _penalty, _trust_region):
         for problem in checks(algorithm):
-            raise ValueError(problem)
+            raise ConfigError(problem)
 
 
 def check_rollout(algorithm: Algorithm) -> None:
-    """Raises ValueError for a penalty that does nothing where a rollout feeds one gradient step and is the policy's own: in a
+    """Raises ConfigError for a penalty that does nothing where a rollout feeds one gradient step and is the policy's own: in a
     run. In a loop of one's own the samples may be older than the policy."""
     for term in algorithm.terms:
         single = isinstance(algorithm.step, FirstOrder) and algorithm.step.updates == 1
         if single and getattr(term, "constrains", None) == "kl_old":
-            raise ValueError(
+            raise ConfigError(
                 f"{type(term).__name__} holds π_θ near π_old, and they are one at the only gradient step of a rollout: set "
                 "step=FirstOrder(epochs=4), or drop it"
             )
 
 
 def check_rewards(batch: Batch) -> None:
-    """Raises ValueError for a reward that is not finite and is read: that of a completion that is counted or trained on."""
+    """Raises ConfigError for a reward that is not finite and is read: that of a completion that is counted or trained on."""
     total = batch.reward
     if batch.token_reward is not None:
         total = total + ragged.masked(batch.token_reward, batch.mask).sum(1)
@@ -51,7 +52,7 @@ def check_rewards(batch: Batch) -> None:
     if bool(bad.any()):
         rows = bad.nonzero().squeeze(1).tolist()
         named = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
-        raise ValueError(
+        raise ConfigError(
             f"Batch.reward or token_reward is NaN or infinite in row{'s' * (len(rows) > 1)} {named}: give a number, or leave "
             "the completion out (its mask all False): a NaN would be the advantage of its whole group"
         )

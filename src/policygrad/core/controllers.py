@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from policygrad.core.metrics import Mean, Metric, Metrics
+from policygrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from policygrad.core.algorithm import Algorithm
@@ -64,21 +65,21 @@ def adapted(part: Any, kl: float, default: Rule) -> Any:
 
 
 def check(part: Adapted) -> None:
-    """Raises ValueError for a β, a target or a rule that means nothing."""
+    """Raises ConfigError for a β, a target or a rule that means nothing."""
     name = type(part).__name__
     if not part.beta >= 0:
-        raise ValueError(f"{name}.beta must be at least 0, not {part.beta}")
+        raise ConfigError(f"{name}.beta must be at least 0, not {part.beta}")
     if part.rule is not None and part.rule not in get_args(Rule):
-        raise ValueError(f"{name}.rule must be one of {', '.join(get_args(Rule))}, not {part.rule!r}")
+        raise ConfigError(f"{name}.rule must be one of {', '.join(get_args(Rule))}, not {part.rule!r}")
     if part.target is None:
         if part.rule is not None:
-            raise ValueError(
+            raise ConfigError(
                 f"{name}.rule adapts beta to a target, and there is none: set target (nats a token), or leave rule open"
             )
     elif not part.target > 0:
-        raise ValueError(f"{name}.target must be greater than 0 nats a token, or none, not {part.target}")
+        raise ConfigError(f"{name}.target must be greater than 0 nats a token, or none, not {part.target}")
     elif part.beta == 0:
-        raise ValueError(
+        raise ConfigError(
             f"{name}.beta is 0 and would stay so: both rules multiply it. Start from a small beta, or drop target"
         )
 

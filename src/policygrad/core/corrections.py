@@ -12,6 +12,7 @@ from policygrad.core import ragged
 from policygrad.core.ratios import bounded_exp
 from policygrad.core.terms import required
 from policygrad.core.types import Batch
+from policygrad.errors import ConfigError
 
 Level = Literal["token", "sequence"]
 NEEDS = frozenset({"logp_old", "logp_sampler"})
@@ -26,7 +27,7 @@ def sampler_ratio(batch: Batch, part: object, level: Level) -> Tensor:
 
 def _check(part: object, level: str) -> None:
     if level not in ("token", "sequence"):
-        raise ValueError(f"{type(part).__name__}.level must be 'token' or 'sequence', not {level!r}")
+        raise ConfigError(f"{type(part).__name__}.level must be 'token' or 'sequence', not {level!r}")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class TruncatedIS:
     def __post_init__(self) -> None:
         _check(self, self.level)
         if not self.cap >= 1:
-            raise ValueError(f"TruncatedIS.cap must be at least 1, not {self.cap}: ρ is 1 where the sampler agrees")
+            raise ConfigError(f"TruncatedIS.cap must be at least 1, not {self.cap}: ρ is 1 where the sampler agrees")
 
     @property
     def formula(self) -> str:
@@ -62,7 +63,7 @@ class MaskedIS:
     def __post_init__(self) -> None:
         _check(self, self.level)
         if not 0 <= self.low <= 1 <= self.high:
-            raise ValueError(f"MaskedIS needs 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, high = {self.high}")
+            raise ConfigError(f"MaskedIS needs 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, high = {self.high}")
 
     @property
     def formula(self) -> str:

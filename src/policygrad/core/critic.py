@@ -14,6 +14,7 @@ from policygrad.core.metrics import Metric
 from policygrad.core.terms import required
 from policygrad.core.types import Batch
 from policygrad.core.values import GAE
+from policygrad.errors import ConfigError
 
 RATIO = 10.0
 """The critic's learning rate over the policy's, where it is left open."""
@@ -58,15 +59,15 @@ class Critic:
         for name in ("lr", "coefficient", "clip", "pretrain", "hidden"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
-                raise ValueError(f"Critic.{name} must be at least 0, not {value}")
+                raise ConfigError(f"Critic.{name} must be at least 0, not {value}")
         if self.pretrain_epochs < 1:
-            raise ValueError(f"Critic.pretrain_epochs must be at least 1, not {self.pretrain_epochs}")
+            raise ConfigError(f"Critic.pretrain_epochs must be at least 1, not {self.pretrain_epochs}")
         if self.features not in get_args(Features):
-            raise ValueError(
+            raise ConfigError(
                 f"Critic.features must be {' or '.join(map(repr, get_args(Features)))}, not {self.features!r}"
             )
         if self.hidden and self.features == "own":
-            raise ValueError(
+            raise ConfigError(
                 "Critic.hidden makes a head on the policy's fixed states able to bend, and features is 'own', whose backbone "
                 "learns itself: set features='policy', or leave hidden at 0"
             )
@@ -75,10 +76,10 @@ class Critic:
         """Its peak learning rate beside the policy's; it starts from a head that knows nothing, so it learns faster.
 
         Raises:
-            ValueError: neither is given.
+            ConfigError: neither is given.
         """
         if self.lr is None and policy is None:
-            raise ValueError(
+            raise ConfigError(
                 "Critic.lr is open, and the policy has no learning rate to multiply: set Critic(lr=…), say 1e-5"
             )
         return RATIO * (policy or 0.0) if self.lr is None else self.lr

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.core.steps import FirstOrder, Problem
+from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class DualDescent(FirstOrder):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rounds < 1:
-            raise ValueError(f"DualDescent.rounds must be at least 1, not {self.rounds}")
+            raise ConfigError(f"DualDescent.rounds must be at least 1, not {self.rounds}")
 
     @property
     def updates(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from policygrad.core.advantages import no_spread
 from policygrad.core.types import Batch
+from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class DropNoSpread:
 
     def __post_init__(self) -> None:
         if self.mode not in ("refill", "reweight"):
-            raise ValueError(f"DropNoSpread.mode must be 'refill' or 'reweight', not {self.mode!r}")
+            raise ConfigError(f"DropNoSpread.mode must be 'refill' or 'reweight', not {self.mode!r}")
         if self.max_rounds < 1:
-            raise ValueError(f"DropNoSpread.max_rounds must be at least 1, not {self.max_rounds}")
+            raise ConfigError(f"DropNoSpread.max_rounds must be at least 1, not {self.max_rounds}")
 
     @property
     def formula(self) -> str:

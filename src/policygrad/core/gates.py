@@ -13,11 +13,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from policygrad.errors import ConfigError
+
 
 def _not_negative(part: object, **values: float) -> None:
     for name, value in values.items():
         if not value >= 0:
-            raise ValueError(f"{type(part).__name__}.{name} must be at least 0, not {value}")
+            raise ConfigError(f"{type(part).__name__}.{name} must be at least 0, not {value}")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class DualClip(Clip):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.c > 1:
-            raise ValueError(f"DualClip.c must be greater than 1, not {self.c}: it bounds r from above where Ψ < 0")
+            raise ConfigError(f"DualClip.c must be greater than 1, not {self.c}: it bounds r from above where Ψ < 0")
 
     @property
     def formula(self) -> str:
@@ -121,7 +123,7 @@ class WeightCap:
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= 1 <= self.high:
-            raise ValueError(
+            raise ConfigError(
                 f"WeightCap bounds are absolute and must hold 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, "
                 f"high = {self.high}; an offset ε_high is written high = 1 + ε_high"
             )
@@ -155,7 +157,7 @@ class SoftGate:
     def __post_init__(self) -> None:
         for name in ("tau_pos", "tau_neg"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"SoftGate.{name} must be greater than 0, not {getattr(self, name)}")
+                raise ConfigError(f"SoftGate.{name} must be greater than 0, not {getattr(self, name)}")
 
     @property
     def formula(self) -> str:

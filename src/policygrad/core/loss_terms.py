@@ -16,12 +16,13 @@ from policygrad.core.controllers import Rule
 from policygrad.core.metrics import Metric
 from policygrad.core.terms import after_updates
 from policygrad.core.types import Aggregation, Batch, Forward
+from policygrad.errors import ConfigError
 
 
 def computed(value: Tensor | None, part: object, name: str) -> Tensor:
     """The field `name` of a forward pass, or an error that says which part asked for it."""
     if value is None:
-        raise ValueError(
+        raise ConfigError(
             f"{type(part).__name__} needs Forward.{name}, which is None: give `surrogate` a Forward(logp, {name}=…) with graph, "
             "or drop the part"
         )

@@ -21,6 +21,7 @@ from policygrad.core.metrics import Max, Metrics, Sum, effective_size, mean_of
 from policygrad.core.ratios import bounded_exp, bounded_expm1
 from policygrad.core.terms import log_ratio
 from policygrad.core.types import Batch, Forward, LossTerm
+from policygrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from policygrad.core.algorithm import Algorithm
@@ -50,7 +51,7 @@ def _check_shape(name: str, value: Tensor, batch: Batch) -> None:
             "psi": "take it from `algorithm.advantages(batch)`; one value per completion is psi[:, None].expand(mask.shape)",
             "out.logp": "log π_θ of the sampled tokens alone, without the prompt's, padded like Batch.mask",
         }.get(name, "one value per token of the batch")
-        raise ValueError(
+        raise ConfigError(
             f"{name} has shape {list(value.shape)}, expected [B, T] = {list(batch.mask.shape)} as in Batch.mask: {way_out}"
         )
 
@@ -63,14 +64,14 @@ def _step_coefficients(batch: Batch, algorithm: Algorithm, coef: Tensor | Coeffi
         _check_shape(f"coef[{i}]" if isinstance(coef, tuple) else "coef", c, batch)
     if isinstance(coef, tuple):
         if len(coef) != 1 + len(algorithm.terms):
-            raise ValueError(
+            raise ConfigError(
                 f"coef holds {len(coef)} tensors; {algorithm.name} needs {1 + len(algorithm.terms)}, the policy's and one per "
                 "term: pass this share's part of `algorithm.all_coefficients(step)`"
             )
         return coef
     own = [type(term).__name__ for term in algorithm.terms if term.aggregate is not None]
     if own:
-        raise ValueError(
+        raise ConfigError(
             f"{', '.join(own)} aggregates otherwise than the policy term: pass this share's part of "
             "`algorithm.all_coefficients(step)`, a tuple, as `coef`"
         )
@@ -93,7 +94,7 @@ def surrogate(
             has an aggregation of its own); None = `batch` is the whole optimiser step.
 
     Raises:
-        ValueError: an argument whose shape is not the batch's, named; a field that a part needs and the batch lacks.
+        ConfigError: an argument whose shape is not the batch's, named; a field that a part needs and the batch lacks.
     """
     out = out if isinstance(out, Forward) else Forward(out)
     policy, *per_term = _step_coefficients(batch, algorithm, coef)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from policygrad.core.metrics import Metric
 from policygrad.core.types import Batch
+from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Reference:
         for name, unit in (("every", "rollout"), ("stall", "evaluation")):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"Reference.{name} must be at least 1 {unit}, or None for never, not {value}")
+                raise ConfigError(f"Reference.{name} must be at least 1 {unit}, or None for never, not {value}")
         if self.reset and not (self.every or self.stall):
-            raise ValueError(
+            raise ConfigError(
                 "Reference.reset without `every` or `stall` would never happen: set one of them, or reset=False"
             )
 

@@ -14,6 +14,7 @@ from policygrad.core.controllers import Rule
 from policygrad.core.metrics import Metric
 from policygrad.core.terms import required
 from policygrad.core.types import Batch
+from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class KLInReward:
     Source: Stiennon et al. 2020; Ouyang et al. 2022, eq. 2; Ahmadian et al. 2024 (RLOO).
 
     Raises:
-        ValueError: any form but k1: k2 and k3 in the reward are not the gradient of the sequence KL; a rule without a target.
+        ConfigError: any form but k1: k2 and k3 in the reward are not the gradient of the sequence KL; a rule without a target.
     """
 
     beta: float = 0.05
@@ -36,7 +37,7 @@ class KLInReward:
 
     def __post_init__(self) -> None:
         if self.form != "k1":
-            raise ValueError(
+            raise ConfigError(
                 f"KLInReward takes k1 only, not {self.form!r}: as a reward, k2 and k3 do not give the gradient of the "
                 "sequence KL. Use form='k1', or KLToReference in the loss"
             )
@@ -72,7 +73,7 @@ class SoftOverlong:
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= 1:
-            raise ValueError(f"SoftOverlong.cache is a fraction of the budget in (0, 1], not {self.cache}")
+            raise ConfigError(f"SoftOverlong.cache is a fraction of the budget in (0, 1], not {self.cache}")
 
     @property
     def formula(self) -> str:

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from policygrad.core.metrics import Metrics, merge
+from policygrad.errors import ConfigError
 
 
 class Problem(Protocol):
@@ -106,7 +107,7 @@ class FirstOrder:
     def __post_init__(self) -> None:
         for name in ("epochs", "minibatches"):
             if getattr(self, name) < 1:
-                raise ValueError(f"FirstOrder.{name} must be at least 1, not {getattr(self, name)}")
+                raise ConfigError(f"FirstOrder.{name} must be at least 1, not {getattr(self, name)}")
 
     @property
     def updates(self) -> int:

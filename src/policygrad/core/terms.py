@@ -15,6 +15,7 @@ from policygrad.core.controllers import Rule
 from policygrad.core.metrics import Metric
 from policygrad.core.ratios import bounded_exp, bounded_expm1
 from policygrad.core.types import Aggregation, Batch, Forward
+from policygrad.errors import ConfigError
 
 KLForm = Literal["k2", "k3", "r*k1", "r*k3"]
 
@@ -28,7 +29,7 @@ def log_ratio(logp: Tensor, old: Tensor | None, mask: Tensor) -> Tensor:
 def required(value: Tensor | None, part: object, name: str) -> Tensor:
     """The batch field `name`, or an error that says which part asked for it."""
     if value is None:
-        raise ValueError(
+        raise ConfigError(
             f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `score` does), or drop the part"
         )
     return value
@@ -47,7 +48,7 @@ class KLToReference:
     k3's ratio is π_ref/π_θ. Source: Schulman 2020 (approximating KL); Shao et al. 2024 (GRPO), eq. 4.
 
     Raises:
-        ValueError: k1 without the ratio, whose expected gradient is zero; a rule without a target.
+        ConfigError: k1 without the ratio, whose expected gradient is zero; a rule without a target.
     """
 
     beta: float = 0.04
@@ -61,12 +62,12 @@ class KLToReference:
 
     def __post_init__(self) -> None:
         if str(self.form) == "k1":
-            raise ValueError(
+            raise ConfigError(
                 "KLToReference(form='k1') does nothing: E[∇log π] = 0, so k1 alone in the loss has zero expected gradient. "
                 "Use 'k2', 'k3' or 'r*k1' here, or put k1 in the reward with KLInReward"
             )
         if self.form not in get_args(KLForm):
-            raise ValueError(f"KLToReference.form must be one of {', '.join(get_args(KLForm))}, not {self.form!r}")
+            raise ConfigError(f"KLToReference.form must be one of {', '.join(get_args(KLForm))}, not {self.form!r}")
         controllers.check(self)
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.steps import Problem
+from policygrad.errors import ConfigError
 
 Fisher = Literal["exact", "sampled"]
 Candidates = Literal["first", "best"]
@@ -84,24 +85,24 @@ class TrustRegion:
 
     def __post_init__(self) -> None:
         if not 0 < self.delta < math.inf:
-            raise ValueError(f"TrustRegion.delta must be above 0 nats a token and finite, not {self.delta}")
+            raise ConfigError(f"TrustRegion.delta must be above 0 nats a token and finite, not {self.delta}")
         for name in ("iterations", "tries", "value_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"TrustRegion.{name} must be at least 1, not {value}")
+                raise ConfigError(f"TrustRegion.{name} must be at least 1, not {value}")
         if not 0 <= self.damping < math.inf:
-            raise ValueError(f"TrustRegion.damping must be at least 0 and finite, not {self.damping}")
+            raise ConfigError(f"TrustRegion.damping must be at least 0 and finite, not {self.damping}")
         if not 0 < self.fisher_share <= 1:
-            raise ValueError(f"TrustRegion.fisher_share must be above 0 and at most 1, not {self.fisher_share}")
+            raise ConfigError(f"TrustRegion.fisher_share must be above 0 and at most 1, not {self.fisher_share}")
         if not 0 < self.backtrack < 1:
-            raise ValueError(f"TrustRegion.backtrack must be between 0 and 1, not {self.backtrack}")
+            raise ConfigError(f"TrustRegion.backtrack must be between 0 and 1, not {self.backtrack}")
         for name, kind in (("fisher", Fisher), ("candidates", Candidates)):
             if getattr(self, name) not in get_args(kind):
                 known = " or ".join(map(repr, get_args(kind)))
-                raise ValueError(f"TrustRegion.{name} must be {known}, not {getattr(self, name)!r}")
+                raise ConfigError(f"TrustRegion.{name} must be {known}, not {getattr(self, name)!r}")
         changed = [f.name for f in fields(self) if f.name in _SEARCH and getattr(self, f.name) != f.default]
         if changed and not self.line_search:
-            raise ValueError(
+            raise ConfigError(
                 f"TrustRegion.{changed[0]} shapes the line search, and line_search is False: leave it out, or set "
                 "line_search=True (algorithm trpo)"
             )

@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from policygrad.errors import ConfigError
+
 PER_TOKEN = (
     "mask",
     "tokens",
@@ -33,7 +35,7 @@ class Batch:
     group statistics and every denominator.
 
     Raises:
-        ValueError: a field whose shape or dtype does not fit, named.
+        ConfigError: a field whose shape or dtype does not fit, named.
     """
 
     mask: Tensor
@@ -73,7 +75,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         if self.mask.ndim != 2 or self.mask.dtype != torch.bool:
-            raise ValueError(
+            raise ConfigError(
                 f"Batch.mask must be a bool tensor [B, T], not {self.mask.dtype} {list(self.mask.shape)}: "
                 "True where the policy sampled the token (mask.bool() converts 0/1)"
             )
@@ -84,17 +86,17 @@ class Batch:
             for name in names:
                 value = getattr(self, name)
                 if value is not None and value.shape != shape:
-                    raise ValueError(
+                    raise ConfigError(
                         f"Batch.{name} has shape {list(value.shape)}, expected {letters} = {list(shape)} as in Batch.mask"
                     )
         for name in ("step_end", "truncated", "in_statistics"):
             value = getattr(self, name)
             if value is not None and value.dtype != torch.bool:
-                raise ValueError(f"Batch.{name} must be bool, not {value.dtype}: {name}.bool() converts 0/1")
+                raise ConfigError(f"Batch.{name} must be bool, not {value.dtype}: {name}.bool() converts 0/1")
         if not self.reward.is_floating_point():
-            raise ValueError(f"Batch.reward must be floating, not {self.reward.dtype}: reward.float() converts it")
+            raise ConfigError(f"Batch.reward must be floating, not {self.reward.dtype}: reward.float() converts it")
         if self.group.is_floating_point() or self.group.dtype == torch.bool:
-            raise ValueError(f"Batch.group must hold integers (which prompt), not {self.group.dtype}")
+            raise ConfigError(f"Batch.group must hold integers (which prompt), not {self.group.dtype}")
 
     @property
     def counted(self) -> Tensor:

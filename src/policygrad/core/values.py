@@ -18,6 +18,7 @@ from policygrad.core import ragged
 from policygrad.core.metrics import Max, Mean, Metrics, Min
 from policygrad.core.terms import required
 from policygrad.core.types import Batch
+from policygrad.errors import ConfigError
 
 NEEDS = frozenset({"values"})
 
@@ -25,7 +26,7 @@ NEEDS = frozenset({"values"})
 def _unit(part: object, **values: float) -> None:
     for name, value in values.items():
         if not 0 <= value <= 1:
-            raise ValueError(f"{type(part).__name__}.{name} must be in [0, 1], not {value}")
+            raise ConfigError(f"{type(part).__name__}.{name} must be in [0, 1], not {value}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class Packed:
 
     @classmethod
     def of(cls, batch: Batch, part: object) -> Packed:
-        """Raises ValueError when the batch has no values."""
+        """Raises ConfigError when the batch has no values."""
         values = ragged.masked(required(batch.values, part, "values"), batch.mask).to(batch.reward.dtype)
         order = torch.sort((~batch.mask).int(), dim=1, stable=True).indices
         mask = batch.mask.gather(1, order)
@@ -88,7 +89,7 @@ class NStep:
     def __post_init__(self) -> None:
         _unit(self, gamma=self.gamma)
         if self.n < 0:
-            raise ValueError(f"NStep.n must be at least 1, or 0 for Monte Carlo, not {self.n}")
+            raise ConfigError(f"NStep.n must be at least 1, or 0 for Monte Carlo, not {self.n}")
 
     @property
     def formula(self) -> str:
@@ -149,7 +150,7 @@ class LengthAdaptiveGAE:
     def __post_init__(self) -> None:
         _unit(self, gamma=self.gamma)
         if not self.alpha > 0:
-            raise ValueError(f"LengthAdaptiveGAE.alpha must be greater than 0, not {self.alpha}")
+            raise ConfigError(f"LengthAdaptiveGAE.alpha must be greater than 0, not {self.alpha}")
 
     @property
     def formula(self) -> str:
