@@ -13,15 +13,16 @@ from torch import Tensor
 
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS, DAPO, GRPO, RLOO
+from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, WeightCap
-from policygrad.core.types import Batch
+from policygrad.core.protocols import Advantage
 from policygrad.rollout.types import Sampling
 from policygrad.training.config import Run
 from policygrad.training.toml import ConfigError, algorithm_from_dict, algorithm_to_dict, dumps, from_dict, load
 
 
 @dataclass(frozen=True)
-class Halved:
+class Halved(Advantage):
     """Somebody's own part."""
 
     factor: float = 0.5

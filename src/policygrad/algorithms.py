@@ -15,9 +15,9 @@ from policygrad.core.process import PrefixValue, ProcessReward
 from policygrad.core.ratios import Sequence, Token
 from policygrad.core.reference import Reference
 from policygrad.core.shaping import KLInReward, SoftOverlong
-from policygrad.core.steps import FirstOrder
 from policygrad.core.terms import Entropy, KLToOld, KLToReference, PositiveNLL
 from policygrad.core.trust_region import TrustRegion
+from policygrad.core.update_rules import FirstOrder
 from policygrad.core.values import GAE, LengthAdaptiveGAE, NStep, Whiten
 from policygrad.errors import ConfigError
 

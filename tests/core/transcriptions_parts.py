@@ -216,7 +216,7 @@ PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
         magistral,
     ),
     "group power": (
-        replace(pg.REINFORCE, psi=(pg.RunningMean(mean=0.25),), aggregate=pg.SequenceSum(group_power=0.5)),
+        replace(pg.REINFORCE, psi=(pg.RunningMean().at({"mean": 0.25, "count": 1}),), aggregate=pg.SequenceSum(group_power=0.5)),
         root_group,
     ),
     "reweight": (replace(GRPO, filters=(pg.DropNoSpread("reweight"),)), reweighted),

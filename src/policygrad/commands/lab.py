@@ -19,7 +19,7 @@ from policygrad.commands import describe as words
 from policygrad.commands.describe import HEAD, NAME, QUIET, Line
 from policygrad.commands.options import writable
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.steps import FirstOrder
+from policygrad.core.update_rules import FirstOrder
 from policygrad.training.config import optional
 from policygrad.training.parts import ConfigError, part_class
 
@@ -142,7 +142,7 @@ def with_part(base: Algorithm, spec: str) -> tuple[str, Algorithm]:
         )
     several = isinstance(getattr(base, place), tuple)
     changes: dict[str, Any] = {place: (part,) if several else part}
-    if place == "gate" and getattr(part, "on_policy", False):
+    if place == "gate" and part.on_policy:
         changes["ratio"] = None
     label = kind.__name__
     return label, replace(base, name=label, **changes)

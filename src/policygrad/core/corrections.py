@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.batch import Batch, required
+from policygrad.core.protocols import Correction
 from policygrad.core.ratios import bounded_exp
-from policygrad.core.terms import required
-from policygrad.core.types import Batch
 from policygrad.errors import ConfigError
 
 Level = Literal["token", "sequence"]
@@ -31,7 +31,7 @@ def _check(part: object, level: str) -> None:
 
 
 @dataclass(frozen=True)
-class TruncatedIS:
+class TruncatedIS(Correction):
     """× min(ρ, cap): bounded, biased where it caps. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with rollout engines)."""
 
     cap: float = 2.0
@@ -52,7 +52,7 @@ class TruncatedIS:
 
 
 @dataclass(frozen=True)
-class MaskedIS:
+class MaskedIS(Correction):
     """× ρ where low ≤ ρ ≤ high, × 0 outside: tokens the two engines disagree on teach nothing. Source: IcePop (Ling 2025)."""
 
     low: float = 0.5

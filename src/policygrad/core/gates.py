@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from policygrad.core.protocols import Gate
 from policygrad.errors import ConfigError
 
 
@@ -23,7 +24,7 @@ def _not_negative(part: object, **values: float) -> None:
 
 
 @dataclass(frozen=True)
-class OnPolicy:
+class OnPolicy(Gate):
     """w = 1: the score function estimator; true only while π_θ = π_old. Source: Williams 1992."""
 
     on_policy: ClassVar[bool] = True
@@ -40,10 +41,8 @@ class OnPolicy:
 
 
 @dataclass(frozen=True)
-class Importance:
+class Importance(Gate):
     """w = r: the surrogate r·Ψ. Source: Schulman et al. 2015 (TRPO), eq. 14."""
-
-    on_policy: ClassVar[bool] = False
 
     @property
     def formula(self) -> str:
@@ -57,7 +56,7 @@ class Importance:
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(Gate):
     """w = r, or 0 once r has left [1 − low, 1 + high] in the direction Ψ pushes: min(rΨ, clip(r)Ψ).
 
     Source: Schulman et al. 2017 (PPO), eq. 7; `high` > `low` is clip-higher, Yu et al. 2025 (DAPO), eq. 10.
@@ -65,7 +64,6 @@ class Clip:
 
     low: float = 0.2
     high: float = 0.2
-    on_policy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _not_negative(self, low=self.low, high=self.high)
@@ -111,7 +109,7 @@ class DualClip(Clip):
 
 
 @dataclass(frozen=True)
-class WeightCap:
+class WeightCap(Gate):
     """w = clip(r, low, high), **absolute** bounds, not offsets; no token loses its gradient. low = 0 means no lower bound.
 
     Source: MiniMax-M1 2025 (CISPO), eq. 4 and 5.
@@ -119,7 +117,6 @@ class WeightCap:
 
     low: float = 0.0
     high: float = 5.0
-    on_policy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= 1 <= self.high:
@@ -144,7 +141,7 @@ class WeightCap:
 
 
 @dataclass(frozen=True)
-class SoftGate:
+class SoftGate(Gate):
     """w = 4p(1 − p)r with p = σ(τ(r − 1)), τ = tau_pos where Ψ > 0, else tau_neg: the value is σ(τ(r − 1))·4/τ·Ψ.
 
     Source: Gao et al. 2025 (SAPO), eq. 5 and 6.
@@ -152,7 +149,6 @@ class SoftGate:
 
     tau_pos: float = 1.0
     tau_neg: float = 1.05
-    on_policy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("tau_pos", "tau_neg"):

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.batch import Batch, required
+from policygrad.core.protocols import Advantage
 from policygrad.core.ragged import Groups
-from policygrad.core.terms import required
-from policygrad.core.types import Batch
 from policygrad.core.values import Packed
 from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class ProcessReward:
+class ProcessReward(Advantage):
     """Ψ_t = Σ r̃ over the step ends from t on, r̃ = (r − mean_g)/(std_g + eps) over all steps of the group's completions.
 
     r is the token reward at a step's end, the last one's with the completion's reward. A group whose steps are all rewarded
@@ -79,7 +79,7 @@ class ProcessReward:
 
 
 @dataclass(frozen=True)
-class PrefixValue:
+class PrefixValue(Advantage):
     """Ψ_t = Σ rewards within t's step + V(start of the next step) − V(start of this one); V after the end is 0.
 
     `Batch.values` holds V(start of the step) at each of its tokens. A rollout estimates it as the mean reward of `samples`

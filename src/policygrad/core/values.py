@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.batch import Batch, required
 from policygrad.core.metrics import Max, Mean, Metrics, Min
-from policygrad.core.terms import required
-from policygrad.core.types import Batch
+from policygrad.core.protocols import Advantage
 from policygrad.errors import ConfigError
 
 NEEDS = frozenset({"values"})
@@ -75,7 +75,7 @@ def _discounted(delta: Tensor, rate: Tensor | float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NStep:
+class NStep(Advantage):
     """A_t = Σ_{k<n} γ^k r_{t+k} + γ^n V_{t+n} − V_t. n = 1 is TD(0); n = 0 takes every reward to the end: Monte Carlo.
 
     Source: Mnih et al. 2016 (A3C), sec. 4, where k counts the steps after the first: n = k + 1.
@@ -115,7 +115,7 @@ def _delta(p: Packed, gamma: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GAE:
+class GAE(Advantage):
     """A_t = Σ_l (γλ)^l δ_{t+l}: the geometric mixture of n-step advantages. Source: Schulman et al. 2016, eq. 16."""
 
     gamma: float = 1.0
@@ -136,7 +136,7 @@ class GAE:
 
 
 @dataclass(frozen=True)
-class LengthAdaptiveGAE:
+class LengthAdaptiveGAE(Advantage):
     """GAE with λ = max(0, 1 − 1/(α·l)), l the completion's sampled tokens. Source: Yue et al. 2025 (VAPO), sec. 4.2.
 
     λ is 0 up to l = 1/α tokens (20 at α = 0.05): short answers need a larger α.
@@ -175,7 +175,7 @@ class LengthAdaptiveGAE:
 
 
 @dataclass(frozen=True)
-class Whiten:
+class Whiten(Advantage):
     """Ψ ← (Ψ − mean)/(std + eps), ddof 1, over the sampled tokens of the rollout. Source: Huang et al. 2022 (PPO details)."""
 
     eps: float = 1e-8

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from policygrad.core.advantages import no_spread
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.filters import DropNoSpread, reweight
+from policygrad.core.batch import Batch
+from policygrad.core.filters import applied, reweight
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
+from policygrad.core.protocols import Filter
 from policygrad.core.ragged import Groups
-from policygrad.core.types import Batch
 from policygrad.rollout.prefixes import with_values
 from policygrad.rollout.source import TRAIN, Example, Scores, Source, StepScores, make_prompt, score_groups, step_scores
 from policygrad.rollout.steps import Marks, mark, with_steps
@@ -127,17 +127,17 @@ def collect(
     Dynamic sampling sets groups without spread aside and takes further prompts, for at most its `max_rounds` rounds; what
     is missing then is filled with groups set aside at weight 0, the others are reweighted, and that is reported.
     """
-    dynamic = next((f for f in algorithm.filters if isinstance(f, DropNoSpread)), None)
-    rounds, refill = (dynamic.rounds, dynamic.mode == "refill") if dynamic else (1, False)
+    dynamic = next((f for f in algorithm.filters if f.refill), None)
+    rounds, refill = (dynamic.rounds, True) if dynamic else (1, False)
     scored = "token_reward" in algorithm.declared or "step_end" not in algorithm.declared
     kept, aside, said, seen = _Kept(), _Kept(), _Said(scored), list[_Kept]()
     for _ in range(rounds):
         fresh = _round(source, sampler, sampling, range(position, position + prompts), samples, step, said)
         position += prompts
         seen.append(fresh)
-        flat = no_spread(fresh.batch())
+        dropped = dynamic.dropped(fresh.batch()) if dynamic else torch.zeros(prompts * samples, dtype=torch.bool)
         for i in range(prompts):
-            set_aside = refill and bool(flat[i * samples])
+            set_aside = bool(dropped[i * samples : (i + 1) * samples].all())
             if set_aside or len(kept.groups) < prompts:
                 (aside if set_aside else kept).add(fresh, i)
         if len(kept.groups) == prompts:
@@ -152,7 +152,7 @@ def collect(
     if source.steps is not None:
         batch = with_steps(batch, [found for marks in kept.marks for found in marks], scored=scored)
     for link in algorithm.psi:
-        if getattr(link, "samples_values", False):
+        if link.samples_values:
             batch, cost, notes = with_values(
                 source, sampler, sampling, batch, kept.groups, kept.examples, samples=link.samples, step=step
             )
@@ -203,13 +203,13 @@ def _marked(
     return [None if m is None else reward for reward, m in zip(rewards, marks, strict=True)], marks
 
 
-def _filter(batch: Batch, algorithm: Algorithm, dynamic: DropNoSpread | None, missing: int) -> Batch:
+def _filter(batch: Batch, algorithm: Algorithm, dynamic: Filter | None, missing: int) -> Batch:
     """The algorithm's filters; refilled groups were chosen already, and what could not be refilled is reweighted."""
     for part in algorithm.filters:
-        if part is dynamic and dynamic.mode == "refill":
-            batch = reweight(batch, dynamic.dropped(batch)) if missing else batch
-        else:
-            batch = part(batch)
+        if part is not dynamic:
+            batch = applied(part, batch)
+        elif missing:
+            batch = reweight(batch, dynamic.dropped(batch))
     return batch
 
 

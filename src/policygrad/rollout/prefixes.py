@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
-from policygrad.core.types import Batch
 from policygrad.rollout.source import VALUES, Example, Source, samples_of
 from policygrad.rollout.types import Group, Prompt, Sampler, Sampling
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from policygrad.core.types import Batch
+from policygrad.core.batch import Batch
 from policygrad.rollout.source import Steps
 
 

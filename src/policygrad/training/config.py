@@ -11,6 +11,7 @@ import tyro
 from policygrad.algorithms import GRPO
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.checks import check_rollout
+from policygrad.core.trust_region import TrustRegion
 from policygrad.rewards.steps import check_pattern
 from policygrad.rollout.types import Sampling
 from policygrad.training.learner_config import LearnerConfig, OptimizerConfig
@@ -170,7 +171,7 @@ class Run(Draft):
         self._check_rate()
         self._check_steps()
         self._check_stall()
-        minibatches = getattr(self.algorithm.step, "minibatches", 1)
+        minibatches = self.algorithm.step.minibatches
         if minibatches > self.prompts_per_step:
             raise ValueError(
                 f"{minibatches} minibatches of whole groups need as many prompts per step, not {self.prompts_per_step}"
@@ -191,7 +192,9 @@ class Run(Draft):
         if step.uses_lr:
             return
         way_out = (
-            "algorithm.step.delta, in nats a token, sets how far it goes" if hasattr(step, "delta") else "it has none"
+            "algorithm.step.delta, in nats a token, sets how far it goes"
+            if isinstance(step, TrustRegion)
+            else "it has none"
         )
         if self.lr is not None:
             own = "; the critic's own rate is algorithm.critic.lr" if critic is not None else ""

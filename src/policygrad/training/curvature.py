@@ -19,8 +19,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch, Forward
 from policygrad.core.objective import objective
-from policygrad.core.types import Batch, Forward
 from policygrad.training.forward import CHUNK, Scorer, backbone, exact, inputs, predicting_states, scaled, selected_logp
 from policygrad.training.optimizer import Optimizer
 from policygrad.training.packing import Merged, Pack

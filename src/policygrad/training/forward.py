@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from policygrad.core.types import Batch, Forward
+from policygrad.core.batch import Batch, Forward
 from policygrad.rollout.draw import at_least_float32
 from policygrad.training.packing import CAP, Pack, pack
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch, Forward
 from policygrad.core.metrics import Metrics, Sum
-from policygrad.core.types import Batch, Forward
 from policygrad.rollout.draw import at_least_float32
 from policygrad.rollout.types import Weights
 from policygrad.training.curvature import Curvature

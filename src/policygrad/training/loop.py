@@ -8,9 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch
+from policygrad.core.behaviour import behaviour, staleness
 from policygrad.core.metrics import Metrics, Sum, merge
-from policygrad.core.types import Batch
+from policygrad.core.protocols import State
 from policygrad.rollout.collect import Rollout, collect
 from policygrad.rollout.source import Source
 from policygrad.rollout.types import Sampler
@@ -22,8 +23,8 @@ from policygrad.training.learner import Learner
 class Progress:
     """What outlives a step, besides the weights: data in, data out, and a checkpoint holds it."""
 
-    algorithm: Algorithm
-    """With the state of its parts (a running mean)."""
+    state: State
+    """Of the algorithm's parts (a running mean)."""
     step: int = 0
     """Steps done."""
     position: int = 0
@@ -72,9 +73,10 @@ def loop(
     watcher: Watcher,
 ) -> Progress:
     """Steps until step `until`, the run's end, or a `watcher` that says stop. It never asks which sampler or learner it has."""
-    sampler.load(learner.publish())
+    weights = learner.publish()
+    sampler.load(weights)
     while progress.step < until and not progress.over(run):
-        step, algorithm, began = progress.step + 1, progress.algorithm, time.perf_counter()
+        step, algorithm, began = progress.step + 1, run.algorithm.at(progress.state), time.perf_counter()
         rollout = collect(
             source,
             sampler,
@@ -86,16 +88,18 @@ def loop(
             position=progress.position,
         )
         sampled = time.perf_counter()
-        batch = learner.score(rollout.batch, algorithm.needs)
+        algorithm, batch = behaviour(algorithm, rollout.batch, weights.version)
+        batch = learner.score(batch, algorithm.needs)
         psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
         measured = learner.update(batch, psi, algorithm)
-        sampler.load(learner.publish())
+        stale, weights = staleness(batch, weights.version), learner.publish()
+        sampler.load(weights)
         updated = time.perf_counter()
         clock = {"time/rollout": Sum(sampled - began), "time/update": Sum(updated - sampled)}
-        metrics = merge(rollout.metrics, algorithm.report(batch), measured, clock)
+        metrics = merge(rollout.metrics, algorithm.report(batch), stale, measured, clock)
         found = watcher.record(Done(step, rollout, batch, psi, metrics))
         progress = Progress(
-            algorithm=algorithm.observe(batch, measured | found),
+            state=run.algorithm.update(progress.state, batch, measured | found),
             step=step,
             position=rollout.position,
             tokens=progress.tokens + int(rollout.metrics["tokens/sampled"].value),

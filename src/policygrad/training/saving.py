@@ -19,7 +19,7 @@ from policygrad.training.learner import Learner
 from policygrad.training.loop import Progress
 from policygrad.training.manifest import sync
 from policygrad.training.setup import RunError
-from policygrad.training.toml import algorithm_from_dict, algorithm_to_dict
+from policygrad.training.toml import algorithm_to_dict
 
 
 def save_progress(folder: Path, run: Run, learner: Learner, progress: Progress, extra: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ def save_progress(folder: Path, run: Run, learner: Learner, progress: Progress, 
     tensors["rng/torch"] = torch.get_rng_state()
     state = {
         "learner": values,
-        "algorithm": algorithm_to_dict(progress.algorithm),
+        "parts": progress.state,
         "configured": algorithm_to_dict(run.algorithm),
         "position": progress.position,
         "tokens": progress.tokens,
@@ -61,12 +61,12 @@ def restore_progress(
         ) from error
     except RuntimeError as error:
         raise RunError(f"{saved.path} does not fit the model {run.model!r}: {error}") from error
-    algorithm = algorithm_from_dict(saved.state["algorithm"], str(saved.path))
+    parts = saved.state["parts"]
     if saved.state["configured"] != algorithm_to_dict(run.algorithm):
         note("the algorithm is not the one the checkpoint was made with: its parts start without their state")
-        algorithm = run.algorithm
+        parts = run.algorithm.init()
     state = saved.state
-    done = Progress(algorithm, saved.step, state["position"], state.get("tokens", 0), state.get("seconds", 0.0))
+    done = Progress(parts, saved.step, state["position"], state.get("tokens", 0), state.get("seconds", 0.0))
     return done, state["extra"]
 
 

@@ -19,7 +19,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from policygrad.core import ragged
-from policygrad.core.types import Batch
+from policygrad.core.batch import Batch
 from policygrad.rollout.draw import at_least_float32
 from policygrad.training.forward import CHUNK, Scorer, backbone, selected_logp
 from policygrad.training.learner_config import LearnerConfig

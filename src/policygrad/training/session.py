@@ -115,7 +115,7 @@ class Session:
         """The whole run, from the newest checkpoint when there is one."""
         run, files = self.run, self.recorder.files
         saved = restore_progress(self.folder, run, self.learner, self.display.note) if resumed else None
-        progress, extra = saved or (Progress(run.algorithm), {})
+        progress, extra = saved or (Progress(run.algorithm.init()), {})
         self.before, self.binary = extra.get("before"), extra.get("binary", True)
         self.measured = extra.get("measured", self.before is not None)
         files.truncate_after(progress.step if saved else -1)

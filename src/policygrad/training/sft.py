@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policygrad.core.types import Batch
+from policygrad.core.batch import Batch
 from policygrad.hub import ModelError
 from policygrad.rollout.model import Codec, load_codec, load_model
 from policygrad.tasks.conversations import Demonstration, read_demonstrations

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch
 from policygrad.core.critic import explained_variance
 from policygrad.core.metrics import Mean, Metrics
-from policygrad.core.types import Batch
 from policygrad.lab.control.environments import Spaces
 from policygrad.lab.control.policies import Distribution, Normaliser, Policy, Value
 from policygrad.lab.control.presets import Settings, check

@@ -11,10 +11,10 @@ from torch.func import functional_call, jvp, vjp
 
 from policygrad.core.aggregates import TokenMean
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch, Forward
 from policygrad.core.controllers import re_adapted
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, mean_of
 from policygrad.core.objective import measure, objective, surrogate
-from policygrad.core.types import Batch, Forward
 from policygrad.lab.control.policies import Distribution
 
 if TYPE_CHECKING:
