@@ -35,19 +35,19 @@ class Role(NamedTuple):
 
 
 ROLES = {  # in the order of the data's way
-    "filters": Role("filter", (Filter,), several=True),
+    "filters": Role("a filter", (Filter,), several=True),
     "shaping": Role("reward shaping", (Shaping,), several=True),
-    "psi": Role("advantage", (Advantage,), several=True),
-    "ratio": Role("ratio", (Ratio,)),
-    "gate": Role("gate", (Gate,), "it has no weight or value()"),
-    "corrections": Role("correction", (Correction,), several=True),
-    "aggregate": Role("aggregation", (Aggregation,)),
+    "psi": Role("an advantage", (Advantage,), several=True),
+    "ratio": Role("a ratio", (Ratio,)),
+    "gate": Role("a gate", (Gate,), "it has no weight or value()"),
+    "corrections": Role("a correction", (Correction,), several=True),
+    "aggregate": Role("an aggregation", (Aggregation,)),
     "terms": Role(
-        "term", (Term, LossTerm), "it needs score(out, batch) and value(out, batch), or objective(out, batch)", True
+        "a term", (Term, LossTerm), "it needs score(out, batch) and value(out, batch), or objective(out, batch)", True
     ),
-    "step": Role("update rule", (UpdateRule,)),
-    "critic": Role("critic", (Critic,), "it has no targets or loss()"),
-    "reference": Role("reference", (Reference,), "it has no due()"),
+    "step": Role("an update rule", (UpdateRule,)),
+    "critic": Role("a critic", (Critic,), "it has no targets or loss()"),
+    "reference": Role("a reference", (Reference,), "it has no due()"),
 }
 _REQUIRED = {"gate": "OnPolicy()", "aggregate": "SequenceSum()", "step": "FirstOrder()"}
 _MEANS = {
@@ -102,12 +102,12 @@ def _kind(name: str, role: Role, part: Any) -> Iterator[str]:
     others = [(field, other) for field, other in ROLES.items() if isinstance(part, other.bases)]
     if base is None and others:
         field, other = others[0]
-        yield f"{part!r} is not a {role.word}: {role.methods}. It is a {other.word}: put it into {field}"
+        yield f"{part!r} is not {role.word}: {role.methods}. It is {other.word}: put it into {field}"
     elif base is None and (missing := _missing(role, part)):
         yield missing
     elif base is not None and (unwritten := [n for n in dir(base) if _abstract(type(part), n)]):
         named = ", ".join(f"{n}()" for n in unwritten)
-        yield f"{type(part).__name__} is a {role.word} without {named}: write it, as in policygrad.core.protocols.{base.__name__}"
+        yield f"{type(part).__name__} is {role.word} without {named}: write it, as in policygrad.core.protocols.{base.__name__}"
     else:
         yield from _reads(part, "needs", Batch)
         if name == "terms":
@@ -129,12 +129,12 @@ def _missing(role: Role, part: Any) -> str:
     if not all(hasattr(part, n) for n in calls if n != "updates"):
         word, holds = role.word, f"is not a part that {next(f for f, r in ROLES.items() if r is role)} can hold"
         called = role.methods == "a part is called"
-        said = f"{holds}: {role.methods}" if called else f"is not a {word}: {role.methods}"
+        said = f"{holds}: {role.methods}" if called else f"is not {word}: {role.methods}"
         return f"{part!r} {said}. Inherit policygrad.{base.__name__}; `policygrad show` lists the parts"
     for attribute in (n for n in dir(base) if not n.startswith("_")):
         if not hasattr(part, attribute):
             return (
-                f"{name}, as a {role.word}, does not say {attribute} ({_MEANS.get(attribute, 'which is read')}): inherit its "
+                f"{name}, as {role.word}, does not say {attribute} ({_MEANS.get(attribute, 'which is read')}): inherit its "
                 f"default, class {name}(policygrad.{base.__name__}), or declare it"
             )
     return ""
