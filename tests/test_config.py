@@ -13,16 +13,17 @@ from torch import Tensor
 
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS, DAPO, GRPO, RLOO
+from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, WeightCap
-from policygrad.core.types import Batch
 from policygrad.errors import ConfigError
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.run import Run
 from policygrad.training.config.toml import algorithm_from_dict, algorithm_to_dict, dumps, from_dict, load
+from policygrad.core.protocols import Advantage
 
 
 @dataclass(frozen=True)
-class Halved:
+class Halved(Advantage):
     """Somebody's own part."""
 
     factor: float = 0.5

@@ -453,7 +453,7 @@ def test_reinforce_weighs_with_the_return_to_go() -> None:
     found: Experience = Collector(Scripted(SCRIPT), seed=0)(zeros, 6)
     psi = algorithm.advantages(found.batch)
     assert psi[1].tolist() == pytest.approx([0.9, 0.7, 0.4, 0.0])
-    after = algorithm.observe(found.batch)
+    after = algorithm.at(algorithm.update(algorithm.init(), found.batch))
     assert after.advantages(found.batch)[2, 0] == pytest.approx(0.5 - sum((0.1, 0.9, 0.5, 40.6, 20.9)) / 5, rel=1e-5)
 
 

@@ -369,7 +369,7 @@ def test_lora_adapters_take_a_step_and_the_base_does_not() -> None:
 
 
 @dataclass(frozen=True)
-class NotANumber:
+class NotANumber(pg.Advantage):
     """An advantage that is NaN."""
 
     def __call__(self, psi: Tensor, batch: pg.Batch) -> Tensor:

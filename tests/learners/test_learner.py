@@ -232,12 +232,14 @@ def test_a_critic_learns_the_returns_and_pretraining_ends_when_it_explains_them(
     algorithm = replace(pg.PPO, shaping=(), critic=pg.Critic(lr=1e-2, lam=1.0, clip=0, pretrain=60, explained=0.9))
     learner = LocalLearner(load_model(str(random_model)), algorithm, lr=1e-2, steps=60)
     before = [p.detach().clone() for p in learner.model.parameters()]
-    while algorithm.critic is not None and algorithm.critic.pretrain:
-        scored = algorithm.with_targets(learner.score(batch, algorithm.needs))
-        metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
+    state = algorithm.init()
+    while state["critic"]["pretrain"]:
+        now = algorithm.at(state)
+        scored = now.with_targets(learner.score(batch, now.needs))
+        metrics = learner.update(scored, now.advantages(scored), now)
         assert "updates/taken" not in metrics
         assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
-        algorithm = algorithm.observe(scored, metrics)
+        state = algorithm.update(state, scored, metrics)
     assert metrics["explained_variance"].value >= 0.9
 
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
-from policygrad.core.types import PER_COMPLETION, PER_TOKEN
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Scorer, probe
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.packing import merge_equal, pack
 from policygrad.learners.local.problem import LocalProblem
 from policygrad.models.loading import load_model
+from policygrad.core.batch import PER_COMPLETION, PER_TOKEN
 
 VOCABULARY = 40
 
@@ -162,14 +162,14 @@ def test_merges_only_what_is_equal() -> None:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class Weighed(pg.Term):
     """A user's term: k = one of the batch's fields, whichever it is called."""
 
     field: str
     aggregate: pg.SequenceSum = field(default_factory=pg.SequenceSum)
 
     @property
-    def needs(self) -> frozenset[str]:
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset({self.field} & {"logp_sampler"})  # the others tell completions apart unasked
 
     def score(self, out: pg.Forward, batch: pg.Batch) -> Tensor:
@@ -186,11 +186,12 @@ def test_equal_tokens_are_not_merged_where_a_part_could_tell_them_apart(model: n
     batch = make_batch(5, holes=False)
     batch = replace(batch, mask=torch.ones_like(batch.mask))
     whole = batch.mask if name in PER_TOKEN else batch.mask[:, 0]
-    kind = torch.bool if name in ("step_end", "truncated", "in_statistics") else torch.float64
+    bools = ("step_end", "truncated", "in_statistics")
+    kind = torch.bool if name in bools else torch.int64 if name == "version" else torch.float64
     other = torch.zeros(whole.shape, dtype=kind)
     other[1] = 1
     batch, psi = replace(batch, **{name: other}), torch.zeros(batch.mask.shape, dtype=torch.float64)
-    algorithm = pg.Algorithm(terms=(Weighed(name),))  # type: ignore[arg-type]
+    algorithm = pg.Algorithm(terms=(Weighed(name),))
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1)
     learner.optimizer.adam.zero_grad()
     LocalProblem(learner, batch, psi, algorithm, seed=0).accumulate()

@@ -121,11 +121,12 @@ def test_pretraining_on_the_policys_states_explains_what_the_prompt_decides(rand
     batch = replace(batch, reward=(batch.group % 2).float())
     algorithm = with_critic(replace(POLICY, lr=3e-2, lam=1.0, pretrain=60, explained=0.9, hidden=hidden))
     learner = learner_of(random_model, algorithm)
-    before, rollouts = copies(learner.model), 0
-    while algorithm.critic is not None and algorithm.critic.pretrain:
-        scored = algorithm.with_targets(learner.score(batch, algorithm.needs))
-        metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
-        algorithm, rollouts = algorithm.observe(scored, metrics), rollouts + 1
+    before, rollouts, state = copies(learner.model), 0, algorithm.init()
+    while state["critic"]["pretrain"]:
+        now = algorithm.at(state)
+        scored = now.with_targets(learner.score(batch, now.needs))
+        metrics = learner.update(scored, now.advantages(scored), now)
+        state, rollouts = algorithm.update(state, scored, metrics), rollouts + 1
     assert same(before, learner.model)
     assert metrics["explained_variance"].value >= 0.9
     assert 1 < rollouts < 60
@@ -268,7 +269,7 @@ def test_the_snapshot_is_the_policy_before_each_rollouts_updates(random_model: P
             metrics["kl_old/last"].value / 2, rel=1e-2
         )  # the first epoch's is 0
         assert metrics["beta/exact_kl_to_old"].value == 1.0
-        assert algorithm.observe(scored, metrics).terms[0].beta in (0.5, 1.0, 2.0)  # type: ignore[attr-defined]
+        assert algorithm.update(algorithm.init(), scored, metrics)["terms.0"]["beta"] in (0.5, 1.0, 2.0)
 
 
 def test_what_is_measured_is_of_every_sampled_token(random_model: Path) -> None:

@@ -23,6 +23,7 @@ from policygrad.core.steps import FirstOrder
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.training.config.parts import part_class
 from policygrad.training.config.run import optional
+from policygrad.core.update_rules import FirstOrder
 
 if TYPE_CHECKING:
     from policygrad.lab.measurement import Figures
@@ -143,7 +144,7 @@ def with_part(base: Algorithm, spec: str) -> tuple[str, Algorithm]:
         )
     several = isinstance(getattr(base, place), tuple)
     changes: dict[str, Any] = {place: (part,) if several else part}
-    if place == "gate" and getattr(part, "on_policy", False):
+    if place == "gate" and part.on_policy:
         changes["ratio"] = None
     label = kind.__name__
     return label, replace(base, name=label, **changes)

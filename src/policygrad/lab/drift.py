@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Forward
 from policygrad.core.objective import surrogate
-from policygrad.core.types import Forward
 from policygrad.lab.groups import WeightedSteps, all_steps
+from policygrad.lab.groups import Steps, all_steps
 from policygrad.lab.levers import Levers, decide
 from policygrad.lab.policies import Table
 from policygrad.lab.sequences import World
@@ -69,7 +70,7 @@ def expected_move(algorithm: Algorithm, setting: Setting, size: int, lr: float) 
     algorithm, steps = setting.prepared(algorithm), all_steps(setting, size)
     levers = decide(algorithm, setting, steps)
     weight = steps.weight
-    if any(getattr(part, "rounds", 1) > 1 for part in algorithm.filters):  # sampled again until something is left
+    if any(part.rounds > 1 for part in algorithm.filters):  # sampled again until something is left
         weight = weight * levers.mask.flatten(1).any(1)[levers.index]
         weight = weight / weight.sum()
     theta = setting.theta

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.objective import Coefficients, surrogate
-from policygrad.core.types import Batch, Forward
+from policygrad.core.batch import Batch, Coefficients, Forward
+from policygrad.core.objective import surrogate
 from policygrad.lab.calculus import jacobian
 from policygrad.lab.groups import WeightedSteps
 from policygrad.lab.levers import Levers, decide
@@ -72,9 +72,7 @@ def estimates(algorithm: Algorithm, setting: Setting, steps: WeightedSteps, leve
         gradients.append(gradient)
         per_completion.append(score.sum(-1) / book.lengths[steps.rows[part]])
     weight = steps.weight
-    if any(
-        getattr(part, "rounds", 1) > 1 for part in algorithm.filters
-    ):  # refilled: sampled again until something is left
+    if any(part.rounds > 1 for part in algorithm.filters):  # refilled: sampled again until something is left
         weight = weight * levers.mask.flatten(1).any(1)[levers.index]
         weight = weight / weight.sum()
     return Estimates(torch.cat(gradients), weight, torch.cat(per_completion), steps.exact)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.objective import Coefficients
-from policygrad.core.types import PER_COMPLETION, PER_TOKEN, Batch
 from policygrad.lab.groups import WeightedSteps
+from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch, Coefficients
+from policygrad.lab.groups import Steps
 from policygrad.lab.setting import Setting
 
 ALONE = 32
@@ -74,7 +75,7 @@ def _distinct(kind: Tensor, steps: WeightedSteps) -> tuple[Tensor, Tensor, Tenso
 def _kinds(algorithm: Algorithm, book: Batch) -> Tensor:
     """[R] int64: rows of the book are of one kind if no part that sees a whole step can tell them apart."""
     parts = [part for name, part in algorithm.parts() if name in STEPWISE]
-    read = {"mask", "reward", "truncated", "values"}.union(*(getattr(part, "needs", frozenset()) for part in parts))
+    read = {"mask", "reward", "truncated", "values"}.union(*(part.needs for part in parts))
     fields = [getattr(book, name) for name in (*PER_TOKEN, *PER_COMPLETION) if name in read]
     columns = [f.double().reshape(len(book.mask), -1) for f in fields if f is not None]
     kind: Tensor = torch.unique(torch.cat(columns, 1), dim=0, return_inverse=True)[1]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from policygrad.core.types import Batch
 from policygrad.rewards.types import Steps
+from policygrad.core.batch import Batch
 
 
 @dataclass(frozen=True)

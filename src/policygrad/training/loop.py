@@ -8,13 +8,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from policygrad.core.algorithm import Algorithm, State
+from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.behaviour import behaviour, staleness
 from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.learners.base import Learner
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.training.config.run import Run
+from policygrad.core.protocols import State
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def loop(run: Run, rollouter: Rollouter, learner: Learner, progress: Progress, w
         age = staleness(batch, learner.version)
         batch = learner.evaluate(batch, algorithm.needs)
         shaped = algorithm.shaped(batch)
-        psi, batch = algorithm.credit(shaped), algorithm.with_targets(batch, shaped)
+        psi, batch = algorithm.advantages(batch, shaped), algorithm.with_targets(batch, shaped)
         measured = learner.update(batch, psi, algorithm)
         rollouter.update(learner.publish())
         updated = time.perf_counter()
@@ -90,7 +91,7 @@ def loop(run: Run, rollouter: Rollouter, learner: Learner, progress: Progress, w
         metrics = merge(rollout.metrics, age, algorithm.report(batch), measured, clock)
         found = watcher.record(Done(step, algorithm, rollout, batch, psi, metrics))
         progress = Progress(
-            state=run.algorithm.update(progress.state, shaped, measured | found),
+            state=run.algorithm.update(progress.state, batch, measured | found, shaped),
             step=step,
             position=rollout.position,
             tokens=progress.tokens + int(rollout.metrics["tokens/sampled"].value),

@@ -23,10 +23,8 @@ from policygrad.lab.report import LabReport, report
 
 
 @dataclass(frozen=True)
-class Halved:
+class Halved(pg.Gate):
     """A user's gate, with a name that would break out of a page that does not escape it."""
-
-    on_policy = False
 
     def weight(self, ratio: torch.Tensor, psi: torch.Tensor) -> torch.Tensor:
         return ratio / 2

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch
 from policygrad.core.critic import explained_variance
 from policygrad.core.metrics import Mean, Metrics
-from policygrad.core.types import Batch
 from policygrad.lab.control.environments import Spaces
 from policygrad.lab.control.networks import Optimised
 from policygrad.lab.control.policies import ControlPolicy, ControlValue, Distribution, Normaliser

@@ -10,6 +10,7 @@ from torch.func import functional_call, jvp, vjp
 
 from policygrad.core.aggregates import TokenMean
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch, Forward
 from policygrad.core.controllers import re_adapted
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, mean_of
 from policygrad.core.objective import measure, objective, surrogate

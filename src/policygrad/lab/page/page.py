@@ -92,7 +92,7 @@ def family(name: str, algorithm: Algorithm) -> int:
     """Which of `FAMILIES`."""
     if name not in ALGORITHMS:
         return 3
-    if algorithm.critic is not None or any(getattr(part, "samples_values", False) for part in algorithm.psi):
+    if algorithm.critic is not None or any(link.samples_values for link in algorithm.psi):
         return 2
     return int(any(isinstance(part, (GroupStd, BatchStd, ProcessReward)) for part in algorithm.psi))
 

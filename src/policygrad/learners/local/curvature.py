@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch, Forward
 from policygrad.core.objective import objective
 from policygrad.core.types import Batch, Forward
 from policygrad.learners.local.forward import (

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from policygrad.core.types import Batch, Forward
 from policygrad.learners.local.packing import CAP, Pack, pack
 from policygrad.models.precision import at_least_float32
+from policygrad.core.batch import Batch, Forward
 
 CHUNK = 2**26
 """Logits held at a time, in elements (256 MiB in float32)."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch, Forward
 from policygrad.core.metrics import Metrics, Sum
-from policygrad.core.types import Batch, Forward
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Scorer, probe

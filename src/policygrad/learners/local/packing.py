@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
-from policygrad.core.types import PER_COMPLETION, PER_TOKEN, Batch
+from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
 
 CAP = 1024
 """Tokens in a row that several completions share: attention over it costs the square."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch
 from policygrad.core.controllers import re_adapted
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.objective import measure, surrogate
-from policygrad.core.types import Batch
 from policygrad.learners.local.packing import Merged, active
 
 if TYPE_CHECKING:

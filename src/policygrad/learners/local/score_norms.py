@@ -19,11 +19,11 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from policygrad.core import ragged
-from policygrad.core.types import Batch
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import CHUNK, Scorer, backbone, selected_logp
 from policygrad.learners.local.packing import Merged, Pack, pack
 from policygrad.models.precision import at_least_float32
+from policygrad.core.batch import Batch
 
 Norms = Iterator[tuple[Tensor, Tensor]]
 """(completions [b], their squared norms [b])."""

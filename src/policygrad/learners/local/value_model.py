@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.core.aggregates import TokenMean
+from policygrad.core.batch import Batch
 from policygrad.core.critic import Critic, explained_variance
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
-from policygrad.core.types import Batch
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.forward import Scorer, backbone, predicting_states
 from policygrad.learners.local.optimizer import Optimizer

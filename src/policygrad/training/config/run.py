@@ -16,6 +16,7 @@ from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.rewards.process_rewards import check_pattern
 from policygrad.samplers.base import Sampling
+from policygrad.core.trust_region import TrustRegion
 
 OBJECT = "object:"
 """Begins what stands in a file for an object that was given in Python."""
@@ -187,7 +188,7 @@ class Run(Draft):
         self._check_rate()
         self._check_steps()
         self._check_stall()
-        minibatches = getattr(self.algorithm.step, "minibatches", 1)
+        minibatches = self.algorithm.step.minibatches
         if minibatches > self.prompts_per_step:
             raise ConfigError(
                 f"{minibatches} minibatches of whole groups need as many prompts per step, not {self.prompts_per_step}"
@@ -208,7 +209,9 @@ class Run(Draft):
         if step.uses_lr:
             return
         way_out = (
-            "algorithm.step.delta, in nats a token, sets how far it goes" if hasattr(step, "delta") else "it has none"
+            "algorithm.step.delta, in nats a token, sets how far it goes"
+            if isinstance(step, TrustRegion)
+            else "it has none"
         )
         if self.lr is not None:
             own = "; the critic's own rate is algorithm.critic.lr" if critic is not None else ""

@@ -1,13 +1,15 @@
-"""What flows through the equation: a batch of completions, one forward pass over it, and the parts' protocols."""
+"""What flows through the equation: a batch of completions, and one forward pass over it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from policygrad.errors import ConfigError
 
 PER_TOKEN = (
     "mask",
@@ -20,6 +22,7 @@ PER_TOKEN = (
     "token_reward",
     "step_end",
     "weight",
+    "version",
 )
 PER_COMPLETION = ("group", "reward", "bootstrap", "truncated", "in_statistics", "score_norm")
 
@@ -33,7 +36,7 @@ class Batch:
     group statistics and every denominator.
 
     Raises:
-        ValueError: a field whose shape or dtype does not fit, named.
+        ConfigError: a field whose shape or dtype does not fit, named.
     """
 
     mask: Tensor
@@ -64,6 +67,8 @@ class Batch:
     """[B, T] bool; where process rewards sit."""
     weight: Tensor | None = None
     """[B, T] multiplies the aggregation coefficients: γ^t, reweighting, merged duplicates."""
+    version: Tensor | None = None
+    """[B, T] int64; the version of the weights that drew each token; None = the policy's own, as it is now."""
     truncated: Tensor | None = None
     """[B] bool; stopped by the token budget, not by the policy."""
     in_statistics: Tensor | None = None
@@ -73,7 +78,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         if self.mask.ndim != 2 or self.mask.dtype != torch.bool:
-            raise ValueError(
+            raise ConfigError(
                 f"Batch.mask must be a bool tensor [B, T], not {self.mask.dtype} {list(self.mask.shape)}: "
                 "True where the policy sampled the token (mask.bool() converts 0/1)"
             )
@@ -84,17 +89,19 @@ class Batch:
             for name in names:
                 value = getattr(self, name)
                 if value is not None and value.shape != shape:
-                    raise ValueError(
+                    raise ConfigError(
                         f"Batch.{name} has shape {list(value.shape)}, expected {letters} = {list(shape)} as in Batch.mask"
                     )
         for name in ("step_end", "truncated", "in_statistics"):
             value = getattr(self, name)
             if value is not None and value.dtype != torch.bool:
-                raise ValueError(f"Batch.{name} must be bool, not {value.dtype}: {name}.bool() converts 0/1")
+                raise ConfigError(f"Batch.{name} must be bool, not {value.dtype}: {name}.bool() converts 0/1")
+        if self.version is not None and self.version.dtype != torch.int64:
+            raise ConfigError(f"Batch.version must be int64, not {self.version.dtype}: version.long() converts it")
         if not self.reward.is_floating_point():
-            raise ValueError(f"Batch.reward must be floating, not {self.reward.dtype}: reward.float() converts it")
+            raise ConfigError(f"Batch.reward must be floating, not {self.reward.dtype}: reward.float() converts it")
         if self.group.is_floating_point() or self.group.dtype == torch.bool:
-            raise ValueError(f"Batch.group must hold integers (which prompt), not {self.group.dtype}")
+            raise ConfigError(f"Batch.group must hold integers (which prompt), not {self.group.dtype}")
 
     @property
     def counted(self) -> Tensor:
@@ -135,75 +142,14 @@ class Forward:
     """[B, T] nats, exact KL(π_old‖π_θ) over the vocabulary."""
 
 
-class Advantage(Protocol):
-    """One link of the chain that makes Ψ; the first link receives the reward to go."""
-
-    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        """[B, T] -> [B, T]."""
-        ...
-
-
-class Ratio(Protocol):
-    """How per-token log-ratios become the importance ratio r."""
-
-    def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """log(π_θ/π_old) [B, T] -> r [B, T]."""
-        ...
+def required(value: Tensor | None, part: object, name: str) -> Tensor:
+    """The batch field `name`, or an error that says which part asked for it."""
+    if value is None:
+        raise ConfigError(
+            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `score` does), or drop the part"
+        )
+    return value
 
 
-class Gate(Protocol):
-    """Lever 2: how much of a token's gradient the ratio lets through."""
-
-    def weight(self, ratio: Tensor, psi: Tensor) -> Tensor:
-        """[B, T]; w, the derivative of `value` in log π_θ divided by Ψ."""
-        ...
-
-    def value(self, ratio: Tensor, psi: Tensor) -> Tensor:
-        """[B, T]; the paper's objective per token."""
-        ...
-
-
-class Correction(Protocol):
-    """A factor on w where the sampler is not π_old."""
-
-    def __call__(self, batch: Batch) -> Tensor:
-        """[B, T]."""
-        ...
-
-
-class Aggregation(Protocol):
-    """How tokens are averaged over the whole optimiser step."""
-
-    def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
-        """c [B, T], before `Batch.weight`; zero where the mask is False."""
-        ...
-
-
-class Term(Protocol):
-    """An additive score term k (under stop-gradient) with its own coefficients, or those of the policy."""
-
-    @property
-    def aggregate(self) -> Aggregation | None: ...
-
-    def score(self, out: Forward, batch: Batch) -> Tensor:
-        """k [B, T]; what multiplies ∇log π_θ."""
-        ...
-
-    def value(self, out: Forward, batch: Batch) -> Tensor:
-        """[B, T]; the term's share of the paper's objective."""
-        ...
-
-
-@runtime_checkable
-class LossTerm(Protocol):
-    """What is no multiple of ∇log π_θ: an additive term with a graph of its own (exact entropy, value loss)."""
-
-    def objective(self, out: Forward, batch: Batch) -> Tensor:
-        """[B, T] with graph; to be maximised, aggregated like a term."""
-        ...
-
-
-class BatchTransform(Protocol):
-    """Reward shaping, or a filter: a batch in, a batch out."""
-
-    def __call__(self, batch: Batch) -> Batch: ...
+Coefficients = tuple[Tensor, ...]
+"""c [B, T] of the policy term, and of each further term."""
