@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tabular_learner import TabularLearner
 
 import policygrad as pg
 from policygrad.core.controllers import LARGEST, SMALLEST, doubling, inside, proportional
 from policygrad.core.metrics import Mean, Sum
+from tabular_learner import TabularLearner
 
 NAN = float("nan")
 
@@ -132,7 +132,7 @@ def dual(
     step = pg.DualDescent(epochs=30, rounds=rounds)
     algorithm = replace(pg.DR_GRPO, aggregate=pg.TokenMean(), gate=pg.Importance(), terms=(term,), step=step)
     learner = TabularLearner(2, 1, 4, lr)
-    batch = learner.score(TABLE, algorithm.needs)
+    batch = learner.evaluate(TABLE, algorithm.needs)
     metrics = learner.update(batch, algorithm.advantages(batch), algorithm)
     return learner, algorithm, metrics, batch
 

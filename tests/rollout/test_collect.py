@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tabular_sampler import TabularCodec, TabularSampler
 
 import policygrad as pg
 from policygrad.rollout.collect import collect, to_batch
 from policygrad.rollout.source import Source
 from policygrad.samplers.base import Completion, Group, Prompt, Sampling
+from tabular_sampler import TabularCodec, TabularSampler
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tabular_sampler import TabularCodec, TabularSampler
 from torch import Tensor
 
 import policygrad as pg
@@ -19,6 +18,7 @@ from policygrad.rollout.collect import collect
 from policygrad.rollout.source import Source
 from policygrad.rollout.steps import mark, token_at
 from policygrad.samplers.base import Sampling
+from tabular_sampler import TabularCodec, TabularSampler
 
 
 def decoder(pieces: Sequence[bytes]) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tabular_sampler import TabularCodec, TabularSampler
 
 import policygrad as pg
 from policygrad.models.loading import load_model
@@ -21,6 +20,7 @@ from policygrad.rollout.source import TRAIN, VALUES, Source
 from policygrad.rollout.steps import Marks, with_steps
 from policygrad.samplers.base import Completion, Group, Prompt, Sampling
 from policygrad.samplers.local import LocalSampler
+from tabular_sampler import TabularCodec, TabularSampler
 
 VOCABULARY, LONGEST = 3, 3
 ALL = list(itertools.product(range(VOCABULARY), repeat=LONGEST))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from policygrad.checkpoint.format import CheckpointError
-from policygrad.learners.local.learner import Learner
+from policygrad.learners.base import Learner
 from policygrad.trackers import RunFiles
 from policygrad.training.config.run import Run
 from policygrad.training.loop import Progress
@@ -58,7 +58,7 @@ class Keeper:
 
     def _whole(self, progress: Progress) -> None:
         """Remembers where the last whole step ended."""
-        self.last, self.version = progress, self.learner.publish().version
+        self.last, self.version = progress, self.learner.version
 
     def _save(self, progress: Progress, keep: int) -> None:
         self.files.sync()
@@ -84,7 +84,7 @@ class Keeper:
             raise
 
     def _rescue(self, by_numbers: bool) -> str:
-        last, moved = self.last, self.learner.publish().version - self.version
+        last, moved = self.last, self.learner.version - self.version
         said = f"step {last.step + 1} failed"
         try:
             if last.step > self.saved:

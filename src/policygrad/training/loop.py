@@ -11,7 +11,7 @@ from torch import Tensor
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.core.types import Batch
-from policygrad.learners.local.learner import Learner
+from policygrad.learners.base import Learner
 from policygrad.rollout.collect import Rollout, collect
 from policygrad.rollout.source import Source
 from policygrad.samplers.base import Sampler
@@ -86,7 +86,7 @@ def loop(
             position=progress.position,
         )
         sampled = time.perf_counter()
-        batch = learner.score(rollout.batch, algorithm.needs)
+        batch = learner.evaluate(rollout.batch, algorithm.needs)
         psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
         measured = learner.update(batch, psi, algorithm)
         sampler.load(learner.publish())

@@ -14,7 +14,7 @@ from torch import nn
 
 from policygrad.checkpoint import format as checkpoint
 from policygrad.checkpoint.manifest import sync
-from policygrad.learners.local.learner import Learner
+from policygrad.learners.base import Learner
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.training.config.run import Run
 from policygrad.training.config.toml import algorithm_from_dict, algorithm_to_dict

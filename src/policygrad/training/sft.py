@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from policygrad.core.types import Batch
 from policygrad.learners.local.forward import probe
-from policygrad.learners.local.learner import differentiating, recompute_activations
+from policygrad.learners.local.recompute import differentiating, recompute_activations
 from policygrad.models.hub import ModelError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
