@@ -15,6 +15,7 @@ from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local import network
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.optimizer import Optimizer
+from policygrad.learners.local.problem import LocalGradientProblem
 from policygrad.models.loading import load_model
 from policygrad.samplers.base import Prompt, Sampling
 from policygrad.samplers.local import LocalSampler
@@ -133,6 +134,45 @@ def test_minibatches_are_whole_groups_and_each_epoch_sees_every_group_once(rando
         orders.append(str(groups))
     assert len(set(orders)) > 1
     assert problem.split(0, 1) == [problem]
+
+
+def test_first_order_updates_need_the_gradient_problem_alone(random_model: Path) -> None:
+    """A learner without curvature trains every algorithm that steps by gradients, to the same bit."""
+    batch, step = float_batch(), pg.FirstOrder(epochs=2, minibatches=2)
+    whole, part = learner_for(random_model), learner_for(random_model)
+    psi = pg.DR_GRPO.advantages(batch)
+    full = whole.problem(batch, psi, pg.DR_GRPO)
+    bare = LocalGradientProblem(networks=part.networks, batch=batch, psi=psi, algorithm=pg.DR_GRPO, seed=part.version)
+    assert not hasattr(bare, "fisher")
+    assert not hasattr(bare, "measured")
+    one, two = step(full), step(bare)
+    assert {k: m.value for k, m in one.items()} == {k: m.value for k, m in two.items()}
+    assert whole.version == part.version == 4
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), part.model.parameters(), strict=True))
+
+
+def test_the_learning_rate_can_change_between_updates(random_model: Path) -> None:
+    """It is the peak that the schedule multiplies; a step without one refuses it."""
+    batch, config = float_batch(), OptimizerConfig(schedule="linear")
+    psi = pg.DR_GRPO.advantages(batch)
+    learner = LocalLearner(load_model(str(random_model)), pg.DR_GRPO, lr=1e-3, steps=4, optimizer=config)
+    assert learner.lr == 1e-3
+    rates = []
+    for rate in (1e-3, 5e-4, 0.0):
+        learner.lr = rate
+        before = [p.detach().clone() for p in learner.model.parameters()]
+        rates.append(learner.update(batch, psi, pg.DR_GRPO)["lr"].value)
+        moved = not all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+        assert moved == (rate > 0)
+    assert rates == pytest.approx([1e-3, 5e-4 * 0.75, 0.0])
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="at least 0 and finite"):
+            learner.lr = wrong
+    natural = replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None)
+    learner = LocalLearner(load_model(str(random_model)), natural, lr=None, steps=1)
+    assert learner.lr is None
+    with pytest.raises(ValueError, match="has no learning rate"):
+        learner.lr = 1e-3
 
 
 def test_the_objective_does_not_grow_with_the_number_of_updates(random_model: Path) -> None:

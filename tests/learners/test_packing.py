@@ -250,6 +250,11 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
     assert largest > 1e-4
     for g, e in zip(got, expected, strict=True):
         assert e is None or float((g - e).abs().max()) <= 1e-6 * largest  # the model normalises in float32
+    plain = replace(learner.problem(batch, psi, algorithm), skip=False, merge=False)  # what a benchmark compares with
+    offered = plain.accumulate()["completions/computed"]
+    for p, g in zip(model.parameters(), got, strict=True):
+        assert p.grad is None or float((p.grad - g).abs().max()) <= 1e-6 * largest
+    assert offered.value == metrics["completions/offered"].value
     value = pg.objective(torch.where(batch.mask, logp, 0), batch, psi, algorithm)
     assert metrics["objective"].value == pytest.approx(float(value), abs=1e-6)
     assert metrics["completions/computed"].value < metrics["completions/offered"].value
