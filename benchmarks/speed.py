@@ -12,14 +12,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 import policygrad as pg
-from policygrad.learners.local import packing as packing_module
-from policygrad.learners.local import problem as problem_module
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.problem import LocalProblem
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer, padding_id
 from policygrad.rewards import RewardPool
@@ -98,33 +96,24 @@ def _learner(model, batch, repeats, tokens) -> None:  # type: ignore[no-untyped-
     algorithm = pg.DR_GRPO.with_budget(32)
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1)
     psi = algorithm.advantages(batch)
-    fast, every = learner.scorer, (problem_module.active, packing_module.merge_equal)
+    every = learner.problem(batch, psi, algorithm)
+    alone = replace(every.networks, policy=replace(learner.evaluator, share_prompts=False))
+    variants = {
+        "every saving": every,
+        "no skipping": replace(every, skip=False),
+        "no merging": replace(every, merge=False),
+        "no shared prompts": replace(every, networks=alone),
+        "none of them": replace(every, networks=alone, skip=False, merge=False),
+    }
 
-    def gradient() -> list[torch.Tensor]:
-        LocalProblem(learner, batch, psi, algorithm, seed=0).accumulate()
+    def gradient(problem) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+        problem.accumulate()
         found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
         model.zero_grad()
         return found
 
-    def keep_all(whole, psi, coefficients):  # type: ignore[no-untyped-def]
-        return whole.mask.any(1)
-
-    def merge_none(whole, psi, rows, needs):  # type: ignore[no-untyped-def]
-        return rows, torch.arange(len(rows))
-
-    plain = replace(fast, share_prompts=False)
-    variants = {
-        "every saving": (fast, *every),
-        "no skipping": (fast, keep_all, every[1]),
-        "no merging": (fast, every[0], merge_none),
-        "no shared prompts": (plain, *every),
-        "none of them": (plain, keep_all, merge_none),
-    }
-    seconds, gradients = {}, {}
-    for name, (scorer, problem_module.active, packing_module.merge_equal) in variants.items():
-        learner.scorer = scorer
-        seconds[name] = median_seconds(gradient, repeats)
-        gradients[name] = gradient()
+    seconds = {name: median_seconds(partial(gradient, problem), repeats) for name, problem in variants.items()}
+    gradients = {name: gradient(problem) for name, problem in variants.items()}
     largest = max(float(g.abs().max()) for g in gradients["none of them"])
     for name, time_ in seconds.items():
         off = max(float((a - b).abs().max()) for a, b in zip(gradients[name], gradients["none of them"], strict=True))

@@ -15,11 +15,11 @@ import policygrad as pg
 from policygrad.algorithms import ALGORITHMS, DAPO, GRPO, RLOO
 from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, WeightCap
+from policygrad.core.protocols import Advantage
 from policygrad.errors import ConfigError
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.run import Run
 from policygrad.training.config.toml import algorithm_from_dict, algorithm_to_dict, dumps, from_dict, load
-from policygrad.core.protocols import Advantage
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 import policygrad as pg
 from doubles.tabular_learner import TabularLearner
-from policygrad.core.controllers import LARGEST, SMALLEST, doubling, inside, proportional
-from policygrad.core.metrics import Mean, Sum
 from policygrad.core.controllers import LARGEST, SMALLEST, AdaptiveBeta, doubling, inside, proportional
 from policygrad.core.metrics import Mean, Metrics, Sum
 
@@ -148,7 +146,7 @@ def dual(
     step = pg.DualDescent(epochs=30, rounds=rounds)
     algorithm = replace(pg.DR_GRPO, aggregate=pg.TokenMean(), gate=pg.Importance(), terms=(term,), step=step)
     learner = TabularLearner(2, 1, 4, lr)
-    batch = learner.score(TABLE, algorithm.needs)
+    batch = learner.evaluate(TABLE, algorithm.needs)
     metrics = learner.update(batch, algorithm.advantages(batch), algorithm)
     return learner, algorithm, metrics, batch
 

@@ -45,7 +45,7 @@ class TabularLearner:
         exact = {"entropy": -(now.exp() * now).sum(-1), "kl_old": (old.exp() * (old - now)).sum(-1)}
         return Forward(self.logp(table, batch), **{name: exact[name] for name in needs})
 
-    def score(self, batch: Batch, needs: frozenset[str]) -> Batch:
+    def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """logp_old and logp_ref where they are needed."""
         tables = {"logp_old": self.table.detach(), "logp_ref": self.reference}
         filled: dict[str, Any] = {name: self.logp(table, batch) for name, table in tables.items() if name in needs}

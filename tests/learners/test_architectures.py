@@ -19,7 +19,6 @@ import policygrad as pg
 from doubles.drawing import Context, sample
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.problem import LocalProblem
 from policygrad.models.loading import load_model
 from policygrad.samplers.base import Sampling
 from policygrad.samplers.draw import log_probabilities
@@ -97,13 +96,13 @@ def test_sampler_and_learner_compute_the_models_own_numbers(name: str, tmp_path:
     algorithm = replace(pg.GRPO, step=pg.FirstOrder(epochs=2))
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=200))
 
-    scored = learner.score(batch, algorithm.needs)
+    scored = learner.evaluate(batch, algorithm.needs)
     with torch.no_grad():
         assert torch.allclose(scored.logp_old, naive_batch(model, batch), atol=1e-4)  # type: ignore[arg-type]
 
     batch = replace(scored, logp_ref=scored.logp_ref + 0.3)  # type: ignore[operator]
     psi = algorithm.advantages(batch)
-    LocalProblem(learner, batch, psi, algorithm, seed=0).accumulate()
+    learner.problem(batch, psi, algorithm).accumulate()
     got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     pg.surrogate(naive_batch(model, batch), batch, psi, algorithm).backward()

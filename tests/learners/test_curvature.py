@@ -17,8 +17,8 @@ import policygrad as pg
 from doubles.tabular_learner import TabularLearner, TabularProblem
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local import curvature
+from policygrad.learners.local.curvature_problem import LocalProblem
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.problem import LocalProblem
 from policygrad.models.loading import load_model, resolve
 from policygrad.training.config.run import Run
 from policygrad.training.trainer import train
@@ -65,8 +65,8 @@ def learner_for(model: nn.Module, algorithm: pg.Algorithm = TRPO, **config: Any)
 
 
 def problem_for(learner: LocalLearner, batch: pg.Batch, algorithm: pg.Algorithm = TRPO) -> LocalProblem:
-    batch = learner.score(batch, algorithm.needs)
-    return LocalProblem(learner, batch, algorithm.advantages(batch), algorithm, seed=0)
+    batch = learner.evaluate(batch, algorithm.needs)
+    return learner.problem(batch, algorithm.advantages(batch), algorithm)
 
 
 def logits_of(model: nn.Module, batch: pg.Batch) -> tuple[Tensor, Tensor]:
@@ -146,14 +146,14 @@ def test_a_padding_token_in_a_text_counts_like_any_other() -> None:
 
 def test_the_models_differ_in_the_path_they_take() -> None:
     """Or the test above would compare one path with itself."""
-    assert learner_for(small_model()).scorer.split_head
-    assert learner_for(small_model()).scorer.share_prompts
-    assert not learner_for(small_model("granite, scaled logits")).scorer.split_head
+    assert learner_for(small_model()).evaluator.network.split_head
+    assert learner_for(small_model()).evaluator.share_prompts
+    assert not learner_for(small_model("granite, scaled logits")).evaluator.network.split_head
     bloom = learner_for(small_model("bloom, no forward mode"))
     part, _ = next(bloom.curvature._parts(make_batch()))
     tangents = {n: p.detach() for n, p in bloom.optimizer.parameters.items()}
     with pytest.raises(NotImplementedError):
-        bloom.curvature._jvp(tangents, bloom.curvature._states, part)
+        bloom.curvature._jvp(tangents, bloom.evaluator.network.states, part)
 
 
 class Unmoved(torch.autograd.Function):
@@ -183,7 +183,7 @@ def test_a_forward_mode_that_contradicts_reverse_mode_is_not_used() -> None:
     assert learner_for(model).curvature.forward_mode
     model.get_input_embeddings().register_forward_hook(lambda module, args, out: Unmoved.apply(out))  # type: ignore[operator]
     problem = problem_for(learner_for(model), batch)
-    assert not problem.learner.curvature.forward_mode
+    assert not problem.curvature.forward_mode
     F = fisher_matrix(model, batch, sampled=False)
     v = directions(len(F), 1)[0]
     assert float((problem.fisher(v, False) - F @ v).norm() / (F @ v).norm()) < 1e-12
@@ -255,7 +255,7 @@ def test_a_table_of_logits_serves_as_a_problem_too() -> None:
             learner.table.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
         )
     batch = replace(make_batch(), prompts=(torch.tensor([0]), torch.tensor([1])))
-    batch = learner.score(batch, TRPO.needs)
+    batch = learner.evaluate(batch, TRPO.needs)
     psi = TRPO.advantages(batch)
     old = learner.scores(learner.table.detach(), batch)[batch.mask]
 
@@ -275,7 +275,7 @@ def test_a_table_of_logits_serves_as_a_problem_too() -> None:
 
 
 def move(learner: LocalLearner, batch: pg.Batch, algorithm: pg.Algorithm = CHEAP) -> dict[str, float]:
-    scored = learner.score(batch, algorithm.needs)
+    scored = learner.evaluate(batch, algorithm.needs)
     return {k: m.value for k, m in learner.update(scored, algorithm.advantages(scored), algorithm).items()}
 
 
@@ -307,7 +307,7 @@ def test_a_fit_moves_the_critic_alone_and_pretraining_leaves_the_policy() -> Non
     for phase in ("pretraining", "training"):
         before = [p.detach().clone() for p in model.parameters()]
         taken = learner.critic.optimizer.taken
-        scored = algorithm.with_targets(learner.score(batch, algorithm.needs))
+        scored = algorithm.with_targets(learner.evaluate(batch, algorithm.needs))
         metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
         still = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         assert still is (phase == "pretraining")
@@ -357,8 +357,8 @@ def test_lora_adapters_take_a_step_and_the_base_does_not() -> None:
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
     model = peft.get_peft_model(base, config).eval()
     learner = learner_for(model, CHEAP)
-    assert learner.scorer.split_head
-    assert learner.scorer.share_prompts
+    assert learner.evaluator.network.split_head
+    assert learner.evaluator.share_prompts
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for _ in range(2):  # B starts at 0: A has a gradient from the second step on
         metrics = move(learner, make_batch(40, torch.float32))

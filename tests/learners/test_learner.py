@@ -13,10 +13,10 @@ from torch import nn
 import policygrad as pg
 from doubles.drawing import Context, sample
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.learners.local import forward
+from policygrad.learners.local import network
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.local.problem import LocalProblem
+from policygrad.learners.local.problem import LocalGradientProblem
 from policygrad.models.loading import load_model
 from policygrad.samplers.base import Sampling
 from policygrad.samplers.local import LocalSampler
@@ -99,7 +99,7 @@ def test_update_moves_the_weights_alike(random_model: Path, options: dict[str, o
     psi = algorithm.advantages(batch)
     norms = []
     for learner in (plain, other):
-        problem = LocalProblem(learner, batch, psi, algorithm, seed=0)
+        problem = learner.problem(batch, psi, algorithm)
         problem.accumulate()
         masters = learner.optimizer.masters.values()
         norms.append(torch.cat([m.grad.flatten() for m in masters if m.grad is not None]))
@@ -115,7 +115,7 @@ def test_recomputed_activations_leave_the_cache_to_the_sampler(random_model: Pat
     calls: list[bool] = []
     attention = learner.model.model.layers[0].self_attn  # type: ignore[union-attr, index]
     attention.register_forward_hook(lambda *_: calls.append(learner.model.training))  # type: ignore[union-attr, operator]
-    LocalProblem(learner, batch, pg.DR_GRPO.advantages(batch), pg.DR_GRPO, seed=0).accumulate()
+    learner.problem(batch, pg.DR_GRPO.advantages(batch), pg.DR_GRPO).accumulate()
     assert calls == [True, True]  # once forward, once more on the way back
     assert not learner.model.training
     sampler = LocalSampler(learner.model, frozenset({1}), 0)
@@ -125,7 +125,7 @@ def test_recomputed_activations_leave_the_cache_to_the_sampler(random_model: Pat
 
 def test_minibatches_are_whole_groups_and_each_epoch_sees_every_group_once(random_model: Path) -> None:
     batch = float_batch()
-    problem = LocalProblem(learner_for(random_model), batch, torch.ones(batch.mask.shape), pg.DR_GRPO, seed=4)
+    problem = learner_for(random_model).problem(batch, torch.ones(batch.mask.shape), pg.DR_GRPO)
     orders = []
     for epoch in range(6):
         parts = problem.split(epoch, 2)
@@ -137,13 +137,52 @@ def test_minibatches_are_whole_groups_and_each_epoch_sees_every_group_once(rando
     assert problem.split(0, 1) == [problem]
 
 
+def test_first_order_updates_need_the_gradient_problem_alone(random_model: Path) -> None:
+    """A learner without curvature trains every algorithm that steps by gradients, to the same bit."""
+    batch, step = float_batch(), pg.FirstOrder(epochs=2, minibatches=2)
+    whole, part = learner_for(random_model), learner_for(random_model)
+    psi = pg.DR_GRPO.advantages(batch)
+    full = whole.problem(batch, psi, pg.DR_GRPO)
+    bare = LocalGradientProblem(networks=part.networks, batch=batch, psi=psi, algorithm=pg.DR_GRPO, seed=part.version)
+    assert not hasattr(bare, "fisher")
+    assert not hasattr(bare, "measured")
+    one, two = step(full), step(bare)
+    assert {k: m.value for k, m in one.items()} == {k: m.value for k, m in two.items()}
+    assert whole.version == part.version == 4
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), part.model.parameters(), strict=True))
+
+
+def test_the_learning_rate_can_change_between_updates(random_model: Path) -> None:
+    """It is the peak that the schedule multiplies; a step without one refuses it."""
+    batch, config = float_batch(), OptimizerConfig(schedule="linear")
+    psi = pg.DR_GRPO.advantages(batch)
+    learner = LocalLearner(load_model(str(random_model)), pg.DR_GRPO, lr=1e-3, steps=4, optimizer=config)
+    assert learner.lr == 1e-3
+    rates = []
+    for rate in (1e-3, 5e-4, 0.0):
+        learner.lr = rate
+        before = [p.detach().clone() for p in learner.model.parameters()]
+        rates.append(learner.update(batch, psi, pg.DR_GRPO)["lr"].value)
+        moved = not all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+        assert moved == (rate > 0)
+    assert rates == pytest.approx([1e-3, 5e-4 * 0.75, 0.0])
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="at least 0 and finite"):
+            learner.lr = wrong
+    natural = replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None)
+    learner = LocalLearner(load_model(str(random_model)), natural, lr=None, steps=1)
+    assert learner.lr is None
+    with pytest.raises(ValueError, match="has no learning rate"):
+        learner.lr = 1e-3
+
+
 def test_the_objective_does_not_grow_with_the_number_of_updates(random_model: Path) -> None:
     """At a learning rate of 0 every epoch measures the same objective, and that is what a rollout reports."""
     batch, values = float_batch(), []
     for epochs in (1, 3):
         algorithm = replace(pg.DR_GRPO, step=pg.FirstOrder(epochs=epochs))
         learner = LocalLearner(load_model(str(random_model)), algorithm, lr=0.0, steps=1)
-        scored = learner.score(batch, frozenset({"logp_old"}))
+        scored = learner.evaluate(batch, frozenset({"logp_old"}))
         values.append(learner.update(scored, scored.reward[:, None] * batch.mask, algorithm)["objective"].value)
     assert values[0] > 0.01
     assert values[1] == pytest.approx(values[0], rel=1e-5)
@@ -154,11 +193,11 @@ def test_holds_a_reference_only_when_a_part_needs_one(random_model: Path) -> Non
     learner = learner_for(random_model, pg.GRPO)
     assert learner.reference is not None
     batch = float_batch()
-    scored = learner.score(batch, frozenset({"logp_ref"}))
+    scored = learner.evaluate(batch, frozenset({"logp_ref"}))
     assert scored.logp_old is None
     assert scored.logp_ref is not None
     learner.update(scored, pg.GRPO.advantages(scored), pg.GRPO)
-    again = learner.score(batch, frozenset({"logp_ref", "logp_old"}))
+    again = learner.evaluate(batch, frozenset({"logp_ref", "logp_old"}))
     assert torch.equal(again.logp_ref, scored.logp_ref)  # type: ignore[arg-type]  # the reference has not moved
     assert not torch.allclose(again.logp_old, scored.logp_ref)  # type: ignore[arg-type]  # the policy has
 
@@ -213,7 +252,7 @@ def test_a_policy_step_never_moves_the_critic_nor_the_critic_the_policy(random_m
         assert learner.critic is not None
         network = learner.critic.network
         before = [[p.detach().clone() for p in m.parameters()] for m in (model, network)]
-        scored = algorithm.with_targets(learner.score(batch, algorithm.needs))
+        scored = algorithm.with_targets(learner.evaluate(batch, algorithm.needs))
         assert scored.values is not None
         assert float(scored.values.abs().max()) == 0.0  # a head of zeros says V = 0
         metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
@@ -235,7 +274,7 @@ def test_a_critic_learns_the_returns_and_pretraining_ends_when_it_explains_them(
     state = algorithm.init()
     while state["critic"]["pretrain"]:
         now = algorithm.at(state)
-        scored = now.with_targets(learner.score(batch, now.needs))
+        scored = now.with_targets(learner.evaluate(batch, now.needs))
         metrics = learner.update(scored, now.advantages(scored), now)
         assert "updates/taken" not in metrics
         assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
@@ -252,7 +291,7 @@ def test_the_value_is_the_one_before_the_token_is_taken(random_model: Path) -> N
     last = batch.lengths.clamp(min=1) - 1
     assert batch.tokens is not None
     other = replace(batch, tokens=batch.tokens.scatter(1, last[:, None], 7))
-    values, again = learner.critic.score(batch).values, learner.critic.score(other).values
+    values, again = learner.critic.evaluate(batch).values, learner.critic.evaluate(other).values
     assert values is not None
     assert torch.allclose(values, again, atol=1e-5)  # type: ignore[arg-type]
     assert float(values.abs().max()) > 0.1
@@ -287,7 +326,7 @@ def test_a_gradient_is_the_same_twice_to_the_last_bit(batch: pg.Batch, times: in
 
     def gradient() -> torch.Tensor:
         model.zero_grad()
-        LocalProblem(learner, batch, psi, pg.DR_GRPO, seed=0).accumulate()
+        learner.problem(batch, psi, pg.DR_GRPO).accumulate()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     first = gradient()
@@ -301,7 +340,7 @@ def test_hidden_states_that_many_tokens_read_get_the_same_gradient_every_time() 
     index, above = torch.zeros(400_000, dtype=torch.int64), torch.randn(400_000, 32, generator=generator)
 
     def gradient() -> torch.Tensor:
-        (found,) = torch.autograd.grad(forward._rows(states, index), states, above)
+        (found,) = torch.autograd.grad(network.rows(states[None], index), states, above)
         return found
 
     first = gradient()

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
-from policygrad.learners.config import LearnerConfig
-from policygrad.learners.local.forward import Scorer, probe
-from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.packing import merge_equal, pack
-from policygrad.learners.local.problem import LocalProblem
-from policygrad.models.loading import load_model
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN
+from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.forward import Evaluator, probe
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.network import Network
+from policygrad.learners.local.packing import merge_equal, pack
+from policygrad.models.loading import load_model
 
 VOCABULARY = 40
 
@@ -102,23 +102,23 @@ def test_log_probabilities_equal_the_definition(model: nn.Module, share: bool, s
     truth = torch.where(batch.mask, naive_logp(model, batch, 0.8), 0)
     got = torch.zeros_like(truth)
     for p in pack(batch, batch.mask.any(1).nonzero().squeeze(1), budget, share=share):
-        got[p.rows] = Scorer(model, 0.8, split, share)(p)
+        got[p.rows] = Evaluator(Network(model, split), 0.8, share)(p)
     assert torch.allclose(got, truth, atol=1e-10)
 
 
 def test_chunked_head_is_the_same(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch(6)
-    scorer = Scorer(model, 1.0, True, True)
+    evaluator = Evaluator(Network(model, split_head=True), 1.0, share_prompts=True)
     (whole,) = pack(batch, torch.arange(5), 10_000)
-    expected = torch.autograd.grad(scorer(whole).sum(), list(model.parameters()))
+    expected = torch.autograd.grad(evaluator(whole).sum(), list(model.parameters()))
     monkeypatch.setattr("policygrad.learners.local.forward.CHUNK", 3 * len(model.get_output_embeddings().weight))  # type: ignore[operator]
-    got = torch.autograd.grad(scorer(whole).sum(), list(model.parameters()))
+    got = torch.autograd.grad(evaluator(whole).sum(), list(model.parameters()))
     assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(got, expected, strict=True))
 
 
 def test_probe_finds_both_short_cuts_and_notices_when_they_do_not_hold(model: nn.Module) -> None:
     found = probe(model, 1.0)
-    assert found.split_head
+    assert found.network.split_head
     assert found.share_prompts
 
     class Scaled(nn.Module):
@@ -144,7 +144,7 @@ def test_probe_finds_both_short_cuts_and_notices_when_they_do_not_hold(model: nn
             return out
 
     refused = probe(Scaled(model), 1.0)
-    assert not refused.split_head
+    assert not refused.network.split_head
     assert not refused.share_prompts
 
 
@@ -194,7 +194,7 @@ def test_equal_tokens_are_not_merged_where_a_part_could_tell_them_apart(model: n
     algorithm = pg.Algorithm(terms=(Weighed(name),))
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1)
     learner.optimizer.adam.zero_grad()
-    LocalProblem(learner, batch, psi, algorithm, seed=0).accumulate()
+    learner.problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     loss = pg.surrogate(naive_logp(model, batch, 1.0), batch, psi, algorithm)
@@ -214,7 +214,7 @@ def test_what_a_tool_said_in_between_tells_completions_apart(model: nn.Module) -
     tokens[1, 2] = (tokens[0, 2] + 1) % VOCABULARY
     batch = replace(batch, mask=mask, tokens=tokens)
     learner = LocalLearner(model, pg.PPO, lr=0.0, steps=1)
-    got = learner.score(batch, frozenset({"logp_old"})).logp_old
+    got = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
     with torch.no_grad():
         expected = naive_logp(model, batch, 1.0)
     assert got is not None
@@ -242,7 +242,7 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
         algorithm = replace(algorithm, critic=replace(algorithm.critic, pretrain=0))
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30))
     learner.optimizer.adam.zero_grad()
-    metrics = LocalProblem(learner, batch, psi, algorithm, seed=0).accumulate()
+    metrics = learner.problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     loss = pg.surrogate(torch.where(batch.mask, naive_logp(model, batch, 1.0), 0), batch, psi, algorithm)
@@ -251,6 +251,11 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
     assert largest > 1e-4
     for g, e in zip(got, expected, strict=True):
         assert e is None or float((g - e).abs().max()) <= 1e-6 * largest  # the model normalises in float32
+    plain = replace(learner.problem(batch, psi, algorithm), skip=False, merge=False)  # what a benchmark compares with
+    offered = plain.accumulate()["completions/computed"]
+    for p, g in zip(model.parameters(), got, strict=True):
+        assert p.grad is None or float((p.grad - g).abs().max()) <= 1e-6 * largest
+    assert offered.value == metrics["completions/offered"].value
     value = pg.objective(torch.where(batch.mask, logp, 0), batch, psi, algorithm)
     assert metrics["objective"].value == pytest.approx(float(value), abs=1e-6)
     assert metrics["completions/computed"].value < metrics["completions/offered"].value

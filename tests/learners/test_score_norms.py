@@ -41,7 +41,7 @@ def norms_of(model: nn.Module, temperature: float = 1.0, **config: Any) -> Score
 
 
 def scored(norms: ScoreNorms, batch: pg.Batch) -> Tensor:
-    found = norms.score(batch).score_norm
+    found = norms.evaluate(batch).score_norm
     assert found is not None
     return found
 
@@ -132,7 +132,7 @@ def test_what_stands_beside_the_sampled_tokens_is_never_read(gpt2: nn.Module) ->
     other = replace(
         batch, tokens=torch.where(batch.mask, batch.tokens, 1), logp_ref=nan, reward=batch.reward + torch.nan
     )
-    filled = norms.score(other)
+    filled = norms.evaluate(other)
     assert torch.equal(filled.score_norm, truth)  # type: ignore[arg-type]
     assert filled.logp_ref is nan
 
@@ -165,12 +165,12 @@ def test_the_learner_fills_them_when_they_are_needed_and_leaves_no_gradient(rand
         learner = LocalLearner(load_model(str(random_model)), RLOO, lr=1e-3, steps=1, config=config)
         assert learner.norms is not None
         assert learner.norms.together != config.gradient_checkpointing
-        filled = learner.score(batch, RLOO.needs)
+        filled = learner.evaluate(batch, RLOO.needs)
         truth = naive_norms(learner.model, batch)
         torch.testing.assert_close(filled.score_norm, truth, rtol=1e-3, atol=0)
         assert all(p.grad is None for p in learner.model.parameters())
         assert not learner.model.training
-    assert learner.score(batch, frozenset()).score_norm is None
+    assert learner.evaluate(batch, frozenset()).score_norm is None
     assert LocalLearner(load_model(str(random_model)), pg.DR_GRPO, lr=1e-3, steps=1).norms is None
 
 

@@ -15,7 +15,6 @@ import policygrad as pg
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.packing import pack
-from policygrad.learners.local.problem import LocalProblem
 from policygrad.learners.local.value_model import ValueModel
 from policygrad.models.loading import load_model
 
@@ -39,7 +38,7 @@ def critic_of(learner: LocalLearner) -> ValueModel:
 
 
 def rollout(learner: LocalLearner, algorithm: pg.Algorithm, batch: pg.Batch) -> dict:  # type: ignore[type-arg]
-    scored = algorithm.with_targets(learner.score(batch, algorithm.needs))
+    scored = algorithm.with_targets(learner.evaluate(batch, algorithm.needs))
     return learner.update(scored, algorithm.advantages(scored), algorithm)
 
 
@@ -76,7 +75,7 @@ def test_no_second_backbone_and_no_gradient_into_the_policy(random_model: Path) 
     assert sum(p.numel() for p in network.parameters()) == width + 1
     assert not {id(p) for p in network.parameters()} & {id(p) for p in learner.model.parameters()}
     nn.init.normal_(network.head.weight)  # type: ignore[arg-type, union-attr]
-    scored = algorithm.with_targets(learner.score(float_batch(), algorithm.needs))
+    scored = algorithm.with_targets(learner.evaluate(float_batch(), algorithm.needs))
     assert algorithm.critic is not None
     critic_of(learner).accumulate(scored, algorithm.critic)
     assert all(p.grad is None for p in learner.model.parameters())
@@ -93,7 +92,7 @@ def test_the_values_gradient_is_that_of_the_plain_definition(random_model: Path,
     network = critic_of(learner).network
     nn.init.normal_(network.head.weight, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type, union-attr]
     batch = make_batch(4)
-    scored = algorithm.with_targets(critic_of(learner).score(batch))
+    scored = algorithm.with_targets(critic_of(learner).evaluate(batch))
     critic_of(learner).accumulate(scored, critic)
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in network.parameters()]
     network.zero_grad()
@@ -124,7 +123,7 @@ def test_pretraining_on_the_policys_states_explains_what_the_prompt_decides(rand
     before, rollouts, state = copies(learner.model), 0, algorithm.init()
     while state["critic"]["pretrain"]:
         now = algorithm.at(state)
-        scored = now.with_targets(learner.score(batch, now.needs))
+        scored = now.with_targets(learner.evaluate(batch, now.needs))
         metrics = learner.update(scored, now.advantages(scored), now)
         state, rollouts = algorithm.update(state, scored, metrics), rollouts + 1
     assert same(before, learner.model)
@@ -231,12 +230,12 @@ def test_the_learners_exact_terms_are_those_of_full_logits(
     )
     batch = make_batch(11)
     old = full_logp(model, batch, temperature).detach()
-    learner._remember()
+    learner.remember()
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             p += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype)
     psi = torch.zeros(batch.mask.shape, dtype=torch.float64)
-    metrics = LocalProblem(learner, batch, psi, algorithm, seed=0).accumulate()
+    metrics = learner.problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     paper = literal(model, old, batch, EXACT[kind], temperature)
@@ -254,15 +253,15 @@ def test_the_learners_exact_terms_are_those_of_full_logits(
 
 def test_the_snapshot_is_the_policy_before_each_rollouts_updates(random_model: Path) -> None:
     """Held only where a term asks for it; at the first epoch the KL is 0, at the next it is not, and so again next rollout."""
-    assert learner_of(random_model, pg.DR_GRPO).old is None
+    assert learner_of(random_model, pg.DR_GRPO).networks.old is None
     algorithm = replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(1.0, target=0.01),), step=pg.FirstOrder(epochs=2))
     learner, batch = learner_of(random_model, algorithm, lr=1e-3), float_batch()
     for _ in range(2):
-        scored = learner.score(batch, algorithm.needs)
+        scored = learner.evaluate(batch, algorithm.needs)
         before = copies(learner.model)
         metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
-        assert learner.old is not None
-        assert same(before, learner.old.model)
+        assert learner.networks.old is not None
+        assert same(before, learner.networks.old.model)
         assert not same(before, learner.model)
         assert metrics["kl_old/last"].value > 1e-5
         assert metrics["kl_old"].value == pytest.approx(
@@ -277,10 +276,10 @@ def test_what_is_measured_is_of_every_sampled_token(random_model: Path) -> None:
     no policy to measure."""
     algorithm = replace(pg.DR_GRPO, step=pg.FirstOrder(epochs=2))
     learner, batch = learner_of(random_model, algorithm), float_batch()
-    scored = learner.score(batch, algorithm.needs)
+    scored = learner.evaluate(batch, algorithm.needs)
     assert scored.logp_old is not None
     shifted = replace(scored, logp_old=scored.logp_old - 0.1)
-    problem = LocalProblem(learner, shifted, torch.zeros(batch.mask.shape), algorithm, seed=0)
+    problem = learner.problem(shifted, torch.zeros(batch.mask.shape), algorithm)
     found = problem.measured()
     assert found["kl_old"].value == pytest.approx(torch.tensor(0.1).expm1().item() - 0.1, rel=1e-3)
     assert float(found["kl_old"].count) == int(batch.mask.sum())  # type: ignore[union-attr]
@@ -294,25 +293,25 @@ def test_dual_descent_on_a_model_ends_inside_its_band(random_model: Path) -> Non
     term, step = pg.ExactKLToOld(0.4, target=0.2), pg.DualDescent(epochs=4, rounds=6)
     algorithm = replace(pg.DR_GRPO, gate=pg.Importance(), terms=(term,), step=step)
     learner, batch = learner_of(random_model, algorithm, lr=1e-3), float_batch()
-    scored = learner.score(batch, algorithm.needs)
+    scored = learner.evaluate(batch, algorithm.needs)
     metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
     rounds = int(metrics["dual_rounds"].value)
     assert 1 < rounds < 6
     assert 0.2 / 1.5 <= metrics["kl_old/last"].value <= 1.5 * 0.2
     assert learner.version == 4 * rounds
     assert metrics["beta/exact_kl_to_old/last"].value == pytest.approx(0.4 / 2 ** (rounds - 1))
-    problem = LocalProblem(learner, scored, algorithm.advantages(scored), algorithm, seed=0)
+    problem = learner.problem(scored, algorithm.advantages(scored), algorithm)
     assert problem.measured()["kl_old"].value == pytest.approx(metrics["kl_old/last"].value, rel=1e-4)
 
 
-def test_a_scorer_says_what_it_cannot_give(random_model: Path) -> None:
+def test_an_evaluator_says_what_it_cannot_give(random_model: Path) -> None:
     learner, batch = learner_of(random_model, pg.DR_GRPO), float_batch()
     (part,) = pack(batch, torch.arange(3), 10_000)
     with pytest.raises(ValueError, match="not values"):
-        learner.scorer.forward(part, frozenset({"values"}))
-    with pytest.raises(ValueError, match="pass its scorer as `old`"):
-        learner.scorer.forward(part, frozenset({"kl_old"}))
-    plain = learner.scorer.forward(part)
+        learner.evaluator.forward(part, frozenset({"values"}))
+    with pytest.raises(ValueError, match="pass its evaluator as `old`"):
+        learner.evaluator.forward(part, frozenset({"kl_old"}))
+    plain = learner.evaluator.forward(part)
     assert plain.entropy is None
     assert plain.kl_old is None
     truth = torch.where(batch.mask, naive_logp(learner.model, batch, 1.0), 0)

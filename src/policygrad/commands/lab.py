@@ -19,11 +19,10 @@ from policygrad.commands import describe as words
 from policygrad.commands.describe import HEAD, NAME, QUIET, Line
 from policygrad.commands.options import writable, write
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.steps import FirstOrder
+from policygrad.core.update_rules import FirstOrder
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.training.config.parts import part_class
 from policygrad.training.config.run import optional
-from policygrad.core.update_rules import FirstOrder
 
 if TYPE_CHECKING:
     from policygrad.lab.measurement import Figures

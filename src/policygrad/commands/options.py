@@ -16,10 +16,10 @@ import tyro
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import summary
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.protocols import Additive
 from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.run import Draft, optional
 from policygrad.training.config.toml import from_dict
-from policygrad.core.protocols import Additive
 
 SWITCHES = ("--dry-run", "--plain", "--learner.gradient-checkpointing")
 """Flags that take no value."""

@@ -14,7 +14,7 @@ from policygrad.core.aggregates import SequenceSum
 from policygrad.core.batch import Batch, Coefficients
 from policygrad.core.checks import check, check_rewards
 from policygrad.core.critic import Critic
-from policygrad.core.filters import applied
+from policygrad.core.filters import applied, reweight
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric, Metrics, merge
 from policygrad.core.protocols import (
@@ -135,14 +135,21 @@ class Algorithm:
                         "set sampling.temperature above 0"
                     )
 
-    def filtered(self, batch: Batch) -> Batch:
+    def filtered(self, batch: Batch, *, refilled: bool = False) -> Batch:
         """The batch after the filters, which look at the task's score.
+
+        refilled: a rollout has sampled others in the place of what a refilling filter drops; what it still drops could not be
+        refilled, so it gets weight 0 and the rest more.
 
         Raises:
             ConfigError: a field that a filter needs and the batch lacks.
         """
         for part in self.filters:
-            batch = applied(part, batch)
+            if refilled and part.refill:
+                dropped = part.dropped(batch)
+                batch = reweight(batch, dropped) if bool(dropped.any()) else batch
+            else:
+                batch = applied(part, batch)
         return batch
 
     def shaped(self, batch: Batch) -> Batch:
@@ -169,9 +176,7 @@ class Algorithm:
     def with_targets(self, batch: Batch, shaped: Batch | None = None) -> Batch:
         """The batch with the critic's targets, from the rewards after shaping; computed once per rollout, like Ψ."""
         return (
-            batch
-            if self.critic is None
-            else replace(batch, returns=self.critic.targets(shaped or self.shaped(batch)))
+            batch if self.critic is None else replace(batch, returns=self.critic.targets(shaped or self.shaped(batch)))
         )
 
     def corrected(self, weight: Tensor, batch: Batch) -> Tensor:

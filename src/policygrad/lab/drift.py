@@ -12,7 +12,6 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Forward
 from policygrad.core.objective import surrogate
 from policygrad.lab.groups import WeightedSteps, all_steps
-from policygrad.lab.groups import Steps, all_steps
 from policygrad.lab.levers import Levers, decide
 from policygrad.lab.policies import Table
 from policygrad.lab.sequences import World

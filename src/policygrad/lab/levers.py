@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.objective import Coefficients
-from policygrad.lab.groups import WeightedSteps
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch, Coefficients
-from policygrad.lab.groups import Steps
+from policygrad.lab.groups import WeightedSteps
 from policygrad.lab.setting import Setting
 
 ALONE = 32

@@ -47,7 +47,7 @@ class ExactProblem:
         self.pending = torch.zeros_like(self.theta)
         return {}
 
-    def some(self, share: float) -> Problem:
+    def some(self, share: float) -> ExactProblem:
         """Nor has it groups to choose from."""
         return self
 

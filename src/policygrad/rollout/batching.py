@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from policygrad.core.batch import Batch
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.ragged import Groups
-from policygrad.core.types import Batch
 from policygrad.rollout.trajectory import Group, Trajectory
 
 

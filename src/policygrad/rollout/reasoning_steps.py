@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from policygrad.rewards.types import Steps
 from policygrad.core.batch import Batch
+from policygrad.rewards.types import Steps
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from policygrad.core.advantages import no_spread
+import torch
+
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.filters import DropNoSpread, reweight
+from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum, merge
-from policygrad.core.types import Batch
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError
 from policygrad.rollout.batching import measure, to_batch
@@ -98,11 +98,12 @@ class Rollouter:
     ) -> Rollout:
         """A step's worth of groups: `prompts` × `samples` episodes, from the task's example `position` on.
 
-        Dynamic sampling sets groups without spread aside and takes further prompts, for at most its `max_rounds` rounds; what
-        is missing then is filled with groups set aside at weight 0, the others are reweighted, and that is reported.
+        A filter that refills (dynamic sampling) sets groups aside and takes further prompts, for at most its `rounds`; what is
+        missing then is filled with groups set aside at weight 0, the others are reweighted, and that is reported. evaluate: a
+        learner's, for what filters read.
         """
-        dynamic = next((f for f in algorithm.filters if isinstance(f, DropNoSpread)), None)
-        most, refill = (dynamic.rounds, dynamic.mode == "refill") if dynamic else (1, False)
+        refilling = next((part for part in algorithm.filters if part.refill), None)
+        most = refilling.rounds if refilling else 1
         worth = "token_reward" in algorithm.declared or "step_end" not in algorithm.declared
         kept, aside, judged = list[Group](), list[Group](), Judged()
         rounds: list[tuple[list[Group], Batch]] = []
@@ -113,23 +114,25 @@ class Rollouter:
             groups, of_steps = judge_steps(groups, self.steps, self.tokenizer.decode, worth=worth)
             judged, batch = judged | said | of_steps, to_batch(groups)
             rounds.append((groups, batch))
-            flat = no_spread(batch)[::samples].tolist() if refill else [False] * prompts
-            kept += [group for group, out in zip(groups, flat, strict=True) if not out][: prompts - len(kept)]
-            aside += [group for group, out in zip(groups, flat, strict=True) if out]
+            out = refilling.dropped(_filled(batch, refilling.needs, evaluate)) if refilling else torch.zeros(len(batch.group)) > 0
+            flat = out.view(prompts, samples).all(1).tolist()
+            kept += [group for group, dropped in zip(groups, flat, strict=True) if not dropped][: prompts - len(kept)]
+            aside += [group for group, dropped in zip(groups, flat, strict=True) if dropped]
         missing = prompts - len(kept)
         if missing:
             kept += aside[:missing]
             note = f"dynamic sampling: groups were still without spread after {most} rounds; the others are reweighted"
             judged |= Judged(messages=(note,))
         whole = len(rounds) == 1 and not missing
-        batch = _filter(rounds[0][1] if whole else to_batch(kept), algorithm, dynamic, missing)
+        batch = _filled(rounds[0][1] if whole else to_batch(kept), algorithm.filter_needs, evaluate)
+        batch = algorithm.filtered(batch, refilled=True)
         if self.steps is not None:
             batch = with_steps(batch, marks_of(kept), scored=worth)
         for link in algorithm.psi:
-            if getattr(link, "samples_values", False):
+            if link.samples_values:
                 batch, cost = self._with_values(batch, kept, sampling, link.samples, step)
                 judged |= cost
-        unfilled: Metrics = {"dynamic/unfilled": Sum(float(missing))} if refill else {}
+        unfilled: Metrics = {"dynamic/unfilled": Sum(float(missing))} if refilling else {}
         metrics = merge(measure(rounds), judged.metrics, unfilled)
         return Rollout(batch, tuple(kept), position, metrics, judged.messages)
 
@@ -173,11 +176,6 @@ class Rollouter:
         )
 
 
-def _filter(batch: Batch, algorithm: Algorithm, dynamic: DropNoSpread | None, missing: int) -> Batch:
-    """The algorithm's filters; refilled groups were chosen already, and what could not be refilled is reweighted."""
-    for part in algorithm.filters:
-        if part is dynamic and dynamic.mode == "refill":
-            batch = reweight(batch, dynamic.dropped(batch)) if missing else batch
-        else:
-            batch = part(batch)
-    return batch
+def _filled(batch: Batch, needs: frozenset[str], evaluate: Evaluate | None) -> Batch:
+    """The batch with what filters read."""
+    return evaluate(batch, needs) if needs and evaluate is not None else batch

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum, merge
-from policygrad.core.types import Batch
 from policygrad.errors import ConfigError
 from policygrad.rollout.judging import Judged
 from policygrad.rollout.trajectory import VALUES, Group, Start

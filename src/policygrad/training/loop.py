@@ -12,10 +12,10 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.behaviour import behaviour, staleness
 from policygrad.core.metrics import Metrics, Sum, merge
+from policygrad.core.protocols import State
 from policygrad.learners.base import Learner
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.training.config.run import Run
-from policygrad.core.protocols import State
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ModelError
-from policygrad.learners.local.learner import differentiating, recompute_activations
+from policygrad.learners.local.recompute import differentiating, recompute_activations
 from policygrad.models.classifier import (
     context_length,
     encode,

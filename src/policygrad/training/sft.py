@@ -10,15 +10,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from policygrad.core.batch import Batch
 from policygrad.errors import ModelError
 from policygrad.learners.local.forward import probe
-from policygrad.learners.local.learner import differentiating, recompute_activations
+from policygrad.learners.local.recompute import differentiating, recompute_activations
 from policygrad.models.chat import grown_ids
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.core.batch import Batch
 from policygrad.tasks.conversations import Demonstration, read_demonstrations
 from policygrad.tasks.preferences import split_rows, without
+from policygrad.trackers import Tracker, change
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.lifecycle import Result

@@ -14,7 +14,6 @@ from policygrad.core.batch import Batch, Forward
 from policygrad.core.controllers import re_adapted
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, mean_of
 from policygrad.core.objective import measure, objective, surrogate
-from policygrad.core.types import Batch, Forward
 from policygrad.lab.control.networks import Optimised
 from policygrad.lab.control.policies import ControlPolicy, ControlValue, Distribution
 

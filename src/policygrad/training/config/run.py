@@ -12,11 +12,11 @@ import tyro
 from policygrad.algorithms import GRPO
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.checks import check_rollout
+from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.rewards.process_rewards import check_pattern
 from policygrad.samplers.base import Sampling
-from policygrad.core.trust_region import TrustRegion
 
 OBJECT = "object:"
 """Begins what stands in a file for an object that was given in Python."""
