@@ -23,7 +23,8 @@ from policygrad.training.config.toml import from_dict
 
 SWITCHES = ("--dry-run", "--plain", "--learner.gradient-checkpointing")
 """Flags that take no value."""
-_NO_PARTS = ("name", "samples_per_prompt", "behaviour")  # the last is a word, --algorithm.behaviour
+_NUMBERS = ("name", "samples_per_prompt")
+_NO_PARTS = (*_NUMBERS, "behaviour")  # which is chosen as parts are, by a word
 
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
@@ -109,7 +110,7 @@ def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]
     """Takes `--algorithm.FIELD Part[,Part…]` out of the arguments: another part in its place, `none` for no part."""
     rest: list[str] = []
     changes: dict[str, Any] = {}
-    names = {f.name: getattr(base, f.name) for f in fields(Algorithm) if f.name not in _NO_PARTS[:2]}
+    names = {f.name: getattr(base, f.name) for f in fields(Algorithm) if f.name not in _NUMBERS}
     words = iter(args)
     for word in words:
         flag, _, value = word.partition("=")

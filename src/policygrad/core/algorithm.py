@@ -12,7 +12,7 @@ from policygrad.core import ragged
 from policygrad.core.advantages import reward_to_go
 from policygrad.core.aggregates import SequenceSum
 from policygrad.core.batch import Batch, Coefficients
-from policygrad.core.checks import check, check_rewards
+from policygrad.core.checks import check, check_rewards, check_sampling
 from policygrad.core.critic import Critic
 from policygrad.core.filters import applied, reweight
 from policygrad.core.gates import OnPolicy
@@ -81,7 +81,7 @@ class Algorithm:
         check(self)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
-        """(field, part) for every part, in the order of the data's way."""
+        """(field, part), in the order of the data's way."""
         return ((name, part) for name, _, part in self._keyed())
 
     def _keyed(self) -> Iterator[tuple[str, str, Any]]:
@@ -122,18 +122,7 @@ class Algorithm:
         Raises:
             ConfigError: one sample per prompt, or temperature 0 (equal samples), where a part compares a prompt's samples.
         """
-        for _, part in self.parts():
-            if part.group_statistic:
-                if samples_per_prompt < 2:
-                    raise ConfigError(
-                        f"{type(part).__name__} compares the samples of one prompt, and there is one per prompt: set "
-                        "samples_per_prompt to 2 or more, or use RunningMean() (algorithm reinforce)"
-                    )
-                if temperature == 0:
-                    raise ConfigError(
-                        f"{type(part).__name__} compares the samples of one prompt, and at temperature 0 they are all equal: "
-                        "set sampling.temperature above 0"
-                    )
+        check_sampling(self, samples_per_prompt, temperature)
 
     def filtered(self, batch: Batch, *, refilled: bool = False) -> Batch:
         """The batch after the filters, which look at the task's score.
@@ -192,10 +181,7 @@ class Algorithm:
     def all_coefficients(self, batch: Batch) -> Coefficients:
         """(c, c^1, c^2, …): the policy's coefficients and those of each term."""
         policy = self.coefficients(batch)
-        return (
-            policy,
-            *(self._term_coefficients(batch, t, policy) for t in self.terms),
-        )
+        return (policy, *(self._term_coefficients(batch, t, policy) for t in self.terms))
 
     def _term_coefficients(self, batch: Batch, term: Term | LossTerm, policy: Tensor) -> Tensor:
         where = term.where(batch)

@@ -39,6 +39,21 @@ def check_rollout(algorithm: Composition) -> None:
             )
 
 
+def check_sampling(algorithm: Composition, samples_per_prompt: int, temperature: float) -> None:
+    """Raises ConfigError for one sample per prompt, or equal ones, where a part compares a prompt's samples."""
+    for name in (type(part).__name__ for _, part in algorithm.parts() if part.group_statistic):
+        if samples_per_prompt < 2:
+            raise ConfigError(
+                f"{name} compares the samples of one prompt, and there is one per prompt: set samples_per_prompt to 2 or "
+                "more, or use RunningMean() (algorithm reinforce)"
+            )
+        if temperature == 0:
+            raise ConfigError(
+                f"{name} compares the samples of one prompt, and at temperature 0 they are all equal: set "
+                "sampling.temperature above 0"
+            )
+
+
 def check_rewards(batch: Batch) -> None:
     """Raises ConfigError for a reward that is not finite and is read: that of a completion that is counted or trained on."""
     total = batch.reward

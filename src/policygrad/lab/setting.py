@@ -66,7 +66,8 @@ class Setting:
     def book(self, algorithm: Algorithm) -> Batch:
         """Every completion of every prompt once, [X·N, L], with the fields that the algorithm reads."""
         world, old = self.world, self.old_or_theta
-        reads = set(algorithm.declared) | ({"logp_old"} if self.old is not None else set())
+        said = algorithm.behaviour == "sampler"  # π_old := μ
+        reads = set(algorithm.declared) | ({"logp_old"} if self.old is not None or said else set())
         if any(link.samples_values for link in algorithm.psi):
             reads.add("values")  # a rollout would sample them
         batch = Batch(
@@ -76,7 +77,7 @@ class Setting:
             truncated=world.tree.truncated.repeat(world.prompts) if self.cut else None,
         )
         reference = self.theta if self.reference is None else self.reference
-        thetas = {"logp_old": old, "logp_ref": reference, "logp_sampler": self.behaviour}
+        thetas = {"logp_old": self.behaviour if said else old, "logp_ref": reference, "logp_sampler": self.behaviour}
         filled: dict[str, Any] = {n: world.token_logp(t).detach() for n, t in thetas.items() if n in reads}
         if "score_norm" in reads:
             filled["score_norm"] = world.scores(old).square().sum(1)
