@@ -16,9 +16,9 @@ A2C ALGORITHMS Algorithm Batch BatchMean BatchStd CISPO Checkpointing Clip Criti
 DualDescent Entropy Evaluation ExactEntropy ExactKLToOld FirstOrder FixedLength Forward GAE GRPO GRPO_PROCESS GSPO
 GSPO_TOKEN GroupMean GroupStd GroupTokenMean ITERATIVE_GRPO Importance KLInReward KLToOld KLToReference LearnerConfig
 LeaveOneOut LengthAdaptiveGAE MAGISTRAL MaskTruncated MaskedIS NATURAL NStep OPO OnPolicy OptimalBaseline
-OptimizerConfig PPO PPO_PENALTY PRORL PositiveNLL PrefixValue ProcessReward REINFORCE RLOO Reference RewardModelConfig
+OptimizerConfig PPO PPO_PENALTY PRORL PositiveNLL PrefixValue ProcessReward REINFORCE RLOO Reference RewardModelConfig RewardPool
 Rewarding Run RunningMean SAPO SFTConfig Sampling Sequence SequenceMean SequenceProduct SequenceSum SoftGate
-SoftOverlong TRPO Token TokenMean TruncatedIS TrustRegion VAPO VINEPPO WeightCap Whiten algorithm objective reward sft
+SoftOverlong TRPO Token TokenMean TruncatedIS TrustRegion VAPO VINEPPO WeightCap Whiten algorithm load_task objective reward sft
 surrogate train train_reward_model
 """
 

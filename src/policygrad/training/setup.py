@@ -64,7 +64,7 @@ def prepare(
     codec = load_tokenizer(model, network)
     for example in questions.rows:  # a prompt too long for the model is better found now than in a week
         codec.encode(example.prompt, max_tokens, example.source or "a prompt")
-    steps = pool.steps if any(reward.process for reward in chosen) else None
+    steps = pool.steps if any(reward.process_reward for reward in chosen) else None
     source = Source(questions.train, codec, pool.score, seed, steps)
     names = tuple(_in_words(reward, needs) for reward in chosen)
     return Ground(questions, names, network, codec, source, LocalSampler(network, codec.end, padding_id(codec)))
@@ -109,8 +109,8 @@ def choose_rewards(
             be ignored.
     """
     named = tuple(resolve(name) for name in chosen)
-    steps = tuple(reward for reward in named if reward.process)
-    outcome = tuple(reward for reward in named if not reward.process)
+    steps = tuple(reward for reward in named if reward.process_reward)
+    outcome = tuple(reward for reward in named if not reward.process_reward)
     if steps and needs is None:
         raise RunError(f"reward {steps[0].name!r} scores steps, and an evaluation is of outcomes: leave it away")
     if steps and step_end is not None:
@@ -121,7 +121,7 @@ def choose_rewards(
             f"one too, e.g. --reward exact_match {steps[0].name}"
         )
     if step_end is not None:
-        steps = (Reward("step_end", StepEnd(step_end), process=True),)
+        steps = (Reward("step_end", StepEnd(step_end), process_reward=True),)
     elif needs is not None and "step_end" in needs and not steps:
         steps = tuple(resolve(name) for name in task.steps)
         if not steps:
@@ -141,7 +141,7 @@ def _no_steps(task: Task, needs: frozenset[str]) -> str:
 def _in_words(reward: Reward, needs: frozenset[str] | None) -> str:
     """A reward for people, with what is read of it."""
     name = reward.name if reward.weight == 1 else f"{reward.name}*{reward.weight:g}"
-    if not reward.process:
+    if not reward.process_reward:
         return name
     if isinstance(reward.function, StepEnd):
         return f"steps by {reward.function.pattern!r}"
