@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policygrad.errors import DataError
@@ -260,6 +260,7 @@ value = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.data(), st.sets(text.filter(lambda name: name not in {"prompt", "prompts", "completions"}), max_size=3))
 def test_any_rows_come_back_as_they_were_written(tmp_path_factory, data, names):
     prompt = text.filter(bool) | st.lists(message, min_size=1, max_size=3)

@@ -47,7 +47,7 @@ def load_model(model: str | nn.Module, *, dtype: str = "fp32", device: str = "cp
 def _load(model: str, dtype: str) -> nn.Module:
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     path = resolve(model)
     try:
         loaded: nn.Module = _pretrained(path, DTYPES[dtype])

@@ -72,10 +72,10 @@ class Dispatcher:
         queue = deque(work)
         while queue or any(slot.work for slot in self._slots):
             for slot in self._slots:
-                work = next((w for w in queue if slot.takes(w)), None) if slot.work is None else None
-                if work is not None:
-                    queue.remove(work)
-                    self._assign(slot, work)
+                chosen = next((w for w in queue if slot.takes(w)), None) if slot.work is None else None
+                if chosen is not None:
+                    queue.remove(chosen)
+                    self._assign(slot, chosen)
             busy = [slot for slot in self._slots if slot.work]
             readable = _wait(busy)
             now = time.monotonic()

@@ -1,7 +1,7 @@
 """What a reward is, and what scoring a rollout yields."""
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -9,7 +9,7 @@ from policygrad.errors import ConfigError
 
 ScoredSteps = tuple[tuple[int, float], ...]
 """Where the steps of a completion end, in characters of its text, each with its score."""
-Answer = list[float | None] | list[ScoredSteps | None]
+Answer = Sequence[float | Exception | None] | Sequence[ScoredSteps | None]
 RewardFunction = Callable[..., Answer | Awaitable[Answer]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 

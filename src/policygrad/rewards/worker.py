@@ -41,19 +41,23 @@ def _load(name: str, pickled: bytes, of_steps: bool) -> Caller:
     return Caller(name, function, of_steps)
 
 
-def _serve(chunk: Chunk, callers: list[Caller], sink: int) -> None:
+def _serve(chunk: Chunk, callers: list[Caller | None], sink: int) -> None:
+    samples: Any = None
+    said = ""
     try:
-        prompts, completions, columns = pickle.loads(chunk.samples)
+        samples = pickle.loads(chunk.samples)
     except BaseException as error:
-        for number, places in chunk.calls:
-            said = f"could not be given its samples, unpickling them {describe(error)}"
-            _send(
-                sink, [Judgement(None, "raised", tell(callers[number].name, said, ["?"] * len(places)))] * len(places)
-            )
-        return
+        said = f"could not be given its samples, unpickling them {describe(error)}"
     for number, places in chunk.calls:
-        chosen = {name: [values[i] for i in places] for name, values in columns.items()}
-        _send(sink, callers[number]([prompts[i] for i in places], [completions[i] for i in places], chosen))
+        caller = callers[number]
+        assert caller is not None  # a chunk goes to a worker that has all of its functions
+        if said:
+            message = tell(caller.name, said, ["?"] * len(places))
+            _send(sink, [Judgement(None, "raised", message)] * len(places))
+        else:
+            prompts, completions, columns = samples
+            chosen = {name: [values[i] for i in places] for name, values in columns.items()}
+            _send(sink, caller([prompts[i] for i in places], [completions[i] for i in places], chosen))
 
 
 def _take_pipes() -> tuple[BinaryIO, int]:

@@ -89,7 +89,7 @@ def read_rows(rows: Sequence[Any], name: str = "row") -> list[Example]:
     Raises:
         DataError: no rows, or one that cannot be used, as `row 12`, counted from 1.
     """
-    found = []
+    found: list[tuple[str, Mapping[str, Any]]] = []
     for number, row in enumerate(rows, start=1):
         where = f"{name} {number}"
         if isinstance(row, Example):
