@@ -112,11 +112,11 @@ def test_order_is_kept_when_workers_are_killed_in_the_middle():
 def test_the_pool_goes_on_after_its_worker_died_between_calls():
     with RewardPool([number], workers=1) as pool:
         assert pool.score(["p"], ["1"], {}).total == [1.0]
-        process = pool._slots[0].process
+        process = pool._slots[0].worker
         os.kill(process.pid, signal.SIGKILL)
         process._process.wait()
         assert pool.score(["p"], ["2"], {}).total == [2.0]
-        assert pool._slots[0].process.pid != process.pid
+        assert pool._slots[0].worker.pid != process.pid
 
 
 def test_weighted_sum_skips_what_does_not_apply():
@@ -305,7 +305,7 @@ def test_close_kills_the_workers_and_their_children():
 
     pool = RewardPool([breed], workers=2)
     (child,) = pool.score(["p"], ["c"], {}).total
-    processes = [slot.process._process for slot in pool._slots]
+    processes = [slot.worker._process for slot in pool._slots]
     pool.close()
     pool.close()
     assert [process.poll() for process in processes] == [-signal.SIGKILL] * 2
@@ -365,6 +365,6 @@ def test_a_pool_that_is_dropped_takes_its_workers_along():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pool = RewardPool([length], workers=1)
-        process = pool._slots[0].process._process
+        process = pool._slots[0].worker._process
         del pool
     assert process.poll() == -signal.SIGKILL

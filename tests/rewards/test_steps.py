@@ -237,9 +237,11 @@ def test_several_process_rewards_add_up_and_too_large_a_sum_is_none() -> None:
         return [[(2, 0.5)]] * len(completions)
 
     outcome, _ = functions()
-    with RewardPool([outcome, Reward("a", halves, process=True), Reward("b", halves, -3.0, process=True)]) as pool:
+    with RewardPool(
+        [outcome, Reward("a", halves, process_reward=True), Reward("b", halves, -3.0, process_reward=True)]
+    ) as pool:
         assert pool.steps(["p"], ["xyz"], {}).steps == [((2, 0.5), (2, -1.5))]
-    with RewardPool([outcome, Reward("a", halves, 1e19, process=True)]) as pool:
+    with RewardPool([outcome, Reward("a", halves, 1e19, process_reward=True)]) as pool:
         found = pool.steps(["p"], ["xyz"], {})
         assert (found.steps, found.failures) == ([None], {"inf": 1})
 

@@ -8,14 +8,16 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policygrad.errors import DataError
 from policygrad.tasks import known_tasks, load_task
-from policygrad.tasks.jsonl import prompt_key, read_jsonl
+from policygrad.tasks.jsonl import read_jsonl
+from policygrad.tasks.rows import prompt_key
 from policygrad.tasks.spec import parse_mix
 from policygrad.tasks.split import is_held_out
+from policygrad.tasks.types import Example
 
 
 def question(example):
@@ -258,6 +260,7 @@ value = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.data(), st.sets(text.filter(lambda name: name not in {"prompt", "prompts", "completions"}), max_size=3))
 def test_any_rows_come_back_as_they_were_written(tmp_path_factory, data, names):
     prompt = text.filter(bool) | st.lists(message, min_size=1, max_size=3)
@@ -272,3 +275,53 @@ def test_any_rows_come_back_as_they_were_written(tmp_path_factory, data, names):
         {"prompt": e.prompt if isinstance(e.prompt, str) else list(e.prompt), **e.columns} for e in examples
     ] == rows
     assert all(isinstance(prompt_key(e.prompt), str) for e in examples)
+
+
+# --- rows and tasks as objects
+
+
+def test_rows_are_a_task_like_the_file_that_holds_them(tmp_path):
+    rows = [{"prompt": f"{i} + 1 =", "answer": i + 1} for i in range(200)]
+    own, file = load_task(rows, seed=3), load_task(write(tmp_path / "sums.jsonl", rows), seed=3)
+    assert [own.train(i) for i in range(400)] == [file.train(i) for i in range(400)]
+    assert own.held_out(50) == file.held_out(50)
+    assert own.held_out_is_train is file.held_out_is_train is False
+    assert (own.name, own.rows[0].source) == ("rows", "row 1")
+    assert rows[0] == {"prompt": "0 + 1 =", "answer": 1}
+    assert load_task(file.rows).rows == file.rows  # Examples, with the place they know
+    assert load_task(file.rows).rows[0].source.endswith("sums.jsonl:1")
+
+
+def test_held_out_rows_beside_rows():
+    rows = [{"prompt": str(i)} for i in range(4)]
+    with pytest.warns(UserWarning, match="rows: 1 rows left out of training, held_out evaluates their prompts") as said:
+        task = load_task(rows, held_out=[{"prompt": "2"}, {"prompt": "9"}])
+    assert said[0].filename == __file__
+    assert {row.prompt for row in task.held_out(9)} == {"2", "9"}
+    assert {task.train(i).prompt for i in range(3)} == {"0", "1", "3"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([], "no rows: a task needs at least one prompt"),
+        ([{"prompt": "a"}, {"promt": "b"}], r"row 2: no column 'prompt' \(it has 'promt'\)"),
+        ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "row 2: no column 'answer', which row 1 has"),
+        ([{"prompt": "a"}, {"prompt": "b", "x": 1}], "row 2: column 'x' is not in row 1"),
+        ([{"prompt": "a", "completions": 1}], "row 1: a column may not be called 'completions'"),
+        ([{"prompt": [{"role": "user"}]}], "row 1: message 1 of 'prompt' must be an object"),
+        (["a"], "row 1: a dict with 'prompt' or an Example is needed, got str"),
+        ([Example("a", {"prompt": "b"})], "row 1: a column may not be called 'prompt'"),
+        (3, "a task is a name, a list of rows, or a Task, got int, which has no name, rewards"),
+    ],
+)
+def test_bad_rows_are_named_by_their_number(rows, says):
+    with pytest.raises(DataError, match=says):
+        load_task(rows)
+
+
+def test_a_task_of_ones_own_is_used_as_it_is():
+    own = load_task([{"prompt": "a"}])
+    assert load_task(own) is own
+    with pytest.raises(DataError, match="the task 'rows' has held-out problems of its own"):
+        load_task(own, held_out="other.jsonl")

@@ -132,9 +132,9 @@ def load_scorer(path: str, dtype: torch.dtype | str = "auto", device: str = "cpu
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # of a new head the caller speaks, and a missing one is refused below
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of a new head the caller speaks, and a missing one is refused below
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             path, dtype=dtype, output_loading_info=True, **({"num_labels": 1} if new_head else {})

@@ -30,25 +30,41 @@ def cannot_load(what: str, error: Exception, needs: str) -> ModelError:
     return ModelError(f"cannot load {what}, whose folder needs {needs}: {said}")
 
 
-def load_model(model: str, *, dtype: str = "fp32", device: str = "cpu") -> nn.Module:
+def load_model(model: str | nn.Module, *, dtype: str = "fp32", device: str = "cpu") -> nn.Module:
     """The model without dropout, in evaluation mode, so that an unchanged policy's ratio is 1.
 
-    Raises:
-        ModelError: no such model.
-    """
-    from transformers.utils import logging
+    A module in a name's place is used as it is, in its own precision and with the parameters that require a gradient in it.
 
-    logging.disable_progress_bar()
-    path = resolve(model)
-    try:
-        loaded = _pretrained(path, DTYPES[dtype])
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise cannot_load(f"the model {model!r}", error, "config.json and safetensors") from error
+    Raises:
+        ModelError: no such model, or an object that is no causal language model of transformers' kind.
+    """
+    loaded = _load(model, dtype) if isinstance(model, str) else _checked(model)
     for module in loaded.modules():
         without_dropout(module)
-    for parameter in loaded.parameters():
-        parameter.requires_grad_(True)
-    return loaded.to(device).eval()  # type: ignore[no-any-return]
+    return loaded.to(device).eval()
+
+
+def _load(model: str, dtype: str) -> nn.Module:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    path = resolve(model)
+    try:
+        loaded: nn.Module = _pretrained(path, DTYPES[dtype])
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise cannot_load(f"the model {model!r}", error, "config.json and safetensors") from error
+    return loaded.requires_grad_(True)
+
+
+def _checked(model: object) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"a model is a folder, a hub id or a torch module, not {type(model).__name__}")
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise ModelError(
+            f"{type(model).__name__} has no `config` as a causal language model of transformers has: give one of those, or "
+            "the folder it was saved in"
+        )
+    return model
 
 
 def _pretrained(path: str, dtype: torch.dtype) -> Any:
@@ -74,5 +90,6 @@ def without_dropout(module: nn.Module) -> None:
 
 def context_length(model: nn.Module) -> int | None:
     """Positions the model was made for, in tokens; None when its configuration does not say."""
-    config = model.config.get_text_config()  # that of the language model, where there is a vision tower beside it
+    config: Any = model.config
+    config = config.get_text_config()  # that of the language model, where there is a vision tower beside it
     return getattr(config, "max_position_embeddings", None)

@@ -66,26 +66,46 @@ class Tokenizer:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def load_tokenizer(model: str, network: nn.Module) -> Tokenizer:
-    """The tokenizer beside a loaded model.
+def load_tokenizer(model: str | object, network: nn.Module) -> Tokenizer:
+    """The tokenizer beside a loaded model; or an object of transformers' own in a name's place.
 
     Raises:
         ModelError: no tokenizer, or none of tokenizer and model names an end token.
     """
-    from transformers import AutoTokenizer
-
-    path = resolve(model)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise cannot_load(f"the tokenizer of {model!r}", error, "tokenizer.json and tokenizer_config.json") from error
-    end = frozenset(_end_ids(tokenizer.eos_token_id)).union(*(_end_ids(ids) for ids in _written_ends(path)))
+    if isinstance(model, str):
+        path = resolve(model)
+        name, tokenizer, written = model, _pretrained(path, model), list(_written_ends(path))
+    else:
+        tokenizer = _checked(model)
+        name, written = str(getattr(model, "name_or_path", "") or type(model).__name__), _set_ends(network)
+    end = frozenset(_end_ids(tokenizer.eos_token_id)).union(*(_end_ids(ids) for ids in written))
     if not end:
         raise ModelError(
-            f"neither the tokenizer nor a configuration file of {model!r} names an end token, so no completion could ever end: "
+            f"neither the tokenizer nor a configuration file of {name!r} names an end token, so no completion could ever end: "
             "set `eos_token` in its tokenizer_config.json"
         )
-    return Tokenizer(tokenizer, end, model, context_length(network))
+    return Tokenizer(tokenizer, end, name, context_length(network))
+
+
+def _pretrained(path: str, model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise cannot_load(f"the tokenizer of {model!r}", error, "tokenizer.json and tokenizer_config.json") from error
+
+
+def _checked(tokenizer: object) -> Any:
+    if callable(tokenizer) and hasattr(tokenizer, "decode") and hasattr(tokenizer, "eos_token_id"):
+        return tokenizer
+    raise ModelError(f"a tokenizer is a folder, a hub id or an object of transformers', not {type(tokenizer).__name__}")
+
+
+def _set_ends(network: nn.Module) -> list[Any]:
+    """Ends that somebody wrote down for generating with this model; not those that its configuration's class has by default."""
+    own: Any = getattr(network, "generation_config", None)
+    return [] if getattr(own, "_from_model_config", True) else [own.eos_token_id]
 
 
 def _end_ids(ids: Any) -> list[int]:

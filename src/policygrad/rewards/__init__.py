@@ -3,15 +3,15 @@
 from policygrad.errors import RewardError
 from policygrad.rewards.pool import RewardPool
 from policygrad.rewards.resolve import known_rewards, resolve
-from policygrad.rewards.types import Reward, RewardFunction, Scores, StepScores, reward
+from policygrad.rewards.types import ProcessScores, Reward, RewardFunction, RewardScores, reward
 
 __all__ = [
+    "ProcessScores",
     "Reward",
     "RewardError",
     "RewardFunction",
     "RewardPool",
-    "Scores",
-    "StepScores",
+    "RewardScores",
     "known_rewards",
     "resolve",
     "reward",

@@ -10,21 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from policygrad.rewards.types import Steps
+from policygrad.rewards.types import ScoredSteps
 
 _CLIP = 120  # characters of a sample or an exception quoted in a message
 LARGEST = 1e18  # a reward beyond ±this counts as infinite: its square, in a group's standard deviation, leaves float32
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Judgement:
     """What one reward function said of one sample; `reason` is a failure (types.FAILURES), None = `value` counts."""
 
     value: float | None = None
     reason: str | None = None
     message: str = ""
     kind: str = ""  # the exception's type: failures of one kind are told once
-    steps: Steps = ()  # of a process reward, in place of `value`
+    steps: ScoredSteps = ()  # of a process reward, in place of `value`
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,18 @@ class Signature:
 class Caller:
     """Calls one function, sync or async, always from the thread it lives in."""
 
-    def __init__(self, name: str, function: Callable[..., Any], process: bool = False) -> None:
-        """process: the function answers with steps, not with a number."""
+    def __init__(self, name: str, function: Callable[..., Any], process_reward: bool = False) -> None:
+        """process_reward: the function answers with steps, not with a number."""
         self.name = name
-        self._process = process
+        self._of_steps = process_reward
         self._function = function
         self._signature = Signature.of(function)
         self._runner: asyncio.Runner | None = None
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[Outcome]:
-        """One outcome per completion; never raises on the function's account, except KeyboardInterrupt."""
+    ) -> list[Judgement]:
+        """One judgement per completion; never raises on the function's account, except KeyboardInterrupt."""
         try:
             result = self._signature.call(self._function, prompts, completions, columns)
             if inspect.isawaitable(result):
@@ -88,8 +88,8 @@ class Caller:
             raise
         except BaseException as error:
             message = self._tell(describe(error), completions)
-            return [Outcome(None, "raised", message, type(error).__name__)] * len(completions)
-        return self._outcomes(result, completions)
+            return [Judgement(None, "raised", message, type(error).__name__)] * len(completions)
+        return self._judgements(result, completions)
 
     def _wait(self, awaitable: Any) -> Any:
         """Run an awaitable to its end; one event loop per function, so that its connections stay open."""
@@ -102,37 +102,37 @@ class Caller:
         except RuntimeError:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(wait())
-        return _in_thread(lambda: asyncio.run(wait()))  # in-process, below somebody else's loop
+        return _in_thread(lambda: asyncio.run(wait()))  # in this process, below somebody else's loop
 
-    def _outcomes(self, result: Any, completions: Sequence[str]) -> list[Outcome]:
+    def _judgements(self, result: Any, completions: Sequence[str]) -> list[Judgement]:
         if not isinstance(result, (list, tuple)) and hasattr(result, "tolist"):
             result = result.tolist()
         if not isinstance(result, (list, tuple)):
-            each = "one list of (end, score)" if self._process else "one number"
+            each = "one list of (end, score)" if self._of_steps else "one number"
             said = f"returned {quote(result)}, a {type(result).__name__}; return a list, {each} per completion"
-            return [Outcome(None, "type", self._tell(said, completions), "container")] * len(completions)
+            return [Judgement(None, "type", self._tell(said, completions), "container")] * len(completions)
         if len(result) != len(completions):
             said = f"returned {len(result)} rewards for {len(completions)} completions; return one per completion"
-            return [Outcome(None, "length", self._tell(said, completions))] * len(completions)
-        judge = self._steps if self._process else self._number
+            return [Judgement(None, "length", self._tell(said, completions))] * len(completions)
+        judge = self._steps if self._of_steps else self._number
         return [judge(value, completion) for value, completion in zip(result, completions, strict=True)]
 
-    def _number(self, value: Any, completion: str) -> Outcome:
+    def _number(self, value: Any, completion: str) -> Judgement:
         if isinstance(value, Exception):  # a batched function that can judge all but this one
             said = self._tell(f"could not judge a completion: {value}", [completion])
-            return Outcome(None, "raised", said, type(value).__name__)
+            return Judgement(None, "raised", said, type(value).__name__)
         number, reason = to_number(value)
-        return Outcome(number, reason, self._returned(value, reason, completion))
+        return Judgement(number, reason, self._returned(value, reason, completion))
 
-    def _steps(self, value: Any, completion: str) -> Outcome:
-        steps: Steps | None
+    def _steps(self, value: Any, completion: str) -> Judgement:
+        steps: ScoredSteps | None
         steps, reason = to_steps(value, len(completion))
         said = self._returned(value, reason, completion)
         if reason == "type":
             said += (
                 f"; per completion it is a list of (end, score), each end from 1 to its {len(completion)} characters"
             )
-        return Outcome(None, reason, said, steps=steps or ())
+        return Judgement(None, reason, said, steps=steps or ())
 
     def _returned(self, value: Any, reason: str | None, completion: str) -> str:
         beyond = f", beyond ±{LARGEST:g}" if reason == "inf" else ""
@@ -167,7 +167,7 @@ def to_number(value: Any) -> tuple[float | None, str | None]:
     return (None, "inf") if abs(number) > LARGEST else (number, None)
 
 
-def to_steps(value: Any, length: int) -> tuple[Steps | None, str | None]:
+def to_steps(value: Any, length: int) -> tuple[ScoredSteps | None, str | None]:
     """(end, score) pairs by end, or the reason why they are none; None = no steps. An end is in 1..length characters."""
     if value is None:
         return (), None

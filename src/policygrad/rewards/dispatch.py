@@ -7,24 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from policygrad.errors import RewardError
-from policygrad.rewards.calls import Outcome
+from policygrad.rewards.calls import Judgement
 from policygrad.rewards.subprocess import WorkerProcess
 from policygrad.rewards.wire import Chunk, Start, Started
 
 START_LIMIT = 120.0  # seconds for a worker to import what its functions need; not part of any sample's budget
 ALONE_LIMIT = 3600.0  # for one that loads, or first downloads, a model
 
-Report = Callable[[int, tuple[int, ...], list[Outcome]], None]
-Failure = Callable[[int, str, str], list[Outcome]]
+_Report = Callable[[int, tuple[int, ...], list[Judgement]], None]
 
 
 @dataclass
 class Slot:
-    """One place for a worker: the functions it runs, its process, and the chunk it is at."""
+    """One place for a worker: the functions it runs, its worker, and the chunk that is at it."""
 
     start: Start
     limit: float = START_LIMIT  # seconds for its start
-    process: WorkerProcess | None = None
+    worker: WorkerProcess | None = None
     ready: bool = False
     work: "Work | None" = None
     done: int = 0  # calls of the chunk that are answered
@@ -35,8 +34,8 @@ class Slot:
         return all(self.start.functions[function][1] is not None for function, _ in work.chunk.calls)
 
     def kill(self) -> str:
-        how = self.process.kill() if self.process else ""
-        self.process, self.ready = None, False
+        how = self.worker.kill() if self.worker else ""
+        self.worker, self.ready = None, False
         return how
 
 
@@ -68,15 +67,15 @@ class Dispatcher:
         for slot in self._slots:
             self._launch(slot)
 
-    def run(self, work: Sequence[Work], report: Report) -> None:
-        """Call `report(function, places, outcomes)` once per call, in any order. Raises RewardError if none can run."""
+    def run(self, work: Sequence[Work], report: _Report) -> None:
+        """Call `report(function, places, judgements)` once per call, in any order. Raises RewardError if none can run."""
         queue = deque(work)
         while queue or any(slot.work for slot in self._slots):
             for slot in self._slots:
-                work = next((w for w in queue if slot.takes(w)), None) if slot.work is None else None
-                if work is not None:
-                    queue.remove(work)
-                    self._assign(slot, work)
+                chosen = next((w for w in queue if slot.takes(w)), None) if slot.work is None else None
+                if chosen is not None:
+                    queue.remove(chosen)
+                    self._assign(slot, chosen)
             busy = [slot for slot in self._slots if slot.work]
             readable = _wait(busy)
             now = time.monotonic()
@@ -86,12 +85,12 @@ class Dispatcher:
                     self._replace(slot, ended, queue, report)
 
     def _launch(self, slot: Slot) -> None:
-        slot.process, slot.ready = WorkerProcess(slot.start), False
+        slot.worker, slot.ready = WorkerProcess(slot.start), False
         slot.deadline = time.monotonic() + slot.limit
 
     def _assign(self, slot: Slot, work: Work) -> None:
         slot.work, slot.done = work, 0
-        if slot.process is None or not slot.process.alive():
+        if slot.worker is None or not slot.worker.alive():
             slot.kill()
             self._launch(slot)
         elif slot.ready:
@@ -100,9 +99,9 @@ class Dispatcher:
             slot.deadline = time.monotonic() + slot.limit  # its answer may be waiting since long ago
 
     def _send(self, slot: Slot) -> None:
-        assert slot.process
+        assert slot.worker
         assert slot.work
-        slot.process.send(slot.work.chunk)
+        slot.worker.send(slot.work.chunk)
         self._wind(slot, time.monotonic())
 
     def _wind(self, slot: Slot, now: float) -> None:
@@ -113,10 +112,10 @@ class Dispatcher:
         else:
             slot.deadline = now + self._budgets[slot.work.call(slot.done)[0]]
 
-    def _read(self, slot: Slot, now: float, report: Report) -> bool:
+    def _read(self, slot: Slot, now: float, report: _Report) -> bool:
         """Take in the worker's messages; True when it has ended."""
-        assert slot.process
-        messages, ended = slot.process.receive()
+        assert slot.worker
+        messages, ended = slot.worker.receive()
         for message in messages:
             if isinstance(message, Started):
                 if message.error:
@@ -129,7 +128,7 @@ class Dispatcher:
                 self._wind(slot, now)
         return ended
 
-    def _replace(self, slot: Slot, ended: bool, queue: deque[Work], report: Report) -> None:
+    def _replace(self, slot: Slot, ended: bool, queue: deque[Work], report: _Report) -> None:
         """Charge the call that overran or killed its worker, and put the rest of the chunk back in front."""
         assert slot.work
         was_ready, how, work = slot.ready, slot.kill(), slot.work
@@ -146,7 +145,7 @@ class Dispatcher:
                 f"took more than its budget of {budget:g} s and was stopped; @reward(budget=...) sets it",
                 "timeout",
             )
-        report(function, places, [Outcome(None, reason, said)] * len(places))
+        report(function, places, [Judgement(None, reason, said)] * len(places))
         slot.work = None
         if rest := work.after(slot.done):
             queue.appendleft(rest)
@@ -156,15 +155,15 @@ def _wait(slots: Sequence[Slot]) -> list[Slot]:
     """Block until a worker says something or a deadline passes; write what the pipes take. Slots with news."""
     with selectors.DefaultSelector() as selector:
         for slot in slots:
-            assert slot.process
-            selector.register(slot.process.output, selectors.EVENT_READ, slot)
-            if slot.process.writing:
-                selector.register(slot.process.input, selectors.EVENT_WRITE, slot)
+            assert slot.worker
+            selector.register(slot.worker.output, selectors.EVENT_READ, slot)
+            if slot.worker.writing:
+                selector.register(slot.worker.input, selectors.EVENT_WRITE, slot)
         timeout = min(slot.deadline for slot in slots) - time.monotonic()
         readable = []
         for key, events in selector.select(max(timeout, 0.0)):
             if events & selectors.EVENT_READ:
                 readable.append(key.data)
             else:
-                key.data.process.flush()
+                key.data.worker.flush()
         return readable

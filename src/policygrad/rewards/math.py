@@ -60,7 +60,7 @@ def _reference(answer: str) -> list[Any]:
     import math_verify
 
     text = _after_marks(answer)
-    return math_verify.parse(f"${text}$" if _is_bare(text) else text, parsing_timeout=PARSE_LIMIT)
+    return list(math_verify.parse(f"${text}$" if _is_bare(text) else text, parsing_timeout=PARSE_LIMIT))
 
 
 def _after_marks(text: str) -> str:

@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any
 
 from policygrad.errors import ConfigError, DataError, RewardError
-from policygrad.rewards.calls import Caller, Outcome, Signature, tell
+from policygrad.rewards.calls import Caller, Judgement, Signature, tell
 from policygrad.rewards.dispatch import ALONE_LIMIT, Dispatcher, Slot, Work
 from policygrad.rewards.resolve import resolve
 from policygrad.rewards.summary import gather, summarise
-from policygrad.rewards.types import Reward, RewardFunction, Scores, StepScores
+from policygrad.rewards.types import ProcessScores, Reward, RewardFunction, RewardScores
 from policygrad.rewards.wire import Chunk, Start, by_value
 
 _LARGEST_CHUNK = 64  # samples per message
@@ -61,43 +61,50 @@ class RewardPool:
         """Kill the workers; again is no error. It also happens at exit and when the pool is garbage."""
         self._close()
 
-    def score(self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> Scores:
+    def score(
+        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> RewardScores:
         """Score completion i of prompt i, with value i of every column, by every reward that is no process reward.
 
         Raises DataError for lists of different lengths, and RewardError when a function needs a column that is not
         there or no worker can load it; never because of what a function does with a sample.
         """
-        rewards, table = self._table(prompts, completions, columns, process=False)
+        rewards, table = self._table(prompts, completions, columns, process_rewards=False)
         return summarise(rewards, table, completions)
 
     def steps(
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> StepScores:
+    ) -> ProcessScores:
         """The steps of completion i by every process reward; the same arguments and errors as `score`."""
-        rewards, table = self._table(prompts, completions, columns, process=True)
+        rewards, table = self._table(prompts, completions, columns, process_rewards=True)
         return gather(rewards, table)
 
     def _table(
-        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]], *, process: bool
-    ) -> tuple[list[Reward], list[list[Outcome]]]:
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        *,
+        process_rewards: bool,
+    ) -> tuple[list[Reward], list[list[Judgement]]]:
         """The rewards of one kind, and what each said of each completion."""
         if not self._close.alive:
             raise RewardError("this RewardPool is closed; score inside its `with` block")
         self._check(prompts, completions, columns)
-        chosen = {number for number, reward in enumerate(self.rewards) if reward.process is process}
-        table: list[list[Outcome]] = [[Outcome()] * len(completions) for _ in self.rewards]
+        chosen = {number for number, reward in enumerate(self.rewards) if reward.process_reward is process_rewards}
+        table: list[list[Judgement]] = [[Judgement()] * len(completions) for _ in self.rewards]
 
-        def report(number: int, places: Sequence[int], outcomes: Sequence[Outcome]) -> None:
-            for place, outcome in zip(places, outcomes, strict=True):
-                if outcome.reason in ("timeout", "crashed"):  # told by the dispatcher, which knows no samples
-                    message = tell(self.rewards[number].name, outcome.message, [completions[i] for i in places])
-                    outcome = replace(outcome, message=message)
-                table[number][place] = outcome
+        def report(number: int, places: Sequence[int], judgements: Sequence[Judgement]) -> None:
+            for place, judgement in zip(places, judgements, strict=True):
+                if judgement.reason in ("timeout", "crashed"):  # told by the dispatcher, which knows no samples
+                    message = tell(self.rewards[number].name, judgement.message, [completions[i] for i in places])
+                    judgement = replace(judgement, message=message)
+                table[number][place] = judgement
 
         with self._lock:
             try:
                 work = self._plan(prompts, completions, columns, chosen)
-                self._dispatcher.run(work, lambda f, places, outcomes: report(self._sent[f], places, outcomes))
+                self._dispatcher.run(work, lambda f, places, judgements: report(self._sent[f], places, judgements))
             except BaseException:
                 self.close()  # workers may be in the middle of a chunk that nobody waits for any more
                 raise
@@ -111,7 +118,7 @@ class RewardPool:
         functions = []
         for number, reward in enumerate(self.rewards):
             try:
-                functions.append((reward.name, by_value(reward.function), reward.process))
+                functions.append((reward.name, by_value(reward.function), reward.process_reward))
                 self._sent.append(number)
             except Exception as error:
                 warnings.warn(
@@ -122,7 +129,7 @@ class RewardPool:
                 prepare = getattr(reward.function, "reward_prepare", None)
                 if prepare is not None:
                     prepare()
-                self._here[number] = Caller(reward.name, reward.function, reward.process)
+                self._here[number] = Caller(reward.name, reward.function, reward.process_reward)
         return functions
 
     def _workers(self, functions: Sequence[tuple[str, bytes, bool]], count: int) -> list[Slot]:
@@ -218,5 +225,5 @@ def _check_names(rewards: Sequence[Reward]) -> None:
 
 def _kill(slots: Sequence[Slot]) -> None:
     for slot in slots:
-        if slot.process is not None and slot.process.owner == os.getpid():  # a forked copy of the pool owns no workers
+        if slot.worker is not None and slot.worker.owner == os.getpid():  # a forked copy of the pool owns no workers
             slot.kill()

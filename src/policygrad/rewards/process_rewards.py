@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.types import Steps, reward
+from policygrad.rewards.types import ScoredSteps, reward
 
 _TERM = r"(?:\d+(?:\s*\*\s*[a-z]|[a-z])?|[a-z])"
 _STATEMENT = re.compile(
@@ -18,7 +18,7 @@ _SPELLED = re.compile(r"(?<![\w-])[\w'](?:-[\w'])+(?![\w-])")
 @reward(process=True)
 def worked_steps(
     prompts: Any, completions: Sequence[str], dataset: Sequence[str], entry: Sequence[Mapping[str, Any]], **_: Any
-) -> list[Steps | None]:
+) -> list[ScoredSteps | None]:
     """A step per statement before the answer: 1.0 for a result this problem needs, stated for the first time; else 0.0.
 
     The results are those of the way the embedded model works: tens and ones apart (`90 - 10 = 80, 2 - 8 = -6`), the
@@ -30,7 +30,7 @@ def worked_steps(
     return [_steps(text, name, item) for text, name, item in zip(completions, dataset, entry, strict=True)]
 
 
-def _steps(completion: str, dataset: str, entry: Mapping[str, Any]) -> Steps | None:
+def _steps(completion: str, dataset: str, entry: Mapping[str, Any]) -> ScoredSteps | None:
     if dataset not in _EXPECTED:
         return None
     working = completion.partition("<answer>")[0]
@@ -85,12 +85,12 @@ class StepEnd:
     """A step ends where a match of the pattern ends (`re.finditer`, `.` also matches newlines); it says nothing of worth."""
 
     pattern: str
-    reward_options: ClassVar[Mapping[str, Any]] = {"process": True}
+    reward_options: ClassVar[Mapping[str, Any]] = {"process_reward": True}
 
     def __post_init__(self) -> None:
         check_pattern(self.pattern)
 
-    def __call__(self, prompts: Any, completions: Sequence[str], **_: Any) -> list[Steps | None]:
+    def __call__(self, prompts: Any, completions: Sequence[str], **_: Any) -> list[ScoredSteps | None]:
         pattern = re.compile(self.pattern, re.DOTALL)
         return [tuple((m.end(), 0.0) for m in pattern.finditer(text) if m.end()) for text in completions]
 

@@ -115,7 +115,8 @@ def _import(dotted: str) -> RewardFunction:
 def _member(module: Any, name: str, where: str) -> RewardFunction:
     function = getattr(module, name, None)
     if callable(function):
-        return function
+        found: RewardFunction = function
+        return found
     if function is not None:
         raise ConfigError(f"reward: {name!r} in {where} is {type(function).__name__}, not a function")
     names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]

@@ -1,15 +1,15 @@
 """What a reward is, and what scoring a rollout yields."""
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from policygrad.errors import ConfigError
 
-Steps = tuple[tuple[int, float], ...]
+ScoredSteps = tuple[tuple[int, float], ...]
 """Where the steps of a completion end, in characters of its text, each with its score."""
-Answer = list[float | None] | list[Steps | None]
+Answer = Sequence[float | Exception | None] | Sequence[ScoredSteps | None]
 RewardFunction = Callable[..., Answer | Awaitable[Answer]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -21,7 +21,7 @@ class Reward:
     """A reward function with its place in the sum.
 
     `function(prompts, completions, **columns)` gets lists of length 1, or the whole batch when `batched`, and returns
-    one number (or None: "does not apply") per completion; it may be `async`. A `process` reward returns the completion's
+    one number (or None: "does not apply") per completion; it may be `async`. A `process_reward` returns the completion's
     steps instead, a list of (end, score). `budget` is the time in seconds that one call may take, None = the pool's.
     `alone`: a batched function that one worker of its own loads, since it takes much memory (a reward model).
     """
@@ -31,7 +31,7 @@ class Reward:
     weight: float = 1.0
     batched: bool = False
     budget: float | None = None
-    process: bool = False
+    process_reward: bool = False
     alone: bool = False
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Reward:
 
 
 @dataclass(frozen=True)
-class Scores:
+class RewardScores:
     """Rewards of a rollout, in the order of its completions."""
 
     total: list[float | None]  # weighted sum of the parts that apply; None = no reward for this completion
@@ -58,12 +58,14 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class StepScores:
+class ProcessScores:
     """The steps of a rollout's completions, in their order."""
 
-    steps: list[Steps | None]  # of all process rewards together, scores weighted, by end; None = one of them failed
+    steps: list[
+        ScoredSteps | None
+    ]  # of all process rewards together, scores weighted, by end; None = one of them failed
     parts: dict[str, list[float]]  # by reward name: the score of every step, unweighted
-    failures: dict[str, int]  # as in Scores
+    failures: dict[str, int]  # as in RewardScores
     messages: list[str]
 
 
@@ -83,7 +85,7 @@ def reward(
     """
 
     def mark(function: Function) -> Function:
-        function.reward_options = {"batched": batch, "budget": budget, "process": process}  # type: ignore[attr-defined]
+        function.reward_options = {"batched": batch, "budget": budget, "process_reward": process}  # type: ignore[attr-defined]
         if prepare is not None:
             function.reward_prepare = prepare  # type: ignore[attr-defined]
         return function

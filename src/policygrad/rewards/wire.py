@@ -42,7 +42,7 @@ def frame(message: Any) -> bytes:
 
 def by_value(thing: Any) -> bytes:
     """Pickle functions and objects of the user's own; what is defined in `__main__` travels along by value."""
-    return cloudpickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL)
+    return bytes(cloudpickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 class Inbox:

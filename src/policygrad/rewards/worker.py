@@ -1,6 +1,6 @@
-"""The worker process: loads reward functions, then answers one list of outcomes per call until its input ends.
+"""The worker process: loads reward functions, then answers one list of judgements per call until its input ends.
 
-It is started by `process.py` as a fresh interpreter, not by multiprocessing, whose children import the user's
+It is started by `subprocess.py` as a fresh interpreter, not by multiprocessing, whose children import the user's
 `__main__` again. Functions run in the main thread, because verifiers use SIGALRM for limits of their own.
 """
 
@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import Any, BinaryIO
 
-from policygrad.rewards.calls import Caller, Outcome, describe, tell
+from policygrad.rewards.calls import Caller, Judgement, describe, tell
 from policygrad.rewards.wire import HEAD, Chunk, Start, Started, frame
 
 _PR_SET_PDEATHSIG = 1
@@ -22,9 +22,9 @@ def main(parent: int) -> None:
     source, sink = _take_pipes()
     start: Start = _receive(source)
     callers: list[Caller | None] = []
-    for name, function, process in start.functions:
+    for name, function, of_steps in start.functions:
         try:
-            callers.append(_load(name, function, process) if function is not None else None)
+            callers.append(_load(name, function, of_steps) if function is not None else None)
         except BaseException as error:
             _send(sink, Started(f"reward {name!r} cannot be loaded in a worker process: it {describe(error)}"))
             return
@@ -33,25 +33,31 @@ def main(parent: int) -> None:
         _serve(chunk, callers, sink)
 
 
-def _load(name: str, pickled: bytes, process: bool) -> Caller:
+def _load(name: str, pickled: bytes, of_steps: bool) -> Caller:
     function = pickle.loads(pickled)
     prepare = getattr(function, "reward_prepare", None)
     if prepare is not None:
         prepare()
-    return Caller(name, function, process)
+    return Caller(name, function, of_steps)
 
 
-def _serve(chunk: Chunk, callers: list[Caller], sink: int) -> None:
+def _serve(chunk: Chunk, callers: list[Caller | None], sink: int) -> None:
+    samples: Any = None
+    said = ""
     try:
-        prompts, completions, columns = pickle.loads(chunk.samples)
+        samples = pickle.loads(chunk.samples)
     except BaseException as error:
-        for number, places in chunk.calls:
-            said = f"could not be given its samples, unpickling them {describe(error)}"
-            _send(sink, [Outcome(None, "raised", tell(callers[number].name, said, ["?"] * len(places)))] * len(places))
-        return
+        said = f"could not be given its samples, unpickling them {describe(error)}"
     for number, places in chunk.calls:
-        chosen = {name: [values[i] for i in places] for name, values in columns.items()}
-        _send(sink, callers[number]([prompts[i] for i in places], [completions[i] for i in places], chosen))
+        caller = callers[number]
+        assert caller is not None  # a chunk goes to a worker that has all of its functions
+        if said:
+            message = tell(caller.name, said, ["?"] * len(places))
+            _send(sink, [Judgement(None, "raised", message)] * len(places))
+        else:
+            prompts, completions, columns = samples
+            chosen = {name: [values[i] for i in places] for name, values in columns.items()}
+            _send(sink, caller([prompts[i] for i in places], [completions[i] for i in places], chosen))
 
 
 def _take_pipes() -> tuple[BinaryIO, int]:

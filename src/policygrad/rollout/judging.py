@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from policygrad.core.metrics import Mean, Metrics, Sum, merge
-from policygrad.rewards.types import Scores, StepScores
+from policygrad.rewards.types import ProcessScores, RewardScores
 from policygrad.rollout.reasoning_steps import Marks, mark
 from policygrad.rollout.trajectory import Group, samples_of
 
-Score = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], Scores]
-ScoreSteps = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], StepScores]
+Score = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], RewardScores]
+ScoreSteps = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], ProcessScores]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def judge_steps(
     return _with(groups, changes), Judged(merge(failures(scores), means, count), tuple(scores.messages))
 
 
-def failures(scores: Scores | StepScores) -> Metrics:
+def failures(scores: RewardScores | ProcessScores) -> Metrics:
     """How many samples a reward function failed on, by reason."""
     return {f"rewards/failed_{why}": Sum(float(n)) for why, n in scores.failures.items()}
 

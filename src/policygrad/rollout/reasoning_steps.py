@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core.batch import Batch
-from policygrad.rewards.types import Steps
+from policygrad.rewards.types import ScoredSteps
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def token_at(decode: Callable[[Tensor], str], tokens: Tensor, text: str, end: in
     return low - 1
 
 
-def mark(decode: Callable[[Tensor], str], tokens: Tensor, text: str, steps: Steps) -> Marks:
+def mark(decode: Callable[[Tensor], str], tokens: Tensor, text: str, steps: ScoredSteps) -> Marks:
     """Steps by characters as steps by tokens; the scores of steps that end with the same token are added up."""
     scores = {len(tokens) - 1: 0.0}
     for end, score in steps:

@@ -114,7 +114,11 @@ class Rollouter:
             groups, of_steps = judge_steps(groups, self.steps, self.tokenizer.decode, worth=worth)
             judged, batch = judged | said | of_steps, to_batch(groups)
             rounds.append((groups, batch))
-            out = refilling.dropped(_filled(batch, refilling.needs, evaluate)) if refilling else torch.zeros(len(batch.group)) > 0
+            out = (
+                refilling.dropped(_filled(batch, refilling.needs, evaluate))
+                if refilling
+                else torch.zeros(len(batch.group)) > 0
+            )
             flat = out.view(prompts, samples).all(1).tolist()
             kept += [group for group, dropped in zip(groups, flat, strict=True) if not dropped][: prompts - len(kept)]
             aside += [group for group, dropped in zip(groups, flat, strict=True) if dropped]

@@ -1,16 +1,19 @@
 """Prompts and datasets: a task hands out training examples by number and fixed held-out examples.
 
 A task is named by "embedded" (the mix that the shipped model knows), "embedded_steps" (what of it takes several steps),
-by reasoning-gym datasets ("gcd+2*chain_sum:max_digits=1"), or by the path of a JSONL file.
+by reasoning-gym datasets ("gcd+2*chain_sum:max_digits=1"), or by the path of a JSONL file. A list of rows is a task without a name.
 """
 
 import difflib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from policygrad.errors import DataError
 from policygrad.tasks.embedded import MIX, STEPS, Component
-from policygrad.tasks.jsonl import JsonlTask
+from policygrad.tasks.jsonl import read_jsonl
 from policygrad.tasks.reasoning_gym import ReasoningGymTask, dataset_names
+from policygrad.tasks.rows import RowsTask, read_rows
 from policygrad.tasks.spec import parse_mix
 from policygrad.tasks.types import Example, Prompt, Task
 
@@ -26,14 +29,44 @@ def known_tasks() -> list[str]:
     return sorted([*EMBEDDED, *dataset_names()])
 
 
-def load_task(name: str, *, seed: int = 0, held_out: str | None = None) -> Task:
-    """Build the task called `name`; `seed` orders training, never evaluation.
+def load_task(
+    name: str | Task | Sequence[Mapping[str, Any] | Example],
+    *,
+    seed: int = 0,
+    held_out: str | Sequence[Mapping[str, Any] | Example] | None = None,
+) -> Task:
+    """The task called `name`, the rows given in its place, or a Task as it is; `seed` orders training, never evaluation.
 
-    `held_out` names a second JSONL file to evaluate on, only for a JSONL task. Raises DataError with
-    what is wrong, where, and the way out.
+    held_out: rows to evaluate on, or a second JSONL file, only for a task made of rows or of such a file.
+
+    Raises:
+        DataError: what cannot be used, where, and the way out.
     """
-    if name.endswith(".jsonl") or _is_file(name):
-        return JsonlTask.load(name, seed=seed, held_out=held_out)
+    if isinstance(name, str) and not (name.endswith(".jsonl") or _is_file(name)):
+        return _generated(name, seed, held_out)
+    if not isinstance(name, (str, Sequence)):
+        return _own(name, held_out)
+    title, rows = (name, read_jsonl(name)) if isinstance(name, str) else ("rows", read_rows(name))
+    return RowsTask.of(title, rows, seed, None if held_out is None else _held_out(held_out))
+
+
+def _held_out(given: str | Sequence[Mapping[str, Any] | Example]) -> tuple[str, list[Example]]:
+    return (given, read_jsonl(given)) if isinstance(given, str) else ("held_out", read_rows(given, "held-out row"))
+
+
+def _own(task: Task, held_out: object) -> Task:
+    """An object of somebody's own that is used as a task."""
+    needed = ("name", "rewards", "steps", "held_out_is_train", "rows", "train", "held_out")
+    if missing := [attribute for attribute in needed if not hasattr(task, attribute)]:
+        raise DataError(
+            f"a task is a name, a list of rows, or a Task, got {type(task).__name__}, which has no {', '.join(missing)}"
+        )
+    if held_out is not None:
+        raise DataError(f"held_out goes with rows, and the task {task.name!r} has held-out problems of its own")
+    return task
+
+
+def _generated(name: str, seed: int, held_out: object) -> Task:
     if held_out is not None:
         raise DataError(
             f"held_out={held_out!r} goes with a JSONL task, but {name!r} generates its own held-out problems; "

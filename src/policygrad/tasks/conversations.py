@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from policygrad.errors import DataError
-from policygrad.tasks.jsonl import parse_message, parse_prompt, read_objects
+from policygrad.tasks.jsonl import read_objects
 from policygrad.tasks.preferences import parse_text
+from policygrad.tasks.rows import parse_message, parse_prompt
 from policygrad.tasks.types import Prompt
 
 EXAMPLE = '{"prompt": "1+1=", "completion": "2"} or {"messages": [{"role": "user", "content": "1+1="}, …]}'

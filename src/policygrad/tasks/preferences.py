@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from policygrad.errors import DataError
-from policygrad.tasks.jsonl import HOLD_OUT_FROM, parse_message, parse_prompt, prompt_key, read_objects
+from policygrad.tasks.jsonl import read_objects
+from policygrad.tasks.rows import HOLD_OUT_FROM, parse_message, parse_prompt, prompt_key
 from policygrad.tasks.split import is_held_out
 from policygrad.tasks.types import Prompt
 
@@ -25,14 +26,14 @@ class Pair:
     """Where it stands, e.g. `pairs.jsonl:12`, for error messages."""
 
 
-class Row(Protocol):
+class Prompted(Protocol):
     """What can be split by its prompt."""
 
     @property
     def prompt(self) -> Prompt: ...
 
 
-AnyRow = TypeVar("AnyRow", bound=Row)
+AnyRow = TypeVar("AnyRow", bound=Prompted)
 
 
 def read_pairs(path: str) -> list[Pair]:
@@ -102,7 +103,7 @@ class Split:
     """Too few prompts to hold any out: measured on the training rows."""
 
 
-def split_rows(rows: Sequence[Row]) -> Split:
+def split_rows(rows: Sequence[Prompted]) -> Split:
     """Held out are the rows whose prompt's hash says so (1 in 16); with fewer than 32 rows, or when the hash picks none or all
     of them, training uses every row and so does the measurement."""
     chosen = [is_held_out(prompt_key(row.prompt)) for row in rows]
@@ -116,7 +117,7 @@ def split_rows(rows: Sequence[Row]) -> Split:
     )
 
 
-def without(rows: Sequence[AnyRow], others: Sequence[Row], path: str, other: str) -> list[AnyRow]:
+def without(rows: Sequence[AnyRow], others: Sequence[Prompted], path: str, other: str) -> list[AnyRow]:
     """Training rows whose prompt is not measured on. Raises DataError when none is left."""
     measured = {prompt_key(row.prompt) for row in others}
     kept = [row for row in rows if prompt_key(row.prompt) not in measured]
@@ -125,7 +126,7 @@ def without(rows: Sequence[AnyRow], others: Sequence[Row], path: str, other: str
     return kept
 
 
-def by_prompt(rows: Sequence[Row], places: Sequence[int]) -> list[tuple[int, ...]]:
+def by_prompt(rows: Sequence[Prompted], places: Sequence[int]) -> list[tuple[int, ...]]:
     """The places of the rows, those of one prompt together, in the order of the prompts' first rows."""
     found: dict[str, list[int]] = {}
     for place in places:

@@ -116,7 +116,8 @@ class ReasoningGymTask:
         page, offset = divmod(item, PAGE)
         dataset = self._items(number, base, page)
         with _own_randomness(base + item):
-            return dataset[offset]
+            entry: dict[str, Any] = dataset[offset]
+            return entry
 
     def _create(self, number: int, base: int, page: int) -> Any:
         import reasoning_gym

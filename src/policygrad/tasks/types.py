@@ -24,13 +24,27 @@ class Example:
 class Task(Protocol):
     """Prompts by number. Nothing is drawn and then lost: a resumed run needs only the next index."""
 
-    name: str
-    rewards: tuple[str, ...]  # names of the rewards that fit this task; () when the user has to choose
-    steps: tuple[str, ...]  # names of the process rewards that fit it, for algorithms that look at steps; () = none
-    held_out_is_train: bool  # True: too few prompts to hold any out, evaluation is on the training prompts
-    rows: Sequence[
-        Example
-    ]  # all of them where they are in memory, so that they can be checked before training; else ()
+    @property
+    def name(self) -> str: ...
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """Names of the rewards that fit this task; () when the user has to choose."""
+        ...
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """Names of the process rewards that fit it, for algorithms that look at steps; () = none."""
+        ...
+
+    @property
+    def held_out_is_train(self) -> bool:
+        """Too few prompts to hold any out: evaluation is on the training prompts."""
+        ...
+
+    @property
+    def rows(self) -> Sequence[Example]:
+        """All of them where they are in memory, so that they can be checked before training; else ()."""
+        ...
 
     def train(self, index: int) -> Example:
         """The training example with this number (0, 1, 2, ... without end), a pure function of (seed, index)."""

@@ -17,11 +17,12 @@ from policygrad.models.tokenizer import Tokenizer, load_tokenizer, padding_id
 from policygrad.rewards import Reward, RewardPool, resolve
 from policygrad.rewards.process_rewards import StepEnd
 from policygrad.rollout.evaluation import EvaluationResult
-from policygrad.rollout.rollouter import Rollouter
+from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.samplers.base import Sampler, Sampling
 from policygrad.samplers.local import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.types import Task
+from policygrad.training.config.run import Run
 from policygrad.waiting import Waiter
 
 SamplerFactory = Callable[[nn.Module, Tokenizer], Sampler]
@@ -75,7 +76,10 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     workers = (RewardPool(chosen, workers=needed.workers, budget=needed.budget),) if chosen else ()
     pool = next(map(stack.enter_context, workers), None)  # its workers import meanwhile
     model = load_model(needed.model, dtype=needed.dtype, device=pick_device(needed.device))
-    tokenizer = load_tokenizer(needed.tokenizer or needed.model, model)
+    beside = (
+        needed.model if isinstance(needed.model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    )
+    tokenizer = load_tokenizer(needed.tokenizer or beside, model)
     for example in task.rows:  # a prompt too long for the model is better found now than in a week
         tokenizer.encode(example.prompt, needed.max_tokens, example.source or "a prompt")
     rollouter = Rollouter(
@@ -84,7 +88,7 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         _sampler(needed.sampler, model, tokenizer),
         pool.score if pool else None,
         needed.seed,
-        pool.steps if pool and any(reward.process for reward in chosen) else None,
+        pool.steps if pool and any(reward.process_reward for reward in chosen) else None,
         needed.environment or SingleTurn,
         stack.enter_context(Waiter()),
     )
@@ -137,8 +141,8 @@ def choose_rewards(
             be ignored.
     """
     named = tuple(resolve(name) for name in chosen)
-    steps = tuple(reward for reward in named if reward.process)
-    outcome = tuple(reward for reward in named if not reward.process)
+    steps = tuple(reward for reward in named if reward.process_reward)
+    outcome = tuple(reward for reward in named if not reward.process_reward)
     if steps and needs is None:
         raise RunError(f"reward {steps[0].name!r} scores steps, and an evaluation is of outcomes: leave it away")
     if steps and step_end is not None:
@@ -149,7 +153,7 @@ def choose_rewards(
             f"one too, e.g. --reward exact_match {steps[0].name}"
         )
     if step_end is not None:
-        steps = (Reward("step_end", StepEnd(step_end), process=True),)
+        steps = (Reward("step_end", StepEnd(step_end), process_reward=True),)
     elif needs is not None and "step_end" in needs and not steps:
         steps = tuple(resolve(name) for name in task.steps)
         if not steps:
@@ -169,12 +173,57 @@ def _no_steps(task: Task, needs: frozenset[str]) -> str:
 def _in_words(reward: Reward, needs: frozenset[str] | None) -> str:
     """A reward for people, with what is read of it."""
     name = reward.name if reward.weight == 1 else f"{reward.name}*{reward.weight:g}"
-    if not reward.process:
+    if not reward.process_reward:
         return name
     if isinstance(reward.function, StepEnd):
         return f"steps by {reward.function.pattern!r}"
     only_ends = needs is not None and "step_end" in needs and "token_reward" not in needs
     return f"{name} (only where steps end)" if only_ends else f"{name} (of steps)"
+
+
+def needed_for(
+    run: Run,
+    sampler: Sampler | SamplerFactory | None = None,
+    environment: EnvironmentFactory | None = None,
+) -> Needed:
+    """What a run is to load."""
+    return Needed(
+        run.model,
+        run.task,
+        run.sampling.max_tokens,
+        tokenizer=run.tokenizer,
+        reward=run.reward,
+        needs=run.algorithm.declared,
+        step_end=run.step_end,
+        held_out=run.held_out,
+        seed=run.seed,
+        dtype=run.learner.dtype,
+        device=run.learner.device,
+        workers=run.rewards.workers,
+        budget=run.rewards.budget,
+        sampler=sampler,
+        environment=environment,
+    )
+
+
+def collect(
+    run: Run | None = None,
+    *,
+    step: int = 1,
+    position: int = 0,
+    sampler: Sampler | SamplerFactory | None = None,
+    environment: EnvironmentFactory | None = None,
+) -> Rollout:
+    """One step's rollout of a run, without training: its batch, its texts, its metrics.
+
+    Raises:
+        PolicygradError: what does not exist or does not fit, with the way out.
+    """
+    run = (run or Run()).resolved()
+    with ExitStack() as stack:
+        found = load(stack, needed_for(run, sampler, environment))
+        sizes = {"prompts": run.prompts_per_step, "samples": run.group_size}
+        return found.rollouter.collect(run.algorithm, run.sampling, **sizes, step=step, position=position)
 
 
 def evaluate(

@@ -30,7 +30,7 @@ PORTION = 64
 """Rows measured at a time, so that progress shows."""
 
 
-def sft(
+def train_sft(
     config: SFTConfig | None = None,
     *,
     resume: str | Path | None = None,
@@ -56,6 +56,10 @@ def sft(
         trackers=trackers,
         callbacks=callbacks,
     )
+
+
+sft = train_sft
+"""The same, by its older name."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from policygrad.training.lifecycle import Lifecycle, Result
 from policygrad.training.loop import Done, Progress, loop
 from policygrad.training.memory import peak_memory
 from policygrad.training.report import notes_of, rows_of, values_of
-from policygrad.training.resources import Needed, Resources, SamplerFactory
+from policygrad.training.resources import Resources, SamplerFactory, needed_for
 from policygrad.training.resources import load as load_resources
 
 LearnerFactory = Callable[[nn.Module, Run], Learner]
@@ -118,24 +118,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     def build(self, stack: ExitStack) -> None:
         run = self.config
-        needed = Needed(
-            run.model,
-            run.task,
-            run.sampling.max_tokens,
-            tokenizer=run.tokenizer,
-            reward=run.reward,
-            needs=run.algorithm.declared,
-            step_end=run.step_end,
-            held_out=run.held_out,
-            seed=run.seed,
-            dtype=run.learner.dtype,
-            device=run.learner.device,
-            workers=run.rewards.workers,
-            budget=run.rewards.budget,
-            sampler=self._sampler,
-            environment=self._environment,
-        )
-        self.resources = found = load_resources(stack, needed)
+        self.resources = found = load_resources(stack, needed_for(run, self._sampler, self._environment))
         self.model, self.tokenizer = found.model, found.tokenizer
         self.learner = self._learner(found.model, run)
         self._held_out = found.task.held_out(run.evaluation.problems) if run.evaluation.problems else []

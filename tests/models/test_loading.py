@@ -1,0 +1,50 @@
+"""Models and tokenizers as objects, where a run is made of objects and not of names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from policygrad.errors import ModelError
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import load_tokenizer
+
+
+def test_a_module_is_used_as_it_is_without_dropout(random_model: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(random_model, attention_dropout=0.5, dtype=torch.bfloat16).train()
+    network.model.embed_tokens.weight.requires_grad_(False)
+    loaded = load_model(network)
+    assert loaded is network
+    assert not loaded.training
+    assert network.model.layers[0].self_attn.attention_dropout == 0
+    assert network.dtype == torch.bfloat16
+    assert not network.model.embed_tokens.weight.requires_grad
+    assert network.model.norm.weight.requires_grad
+
+
+def test_a_tokenizer_is_used_as_it_is_with_the_ends_that_were_written_for_its_model(random_model: Path) -> None:
+    network, own = load_model(str(random_model)), AutoTokenizer.from_pretrained(random_model)
+    found = load_tokenizer(own, network)
+    assert found.tokenizer is own
+    assert found.end == {own.eos_token_id}
+    assert (found.name, found.context) == (str(random_model), 256)
+    network.generation_config = GenerationConfig(eos_token_id=[3, 4])  # type: ignore[assignment]
+    network.generation_config._from_model_config = False  # type: ignore[union-attr]
+    assert load_tokenizer(own, network).end == {own.eos_token_id, 3, 4}
+
+
+def test_what_is_neither_name_nor_model_is_refused(random_model: Path) -> None:
+    with pytest.raises(ModelError, match="a model is a folder, a hub id or a torch module, not int"):
+        load_model(3)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="Linear has no `config` as a causal language model"):
+        load_model(torch.nn.Linear(1, 1))
+    network = load_model(str(random_model))
+    with pytest.raises(ModelError, match="a tokenizer is a folder, a hub id or an object of transformers', not list"):
+        load_tokenizer([], network)
+    mute = AutoTokenizer.from_pretrained(random_model)
+    mute.eos_token = None
+    with pytest.raises(ModelError, match="names an end token, so no completion could ever end"):
+        load_tokenizer(mute, network)
