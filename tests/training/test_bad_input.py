@@ -19,7 +19,7 @@ from policygrad.models.loading import resolve
 from policygrad.samplers.base import Sampling
 from policygrad.trackers import Tracker
 from policygrad.training.config.run import Checkpointing, Evaluation, LearnerConfig, Rewarding, Run
-from policygrad.training.setup import measure_model
+from policygrad.training.resources import evaluate as measure_model
 from policygrad.training.trainer import train
 
 REWARDS = """

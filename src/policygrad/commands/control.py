@@ -114,7 +114,7 @@ def chosen(options: ControlOptions) -> tuple[Algorithm, Settings]:
         raise ConfigError(
             f"--lr: {algorithm.name} sets its step's length by a KL, not by a learning rate: leave it out"
         )
-    changes = {"environments": options.num_envs, "rollout": options.rollout, "lr": options.lr}
+    changes: dict[str, Any] = {"environments": options.num_envs, "rollout": options.rollout, "lr": options.lr}
     settings = replace(settings, normalise=options.normalise, **{n: v for n, v in changes.items() if v is not None})
     return algorithm if options.gamma is None else with_gamma(algorithm, options.gamma), settings
 

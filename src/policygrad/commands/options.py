@@ -162,8 +162,8 @@ def open_budget(a: Algorithm, budget: int) -> Algorithm:
     """Lengths that a resolved configuration took from its budget are open again, so that they follow --max-tokens."""
 
     def reopened(part: Any) -> Any:
-        if isinstance(part, Additive) and part.aggregate is not None:
-            part = replace(part, aggregate=reopened(part.aggregate))
+        own = part.aggregate if isinstance(part, Additive) else None
+        part = part if own is None else replace(part, aggregate=reopened(own))
         return replace(part, length=None) if part.length == budget else part
 
     changes: dict[str, Any] = {}

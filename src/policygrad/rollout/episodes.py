@@ -39,6 +39,11 @@ class Encoder(Protocol):
         ...
 
 
+def messages(content: Prompt) -> Sequence[dict[str, str]]:
+    """Of an observation that is no text."""
+    return () if isinstance(content, str) else content
+
+
 class _Episode:
     """One episode under way."""
 

@@ -15,11 +15,11 @@ ROOM = 256
 _NAMES = ("past_key_values", "cache_params")  # the second: state-space models
 
 
-class RoomyLayer(DynamicLayer):
+class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
     """A cache layer whose memory [N, H, capacity, D] is allocated ahead; the keys and values so far are a view of it."""
 
     def __init__(self, keys: Tensor, values: Tensor, repeats: Tensor | None, room: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.length = keys.shape[-2]
         self.room_keys, self.room_values = (_roomy(x, repeats, room) for x in (keys, values))
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True

@@ -222,8 +222,14 @@ def collect(
     run = (run or Run()).resolved()
     with ExitStack() as stack:
         found = load(stack, needed_for(run, sampler, environment))
-        sizes = {"prompts": run.prompts_per_step, "samples": run.group_size}
-        return found.rollouter.collect(run.algorithm, run.sampling, **sizes, step=step, position=position)
+        return found.rollouter.collect(
+            run.algorithm,
+            run.sampling,
+            prompts=run.prompts_per_step,
+            samples=run.group_size,
+            step=step,
+            position=position,
+        )
 
 
 def evaluate(

@@ -95,8 +95,8 @@ class Preferences:
             ids = encode(self.tokenizer, pair.prompt, completion, pair.source)
             if self.tokenizer.context is not None and len(ids) > self.tokenizer.context:
                 raise ModelError(
-                    f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {self.tokenizer.context} positions of "
-                    f"{self.tokenizer.name!r}: shorten them, or leave the line out"
+                    f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {self.tokenizer.context} positions "
+                    f"of {self.tokenizer.name!r}: shorten them, or leave the line out"
                 )
             sides.append(ids)
         if sides[0] == sides[1]:
@@ -106,7 +106,7 @@ class Preferences:
     def rewards(self, pairs: Sequence[int]) -> Tensor:
         """r [n, 2] float32 with graph: chosen and rejected of each pair, in one forward pass."""
         texts = [text for i in pairs for text in self.texts[i]]
-        return forward(self.model, texts).unflatten(0, (len(pairs), 2))
+        return forward(self.model, texts).reshape(len(pairs), 2)
 
     def micro_batches(self, pairs: Sequence[int]) -> list[list[int]]:
         """The pairs by length, as many at a time as `learner.micro_tokens` allows."""
