@@ -21,8 +21,8 @@ from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer, padding_id
 from policygrad.rewards import RewardPool
-from policygrad.rollout.collect import collect
-from policygrad.rollout.source import Source
+from policygrad.rollout.rollouter import Rollouter
+from policygrad.rollout.trajectory import TRAIN, Start
 from policygrad.samplers.base import Sampling
 from policygrad.samplers.local import LocalSampler
 from policygrad.tasks import load_task
@@ -53,24 +53,21 @@ def main() -> None:
     task = load_task(args.task)
     sampling = Sampling(max_tokens=args.max_tokens)
     with RewardPool(task.rewards) as pool:
-        source = Source(task.train, codec, pool.score, 0)
-        rollout = collect(
-            source, sampler, pg.DR_GRPO, sampling, prompts=args.prompts, samples=args.samples, step=1, position=0
-        )
+        rollouter = Rollouter(task.train, codec, sampler, pool.score)
+        rollout = rollouter.collect(pg.DR_GRPO, sampling, prompts=args.prompts, samples=args.samples)
     tokens = int(rollout.batch.mask.sum())
     print(f"{args.prompts} prompts × {args.samples} samples, {tokens} sampled tokens, torch {torch.__version__}")
-    _rollout(args, model, codec, sampler, source, sampling, tokens)
+    _rollout(args, model, codec, rollouter, sampling, tokens)
     _learner(model, rollout.batch, args.repeats, tokens)
 
 
-def _rollout(args, model, codec, sampler, source, sampling, tokens) -> None:  # type: ignore[no-untyped-def]
-    from policygrad.rollout.source import TRAIN, make_prompt
-
-    prompts = [make_prompt(source, source.examples(i), sampling.max_tokens, TRAIN, 1, i) for i in range(args.prompts)]
-    width = max(len(p.tokens) for p in prompts)
+def _rollout(args, model, codec, rollouter, sampling, tokens) -> None:  # type: ignore[no-untyped-def]
+    starts = [Start(rollouter.examples(i), (0, TRAIN, 1, i), sampling.max_tokens) for i in range(args.prompts)]
+    prompts = [codec.encode(start.example.prompt, sampling.max_tokens) for start in starts]
+    width = max(map(len, prompts))
     ids = torch.full((args.prompts, width), padding_id(codec))
     for i, prompt in enumerate(prompts):
-        ids[i, width - len(prompt.tokens) :] = prompt.tokens
+        ids[i, width - len(prompt) :] = prompt
     ids = ids.repeat_interleave(args.samples, 0)
     made: list[int] = []
 
@@ -85,7 +82,7 @@ def _rollout(args, model, codec, sampler, source, sampling, tokens) -> None:  # 
         )
         made.append(int((out[:, width:] != padding_id(codec)).sum()))
 
-    ours = median_seconds(lambda: sampler.sample(prompts, args.samples, sampling), args.repeats)
+    ours = median_seconds(lambda: rollouter.play(starts, args.samples, sampling), args.repeats)
     theirs = median_seconds(generate, args.repeats)
     rate, reference = tokens / ours, statistics.median(made) / theirs
     print(f"rollout   policygrad {ours:6.3f} s  {rate:8.0f} tokens/s")
