@@ -29,7 +29,7 @@ class Network:
     @property
     def vocabulary(self) -> int:
         """Token ids it reads."""
-        return len(self._root.get_input_embeddings().weight)
+        return int(self._root.get_input_embeddings().weight.shape[0])
 
     @property
     def hidden_size(self) -> int:
@@ -38,7 +38,7 @@ class Network:
 
     def width(self, states: Tensor) -> int:
         """V, logits per state."""
-        return len(self._root.get_output_embeddings().weight) if self.split_head else states.shape[1]
+        return int(self._root.get_output_embeddings().weight.shape[0]) if self.split_head else states.shape[1]
 
     def states(self, part: Pack) -> Tensor:
         """[n, ·] what `logits` turns into those that predict the sampled tokens, in the order of `part.mask`."""
