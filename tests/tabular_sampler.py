@@ -44,7 +44,7 @@ class TabularSampler:
         return Completion(torch.cat(tokens), torch.cat(logps), int(tokens[-1]) != 0)
 
 
-class TabularCodec:
+class TabularTokenizer:
     """Prompts and completions are written as numbers: "3" is prompt 3, tokens are joined by spaces."""
 
     def encode(self, prompt: str, max_tokens: int, source: str = "") -> Tensor:

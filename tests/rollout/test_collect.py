@@ -13,7 +13,7 @@ import policygrad as pg
 from policygrad.rollout.collect import collect, to_batch
 from policygrad.rollout.source import Source
 from policygrad.samplers.base import Completion, Group, Prompt, Sampling
-from tabular_sampler import TabularCodec, TabularSampler
+from tabular_sampler import TabularSampler, TabularTokenizer
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, S
 
 
 def source(score: Any = solved, prompts: int = 4) -> Source:
-    return Source(lambda i: Example(str(i % prompts), {"answer": "1"}), TabularCodec(), score, seed=0)
+    return Source(lambda i: Example(str(i % prompts), {"answer": "1"}), TabularTokenizer(), score, seed=0)
 
 
 def run(algorithm: pg.Algorithm, sampler: TabularSampler, score: Any = solved, **changed: Any) -> Any:

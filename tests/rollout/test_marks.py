@@ -18,7 +18,7 @@ from policygrad.rollout.collect import collect
 from policygrad.rollout.source import Source
 from policygrad.rollout.steps import mark, token_at
 from policygrad.samplers.base import Sampling
-from tabular_sampler import TabularCodec, TabularSampler
+from tabular_sampler import TabularSampler, TabularTokenizer
 
 
 def decoder(pieces: Sequence[bytes]) -> Any:
@@ -107,7 +107,7 @@ def steps(prompts: Any, texts: Sequence[str], columns: Any) -> Said:
 
 
 def run(algorithm: pg.Algorithm, score_steps: Any = steps) -> Any:
-    source = Source(lambda i: Example(str(i % 2)), TabularCodec(), outcome, seed=0, steps=score_steps)
+    source = Source(lambda i: Example(str(i % 2)), TabularTokenizer(), outcome, seed=0, steps=score_steps)
     options = {"prompts": 2, "samples": 16, "step": 1, "position": 0}
     return collect(source, TabularSampler(2, 3, 4), algorithm, Sampling(max_tokens=3), **options)
 
@@ -159,7 +159,7 @@ def test_dynamic_sampling_looks_at_the_outcome_alone() -> None:
     def alike(prompts: Any, texts: Sequence[str], columns: Any) -> Said:
         return Said([0.0] * len(texts))
 
-    source = Source(lambda i: Example("0"), TabularCodec(), alike, seed=0, steps=steps)
+    source = Source(lambda i: Example("0"), TabularTokenizer(), alike, seed=0, steps=steps)
     options = {"prompts": 1, "samples": 16, "step": 1, "position": 0}
     batch = collect(source, TabularSampler(2, 3, 4), algorithm, Sampling(max_tokens=3), **options).batch
     assert batch.token_reward.abs().sum() > 0

@@ -20,7 +20,7 @@ from policygrad.rollout.source import TRAIN, VALUES, Source
 from policygrad.rollout.steps import Marks, with_steps
 from policygrad.samplers.base import Completion, Group, Prompt, Sampling
 from policygrad.samplers.local import LocalSampler
-from tabular_sampler import TabularCodec, TabularSampler
+from tabular_sampler import TabularSampler, TabularTokenizer
 
 VOCABULARY, LONGEST = 3, 3
 ALL = list(itertools.product(range(VOCABULARY), repeat=LONGEST))
@@ -107,7 +107,7 @@ def rollout(completions: Sequence[Sequence[int]], ends: Sequence[Sequence[int]])
 
 
 def source(score: Any = score) -> Source:
-    return Source(lambda i: Example(), TabularCodec(), score, seed=5)
+    return Source(lambda i: Example(), TabularTokenizer(), score, seed=5)
 
 
 COMPLETIONS, ENDS = [[1, 2, 0], [1, 1, 2], [2, 0], [1, 2, 0], [0]], [[0, 1, 2], [0, 2], [1], [0, 1, 2], [0]]
@@ -240,14 +240,14 @@ def test_values_of_no_steps_are_refused() -> None:
 @pytest.fixture(scope="module")
 def local(random_model: Path) -> tuple[LocalSampler, Any]:
     model = load_model(str(random_model))
-    codec = load_tokenizer(str(random_model), model)
-    return LocalSampler(model, codec.end, padding_id(codec)), codec
+    tokenizer = load_tokenizer(str(random_model), model)
+    return LocalSampler(model, tokenizer.end, padding_id(tokenizer)), tokenizer
 
 
 def test_a_models_sampler_restarts_from_prefixes_within_their_budgets(local: tuple[LocalSampler, Any]) -> None:
     """Longer and shorter rests side by side: each row stops at its own, and draws what it draws alone."""
-    sampler, codec = local
-    text = codec.encode("1 + 2 =\n", 8)
+    sampler, tokenizer = local
+    text = tokenizer.encode("1 + 2 =\n", 8)
     prompts = [Prompt(torch.cat([text, torch.full((n,), 40)]), (0, VALUES, 1, 0, 0, n), 8 - n) for n in (0, 3, 7, 6, 1)]
     sampling = Sampling(max_tokens=8)
     groups = sampler.sample(prompts, 6, sampling)
@@ -255,7 +255,7 @@ def test_a_models_sampler_restarts_from_prefixes_within_their_budgets(local: tup
         alone = sampler.sample([prompt], 6, sampling)[0]
         for a, b in zip(group.completions, alone.completions, strict=True):
             assert 1 <= len(a.tokens) <= prompt.budget(sampling)
-            assert a.truncated is (int(a.tokens[-1]) not in codec.end)
+            assert a.truncated is (int(a.tokens[-1]) not in tokenizer.end)
             assert len(a.tokens) == prompt.budget(sampling) or not a.truncated
             assert torch.equal(a.tokens, b.tokens)
             assert torch.allclose(a.logp, b.logp, atol=1e-5)
@@ -266,9 +266,9 @@ def test_a_row_that_waits_stays_within_learned_positions(local: tuple[LocalSampl
     """GPT-2 has a vector per position and no more: a long prefix beside a short one must not run past the last."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    _, codec = local
+    _, tokenizer = local
     torch.manual_seed(0)
-    size = len(codec.tokenizer)
+    size = len(tokenizer.hf)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=size, n_positions=24, n_embd=16, n_layer=1, n_head=2)).eval()
     sampler = LocalSampler(model, frozenset({size + 1}), 0)  # an end that never comes
     prompts = [Prompt(torch.full((n,), 40), (0, VALUES, 1, 0, 0, n), 24 - n) for n in (22, 4, 4, 4, 4, 4)]

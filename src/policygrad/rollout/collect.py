@@ -197,7 +197,7 @@ def _marked(
         return rewards, [None] * len(texts)
     completions = [c for g in groups for c in g.completions]
     marks = [
-        None if found is None else mark(source.codec.decode, c.tokens, text, found)
+        None if found is None else mark(source.tokenizer.decode, c.tokens, text, found)
         for c, text, found in zip(completions, texts, steps.steps, strict=True)
     ]
     return [None if m is None else reward for reward, m in zip(rewards, marks, strict=True)], marks

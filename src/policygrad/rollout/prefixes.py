@@ -48,7 +48,7 @@ def with_values(
     prompts = [_prompt(prefix, groups[prefix.group], sampling, step) for prefix in starts]
     continued = sampler.sample(prompts, samples, sampling)
     texts = [
-        source.codec.decode(torch.cat([_tokens(prefix, groups), c.tokens]))
+        source.tokenizer.decode(torch.cat([_tokens(prefix, groups), c.tokens]))
         for prefix, group in zip(starts, continued, strict=True)
         for c in group.completions
     ]

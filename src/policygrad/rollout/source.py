@@ -69,7 +69,7 @@ class Source:
     """Everything a rollout reads from, but for the weights: `examples(i)` is the task's i-th training example."""
 
     examples: Callable[[int], Example]
-    codec: Encoder
+    tokenizer: Encoder
     score: Score
     seed: int
     steps: ScoreSteps | None = None
@@ -79,12 +79,12 @@ class Source:
 def make_prompt(source: Source, example: Example, max_tokens: int, stream: int, step: int, index: int) -> Prompt:
     """The example as token ids, with the key its samples draw from."""
     where = getattr(example, "source", "") or f"{'held-out' if stream == EVALUATE else 'training'} prompt {index}"
-    return Prompt(source.codec.encode(example.prompt, max_tokens, where), (source.seed, stream, step, index))
+    return Prompt(source.tokenizer.encode(example.prompt, max_tokens, where), (source.seed, stream, step, index))
 
 
 def score_groups(source: Source, examples: Sequence[Example], groups: Sequence[Group]) -> tuple[list[str], Scores]:
     """Texts and scores, completion by completion in the groups' order. Every column of an example reaches the reward."""
-    texts = [source.codec.decode(c.tokens) for g in groups for c in g.completions]
+    texts = [source.tokenizer.decode(c.tokens) for g in groups for c in g.completions]
     return texts, source.score(*samples_of(examples, groups, texts))
 
 

@@ -73,7 +73,7 @@ class Preferences:
         if len(kept) < len(pairs):
             self.facts["left out"] = f"{len(pairs) - len(kept)} pairs, the held-out file has their prompts"
         self.config = config
-        self.model, self.codec = load(config)
+        self.model, self.tokenizer = load(config)
         self.texts = [self._encode(pair) for pair in self.pairs]
         if config.learner.gradient_checkpointing:
             recompute_activations(self.model)
@@ -81,11 +81,11 @@ class Preferences:
     def _encode(self, pair: Pair) -> tuple[list[int], list[int]]:
         sides = []
         for name, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            ids = encode(self.codec, pair.prompt, completion, pair.source)
-            if self.codec.context is not None and len(ids) > self.codec.context:
+            ids = encode(self.tokenizer, pair.prompt, completion, pair.source)
+            if self.tokenizer.context is not None and len(ids) > self.tokenizer.context:
                 raise ModelError(
-                    f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {self.codec.context} positions of "
-                    f"{self.codec.name!r}: shorten them, or leave the line out"
+                    f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {self.tokenizer.context} positions of "
+                    f"{self.tokenizer.name!r}: shorten them, or leave the line out"
                 )
             sides.append(ids)
         if sides[0] == sides[1]:
@@ -182,7 +182,7 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
     tokenizer = load_tokenizer(path)
     for module in model.modules():
         without_dropout(module)
-    _choose_padding(model, tokenizer.tokenizer)
+    _choose_padding(model, tokenizer.hf)
     return model.requires_grad_(True), replace(tokenizer, name=config.model, context=context_length(model))
 
 

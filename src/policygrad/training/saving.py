@@ -70,7 +70,7 @@ def restore_progress(
     return done, state["extra"]
 
 
-def save_model(folder: Path, model: nn.Module, codec: Tokenizer, command: str = "policygrad train") -> Path:
+def save_model(folder: Path, model: nn.Module, tokenizer: Tokenizer, command: str = "policygrad train") -> Path:
     """`folder/model`, which the AutoModel class it came from and AutoTokenizer load; whole and on the disk, or as it was before.
 
     command: what goes on with the run, for the message.
@@ -82,7 +82,7 @@ def save_model(folder: Path, model: nn.Module, codec: Tokenizer, command: str = 
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         model.save_pretrained(temporary)  # type: ignore[operator]
-        codec.tokenizer.save_pretrained(temporary)
+        tokenizer.hf.save_pretrained(temporary)
         for path in (*temporary.rglob("*"), temporary):
             sync(path)
         old = checkpoint.install(temporary, final)

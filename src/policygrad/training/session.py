@@ -101,7 +101,7 @@ class Session:
         )
         self.held_out = self.ground.task.held_out(run.evaluation.problems) if run.evaluation.problems else []
         for example in self.held_out:  # before there is a folder: a prompt that leaves no room for the completion
-            self.ground.codec.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
+            self.ground.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "run.toml").exists():  # first of all, so that a folder with anything in it can be resumed
             write_atomically(folder / "run.toml", dumps(run))
@@ -148,7 +148,7 @@ class Session:
 
     def _finish(self, progress: Progress) -> Result:
         after = self._evaluate("evaluating after training", progress.step) if self.held_out else None
-        model = save_model(self.folder, self.ground.model, self.ground.codec)
+        model = save_model(self.folder, self.ground.model, self.ground.tokenizer)
         numbers = {
             "steps": progress.step,
             "tokens": progress.tokens,

@@ -29,7 +29,7 @@ class Ground:
     task: Task
     rewards: tuple[str, ...]
     model: nn.Module
-    codec: Tokenizer
+    tokenizer: Tokenizer
     source: Source
     sampler: LocalSampler
 
@@ -61,13 +61,15 @@ def prepare(
     chosen = choose_rewards(questions, reward, needs, step_end)
     pool = stack.enter_context(RewardPool(chosen, workers=workers, budget=budget))  # its workers import meanwhile
     network = load_model(model, dtype=dtype, device=pick_device(device))
-    codec = load_tokenizer(model, network)
+    tokenizer = load_tokenizer(model, network)
     for example in questions.rows:  # a prompt too long for the model is better found now than in a week
-        codec.encode(example.prompt, max_tokens, example.source or "a prompt")
+        tokenizer.encode(example.prompt, max_tokens, example.source or "a prompt")
     steps = pool.steps if any(reward.process_reward for reward in chosen) else None
-    source = Source(questions.train, codec, pool.score, seed, steps)
+    source = Source(questions.train, tokenizer, pool.score, seed, steps)
     names = tuple(_in_words(reward, needs) for reward in chosen)
-    return Ground(questions, names, network, codec, source, LocalSampler(network, codec.end, padding_id(codec)))
+    return Ground(
+        questions, names, network, tokenizer, source, LocalSampler(network, tokenizer.end, padding_id(tokenizer))
+    )
 
 
 def pick_device(name: str) -> str:

@@ -34,7 +34,7 @@ class Objective(Protocol):
     """What is learned: a model, its rows, and a loss."""
 
     model: nn.Module
-    codec: Tokenizer
+    tokenizer: Tokenizer
     units: list[tuple[int, ...]]
     """The training rows, by number; those of one unit stay in one optimiser step."""
     facts: dict[str, str]
@@ -172,7 +172,7 @@ class SupervisedSession:
     def _finish(self, files: RunFiles, step: int) -> SupervisedResult:
         after = self._measure(files, "measuring after training", step)
         resume = f"policygrad {self.config.kind}"
-        model = save_model(self.folder, self.objective.model, self.objective.codec, resume)
+        model = save_model(self.folder, self.objective.model, self.objective.tokenizer, resume)
         numbers = {"steps": step, "before": dict(self.before), "after": dict(after)}
         write_atomically(self.folder / "result.json", json.dumps(numbers, indent=1) + "\n")
         summary = self.objective.summary(self.before, after)
