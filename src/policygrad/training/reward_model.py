@@ -84,8 +84,8 @@ class Preferences:
             ids = encode(self.tokenizer, pair.prompt, completion, pair.source)
             if self.tokenizer.context is not None and len(ids) > self.tokenizer.context:
                 raise ModelError(
-                    f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {self.tokenizer.context} positions of "
-                    f"{self.tokenizer.name!r}: shorten them, or leave the line out"
+                    f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {self.tokenizer.context} positions "
+                    f"of {self.tokenizer.name!r}: shorten them, or leave the line out"
                 )
             sides.append(ids)
         if sides[0] == sides[1]:

@@ -157,8 +157,8 @@ def tokenise(row: Demonstration, tokenizer: Tokenizer) -> Row:
     whole, learnt = spans
     if tokenizer.context is not None and len(whole) > tokenizer.context:
         raise ModelError(
-            f"{row.source}: {len(whole)} tokens, more than the {tokenizer.context} positions of {tokenizer.name!r}: shorten it, or leave "
-            "the line out"
+            f"{row.source}: {len(whole)} tokens, more than the {tokenizer.context} positions of {tokenizer.name!r}: shorten it, "
+            "or leave the line out"
         )
     size = len(prompt)
     return Row(prompt, torch.tensor(whole[size:], dtype=torch.int64), torch.tensor(learnt[size:], dtype=torch.bool))
@@ -173,8 +173,8 @@ def _text(row: Demonstration, tokenizer: Tokenizer, prompt: list[int]) -> tuple[
         whole.append(end_token(tokenizer))
     if whole[: len(prompt)] != prompt:
         raise ModelError(
-            f"{row.source}: the tokenizer of {tokenizer.name!r} joins the end of 'prompt' with the beginning of 'completion', so the "
-            "model would learn other tokens than it is prompted with: move the space or newline between them from one to "
+            f"{row.source}: the tokenizer of {tokenizer.name!r} joins the end of 'prompt' with the beginning of 'completion', so "
+            "the model would learn other tokens than it is prompted with: move the space or newline between them from one to "
             f"the other (the prompt ends {row.prompt[-12:]!r}, the completion begins {row.rest[:12]!r})"
         )
     return whole, [i >= len(prompt) for i in range(len(whole))]
@@ -209,8 +209,8 @@ def _said(row: Demonstration, tokenizer: Tokenizer, turn: list[int]) -> list[boo
         closes = tokenizer.hf.decode(turn[-3:])
         known = ", ".join(tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end)))
         raise ModelError(
-            f"{row.source}: the chat template of {tokenizer.name!r} does not close the assistant's turn with an end token ({known}), "
-            f"so the model would not learn to stop: the turn ends {closes!r}. Set `eos_token` in its tokenizer_config.json to "
+            f"{row.source}: the chat template of {tokenizer.name!r} does not close the assistant's turn with an end token "
+            f"({known}), so the model would not learn to stop: the turn ends {closes!r}. Set `eos_token` in its tokenizer_config.json to "
             "the token that closes a turn, or add it in the template"
         )
     return [i <= ends[-1] for i in range(len(turn))]
