@@ -12,14 +12,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 import policygrad as pg
-from policygrad.learners.local import packing as packing_module
-from policygrad.learners.local import problem as problem_module
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.problem import LocalProblem
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer, padding_id
 from policygrad.rewards import RewardPool
@@ -50,27 +48,27 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     model = load_model(args.model)
-    codec = load_tokenizer(args.model, model)
-    sampler = LocalSampler(model, codec.end, padding_id(codec))
+    tokenizer = load_tokenizer(args.model, model)
+    sampler = LocalSampler(model, tokenizer.end, padding_id(tokenizer))
     task = load_task(args.task)
     sampling = Sampling(max_tokens=args.max_tokens)
     with RewardPool(task.rewards) as pool:
-        source = Source(task.train, codec, pool.score, 0)
+        source = Source(task.train, tokenizer, pool.score, 0)
         rollout = collect(
             source, sampler, pg.DR_GRPO, sampling, prompts=args.prompts, samples=args.samples, step=1, position=0
         )
     tokens = int(rollout.batch.mask.sum())
     print(f"{args.prompts} prompts × {args.samples} samples, {tokens} sampled tokens, torch {torch.__version__}")
-    _rollout(args, model, codec, sampler, source, sampling, tokens)
+    _rollout(args, model, tokenizer, sampler, source, sampling, tokens)
     _learner(model, rollout.batch, args.repeats, tokens)
 
 
-def _rollout(args, model, codec, sampler, source, sampling, tokens) -> None:  # type: ignore[no-untyped-def]
+def _rollout(args, model, tokenizer, sampler, source, sampling, tokens) -> None:  # type: ignore[no-untyped-def]
     from policygrad.rollout.source import TRAIN, make_prompt
 
     prompts = [make_prompt(source, source.examples(i), sampling.max_tokens, TRAIN, 1, i) for i in range(args.prompts)]
     width = max(len(p.tokens) for p in prompts)
-    ids = torch.full((args.prompts, width), padding_id(codec))
+    ids = torch.full((args.prompts, width), padding_id(tokenizer))
     for i, prompt in enumerate(prompts):
         ids[i, width - len(prompt.tokens) :] = prompt.tokens
     ids = ids.repeat_interleave(args.samples, 0)
@@ -79,13 +77,13 @@ def _rollout(args, model, codec, sampler, source, sampling, tokens) -> None:  # 
     def generate() -> None:
         out = model.generate(
             input_ids=ids,
-            attention_mask=(ids != padding_id(codec)).long(),
+            attention_mask=(ids != padding_id(tokenizer)).long(),
             do_sample=True,
             top_k=0,
             max_new_tokens=sampling.max_tokens,
-            pad_token_id=padding_id(codec),
+            pad_token_id=padding_id(tokenizer),
         )
-        made.append(int((out[:, width:] != padding_id(codec)).sum()))
+        made.append(int((out[:, width:] != padding_id(tokenizer)).sum()))
 
     ours = median_seconds(lambda: sampler.sample(prompts, args.samples, sampling), args.repeats)
     theirs = median_seconds(generate, args.repeats)
@@ -98,33 +96,24 @@ def _learner(model, batch, repeats, tokens) -> None:  # type: ignore[no-untyped-
     algorithm = pg.DR_GRPO.with_budget(32)
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1)
     psi = algorithm.advantages(batch)
-    fast, every = learner.scorer, (problem_module.active, packing_module.merge_equal)
+    every = learner.problem(batch, psi, algorithm)
+    alone = replace(every.networks, policy=replace(learner.evaluator, share_prompts=False))
+    variants = {
+        "every saving": every,
+        "no skipping": replace(every, skip=False),
+        "no merging": replace(every, merge=False),
+        "no shared prompts": replace(every, networks=alone),
+        "none of them": replace(every, networks=alone, skip=False, merge=False),
+    }
 
-    def gradient() -> list[torch.Tensor]:
-        LocalProblem(learner, batch, psi, algorithm, seed=0).accumulate()
+    def gradient(problem) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+        problem.accumulate()
         found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
         model.zero_grad()
         return found
 
-    def keep_all(whole, psi, coefficients):  # type: ignore[no-untyped-def]
-        return whole.mask.any(1)
-
-    def merge_none(whole, psi, rows, needs):  # type: ignore[no-untyped-def]
-        return rows, torch.arange(len(rows))
-
-    plain = replace(fast, share_prompts=False)
-    variants = {
-        "every saving": (fast, *every),
-        "no skipping": (fast, keep_all, every[1]),
-        "no merging": (fast, every[0], merge_none),
-        "no shared prompts": (plain, *every),
-        "none of them": (plain, keep_all, merge_none),
-    }
-    seconds, gradients = {}, {}
-    for name, (scorer, problem_module.active, packing_module.merge_equal) in variants.items():
-        learner.scorer = scorer
-        seconds[name] = median_seconds(gradient, repeats)
-        gradients[name] = gradient()
+    seconds = {name: median_seconds(partial(gradient, problem), repeats) for name, problem in variants.items()}
+    gradients = {name: gradient(problem) for name, problem in variants.items()}
     largest = max(float(g.abs().max()) for g in gradients["none of them"])
     for name, time_ in seconds.items():
         off = max(float((a - b).abs().max()) for a, b in zip(gradients[name], gradients["none of them"], strict=True))

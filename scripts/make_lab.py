@@ -11,7 +11,7 @@ from pathlib import Path
 from policygrad.algorithms import ALGORITHMS
 from policygrad.lab.finding import Finding
 from policygrad.lab.measurement import Measured
-from policygrad.lab.report import Report, report
+from policygrad.lab.report import LabReport, report
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "lab.md"
 COLUMNS = {
@@ -41,7 +41,7 @@ def table(rows: list[Measured]) -> str:
     return "\n".join(lines)
 
 
-def sizes(reports: list[Report], side: int) -> str:
+def sizes(reports: list[LabReport], side: int) -> str:
     """One row per algorithm: bias and variance over the group's size, ± a standard error where groups were sampled."""
     heads = [f"{name}, G = {r.group_size}" for name in SIZED for r in reports]
     lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
@@ -62,7 +62,7 @@ def finding(f: Finding) -> str:
     return f"- {'✓' if f.holds else '✗'} **{f.claim}** {f.sentence}{error}  \n  `policygrad lab --experiment {f.name}`"
 
 
-def blocks(found: Report, reports: list[Report]) -> dict[str, str]:
+def blocks(found: LabReport, reports: list[LabReport]) -> dict[str, str]:
     """What stands between which marks; `reports` of several group sizes."""
     on, off = ([pair[i] for pair in found.rows] for i in (0, 1))
     table_text = (
@@ -75,7 +75,7 @@ def blocks(found: Report, reports: list[Report]) -> dict[str, str]:
     return {"table": table_text, "sizes": size_text, "findings": "\n".join(map(finding, found.findings))}
 
 
-def filled(text: str, found: Report, reports: list[Report]) -> str:
+def filled(text: str, found: LabReport, reports: list[LabReport]) -> str:
     """The page with the measured blocks in it."""
     for name, block in blocks(found, reports).items():
         text, count = re.subn(

@@ -12,22 +12,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from policygrad.trackers import Outline, Sample
-from policygrad.trackers.terminal.live import RichDisplay
+from policygrad.trackers import RunInfo
+from policygrad.trackers.terminal.live import TerminalTracker
+from policygrad.training.config.run import Run
 from policygrad.training.config.toml import load
 
 
 def main() -> None:
-    """Feeds a run's files to the display, step by step, and saves the last picture."""
+    """Feeds a run's files to the tracker, step by step, and saves the last picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--step", type=int, default=10**9, help="stop the picture at this step")
     parser.add_argument("--output", type=Path, default=Path("docs/train.svg"))
     args = parser.parse_args()
-    run = load(args.run / "run.toml")
+    run = load(args.run / "run.toml", Run())
     clock = [0.0]
-    display = RichDisplay(Console(file=io.StringIO(), width=100, force_terminal=True), lambda: clock[0])
-    display.start(Outline("", steps=run.steps, tokens=run.tokens))
+    tracker = TerminalTracker(Console(file=io.StringIO(), width=100, force_terminal=True), lambda: clock[0])
+    tracker.start(RunInfo("", steps=run.steps, tokens=run.tokens))
     samples: dict[int, list[dict[str, object]]] = {}
     for line in (args.run / "completions.jsonl").open(encoding="utf-8"):
         row = json.loads(line)
@@ -36,13 +37,11 @@ def main() -> None:
         row = json.loads(line)
         if "reward" in row and row["step"] <= args.step:
             clock[0] += row["time/rollout"] + row["time/update"]
-            shown = samples[row["step"]][row["step"] % len(samples[row["step"]])]
-            sample = Sample(str(shown["prompt"]), str(shown["completion"]), float(str(shown["reward"])))
-            display.step(row["step"], row, sample)
-    display.close()
+            tracker.log(row["step"], row, samples[row["step"]])
+    tracker.close()
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
     console.print(f"[bold]policygrad · {run.algorithm.name} on {run.task}[/bold]")
-    console.print(display)
+    console.print(tracker)
     console.save_svg(str(args.output), title="policygrad train")
 
 

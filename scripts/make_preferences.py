@@ -16,9 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from policygrad.rollout.source import TRAIN, make_prompt, score_groups
+from policygrad.rollout.judging import judge
+from policygrad.rollout.trajectory import TRAIN, Start
 from policygrad.samplers.base import Sampling
-from policygrad.training.setup import prepare
+from policygrad.training.resources import Needed, load
 
 PORTION = 64  # problems sampled at a time
 PAIRS = 2  # per problem
@@ -45,30 +46,15 @@ def answers(model: str, problems: int, samples: int, seed: int) -> list[tuple[st
     sampling = Sampling()
     out = []
     with ExitStack() as stack:
-        ground = prepare(
-            stack,
-            model=model,
-            task="embedded",
-            reward=(),
-            held_out=None,
-            seed=seed,
-            dtype="fp32",
-            device="auto",
-            workers=2,
-            budget=10.0,
-            max_tokens=sampling.max_tokens,
-        )
+        found = load(stack, Needed(model, "embedded", sampling.max_tokens, seed=seed))
         for start in range(0, problems, PORTION):
             numbers = range(start, min(start + PORTION, problems))
-            examples = [ground.task.train(i) for i in numbers]
-            keyed = zip(numbers, examples, strict=True)
-            prompts = [make_prompt(ground.source, e, sampling.max_tokens, TRAIN, 0, i) for i, e in keyed]
-            texts, scores = score_groups(ground.source, examples, ground.sampler.sample(prompts, samples, sampling))
-            for i, example in enumerate(examples):
-                places = range(i * samples, (i + 1) * samples)
-                right = dict.fromkeys(texts[j] for j in places if scores.total[j] == 1.0)
-                wrong = dict.fromkeys(texts[j] for j in places if scores.total[j] == 0.0)
-                out.append((str(example.prompt), list(right), list(wrong)))
+            starts = [Start(found.task.train(i), (seed, TRAIN, 0, i), sampling.max_tokens) for i in numbers]
+            groups, _ = judge(found.rollouter.play(starts, samples, sampling), found.rollouter.score)
+            for group in groups:
+                right = dict.fromkeys(t.text for t in group.trajectories if t.reward == 1.0)
+                wrong = dict.fromkeys(t.text for t in group.trajectories if t.reward == 0.0)
+                out.append((str(group.start.example.prompt), list(right), list(wrong)))
     return out
 
 

@@ -12,14 +12,16 @@ import torch
 import policygrad as pg
 
 PUBLIC = """
-A2C ALGORITHMS Algorithm Batch BatchMean BatchStd CISPO Checkpointing Clip Critic DAPO DR_GRPO DropNoSpread DualClip
-DualDescent Entropy Evaluation ExactEntropy ExactKLToOld FirstOrder FixedLength Forward GAE GRPO GRPO_PROCESS GSPO
-GSPO_TOKEN GroupMean GroupStd GroupTokenMean ITERATIVE_GRPO Importance KLInReward KLToOld KLToReference LearnerConfig
-LeaveOneOut LengthAdaptiveGAE MAGISTRAL MaskTruncated MaskedIS NATURAL NStep OPO OnPolicy OptimalBaseline
-OptimizerConfig PPO PPO_PENALTY PRORL PositiveNLL PrefixValue ProcessReward REINFORCE RLOO Reference RewardModelConfig RewardPool
-Rewarding Run RunningMean SAPO SFTConfig Sampling Sequence SequenceMean SequenceProduct SequenceSum SoftGate
-SoftOverlong TRPO Token TokenMean TruncatedIS TrustRegion VAPO VINEPPO WeightCap Whiten algorithm load_task objective reward sft
-surrogate train train_reward_model
+A2C ALGORITHMS AdaptiveProblem Advantage Aggregation Algorithm Batch BatchMean BatchStd CISPO CheckpointError
+Checkpointing Clip ConfigError Correction Critic CurvatureProblem DAPO DR_GRPO DataError DropNoSpread DualClip
+DualDescent EngineError Entropy Evaluation ExactEntropy ExactKLToOld Filter FirstOrder FixedLength Forward GAE GRPO
+GRPO_PROCESS GSPO GSPO_TOKEN Gate GradientProblem GroupMean GroupStd GroupTokenMean ITERATIVE_GRPO Importance
+KLInReward KLToOld KLToReference LearnerConfig LeaveOneOut LengthAdaptiveGAE LossTerm MAGISTRAL MaskTruncated MaskedIS
+ModelError NATURAL NStep NumericsError OPO OnPolicy OptimalBaseline OptimizerConfig PPO PPO_PENALTY PRORL Part
+PolicygradError PositiveNLL PrefixValue ProcessReward REINFORCE RLOO Ratio Reference RewardError RewardModelConfig
+Rewarding Run RunError RunningMean SAPO SFTConfig Sampling Sequence SequenceMean SequenceProduct SequenceSum Shaping
+SoftGate SoftOverlong TRPO Term Token TokenMean TruncatedIS TrustRegion UpdateRule VAPO VINEPPO WeightCap Whiten
+algorithm objective reward sft surrogate train train_reward_model
 """
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS, DAPO, GRPO, RLOO
+from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, WeightCap
-from policygrad.core.types import Batch
+from policygrad.core.protocols import Advantage
 from policygrad.errors import ConfigError
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.run import Run
@@ -22,7 +23,7 @@ from policygrad.training.config.toml import algorithm_from_dict, algorithm_to_di
 
 
 @dataclass(frozen=True)
-class Halved:
+class Halved(Advantage):
     """Somebody's own part."""
 
     factor: float = 0.5

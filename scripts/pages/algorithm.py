@@ -66,7 +66,7 @@ def pseudo_code(a: Algorithm) -> list[str]:
     lines += [
         _note(f"sample {part.samples} completions of every step's prefix, and score them: V", part)
         for part in a.psi
-        if getattr(part, "samples_values", False)
+        if part.samples_values
     ]
     lines += [_note(f"filter: {_formula(part)}", part) for part in a.filters]
     lines += [f"keep {what}" for field, what in KEPT.items() if field in a.needs]
@@ -80,7 +80,7 @@ def pseudo_code(a: Algorithm) -> list[str]:
     if a.critic is not None:
         lines.append(_note(f"critic's targets ← GAE(λ = {number(a.critic.lam)}) + V_old", a.critic))
     inner = _inner(a)
-    updates = getattr(a.step, "updates", 1)
+    updates = a.step.updates
     if updates > 1:
         head = f"repeat {a.step.epochs} times" + (
             f", for each of {a.step.minibatches} shares" * (a.step.minibatches > 1)
@@ -89,7 +89,7 @@ def pseudo_code(a: Algorithm) -> list[str]:
     lines += inner
     if a.reference is not None and a.reference.every and "logp_ref" in a.needs:
         lines.append(_note(f"π_ref ← {_formula(a.reference)}", a.reference))
-    remembers = [part for part in a.psi if any(f.metadata.get("state") for f in fields(part))]
+    remembers = [part for part in a.psi if part.init() is not None]
     lines += [_note("remember this rollout's rewards for the next", part) for part in remembers]
     adapts = [part for part in (*a.terms, *a.shaping) if getattr(part, "target", None) is not None]
     lines += [_note(f"adapt β, for a KL near {number(part.target)}", part) for part in adapts]
@@ -120,7 +120,7 @@ def _inner(a: Algorithm) -> list[str]:
 
 
 def _formula(part: Any) -> str:
-    return " ".join(str(getattr(part, "formula", type(part).__name__)).split())
+    return " ".join(part.formula.split())
 
 
 def _note(text: str, part: Any) -> str:

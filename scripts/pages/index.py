@@ -8,7 +8,7 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import changed_settings, matrix_row
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.reference import Reference
-from policygrad.core.steps import FirstOrder
+from policygrad.core.update_rules import FirstOrder
 
 
 def matrix(folder: str) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import policygrad as pg
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.types import PER_COMPLETION, PER_TOKEN, Batch
+from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
 
 RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5)
 FAR = (0.25, 4.0)
@@ -25,7 +25,7 @@ def short_and_long(algorithm: Algorithm, short: int = 10, long: int = 20) -> Bat
     ends = torch.zeros_like(mask)
     ends[:, [3, short - 1, long - 1]] = True
     reads = algorithm.declared
-    if any(getattr(part, "samples_values", False) for _, part in algorithm.parts()):
+    if any(link.samples_values for link in algorithm.psi):
         reads |= {"values"}  # the rollout's, not a critic's
     fields = {name: random(4, long) for name in PER_TOKEN if name in reads and name not in ("mask", "step_end")}
     fields |= {name: random(4) for name in PER_COMPLETION if name in reads and name not in ("group", "reward")}
@@ -93,10 +93,10 @@ def _kind(algorithm: Algorithm, psi: float, r: float) -> str:
 
 def kl_terms(algorithm: Algorithm) -> list[str]:
     """Where a KL stands in the algorithm, from its parts' formulas."""
-    found = [f"in the reward: {p.formula}" for p in algorithm.shaping if "logp_ref" in getattr(p, "needs", ())]
+    found = [f"in the reward: {p.formula}" for p in algorithm.shaping if "logp_ref" in p.needs]
     for term in algorithm.terms:
-        needs = getattr(term, "needs", frozenset())
-        if needs & {"logp_ref", "logp_old"} or "kl_old" in getattr(term, "forward_needs", ()):
+        needs = term.needs
+        if needs & {"logp_ref", "logp_old"} or "kl_old" in term.forward_needs:
             found.append(f"in the loss: {term.formula}")
     delta = getattr(algorithm.step, "delta", None)
     if delta is None:

@@ -15,10 +15,11 @@ from policygrad.core.process import PrefixValue, ProcessReward
 from policygrad.core.ratios import Sequence, Token
 from policygrad.core.reference import Reference
 from policygrad.core.shaping import KLInReward, SoftOverlong
-from policygrad.core.steps import FirstOrder
 from policygrad.core.terms import Entropy, KLToOld, KLToReference, PositiveNLL
 from policygrad.core.trust_region import TrustRegion
+from policygrad.core.update_rules import FirstOrder
 from policygrad.core.values import GAE, LengthAdaptiveGAE, NStep, Whiten
+from policygrad.errors import ConfigError
 
 REINFORCE = Algorithm("reinforce", psi=(RunningMean(),), gate=OnPolicy(), aggregate=SequenceSum())
 RLOO = replace(REINFORCE, name="rloo", psi=(LeaveOneOut(),), shaping=(KLInReward(0.05),), samples_per_prompt=4)
@@ -113,11 +114,11 @@ def algorithm(name: str) -> Algorithm:
     """The named algorithm.
 
     Raises:
-        ValueError: an unknown name, with the nearest known one.
+        ConfigError: an unknown name, with the nearest known one.
     """
     key = name.strip().lower().replace("-", "_")
     if key not in ALGORITHMS:
         near = difflib.get_close_matches(key, ALGORITHMS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown algorithm {name!r}: {hint}known: {', '.join(ALGORITHMS)}")
+        raise ConfigError(f"unknown algorithm {name!r}: {hint}known: {', '.join(ALGORITHMS)}")
     return ALGORITHMS[key]

@@ -1,32 +1,37 @@
-"""The errors that are meant for a user. Whatever else is raised is a bug and keeps its traceback."""
+"""Every refusal that is meant for a user, as one tree: the message names the file, line, option or function, and the way out.
+
+Each child is also of the built-in class that older code catches.
+"""
+
+from __future__ import annotations
 
 
 class PolicygradError(Exception):
-    """What was asked cannot be done; the message says why, and the way out."""
+    """What was asked cannot be done, and the message says why. Anything else that is raised is a bug."""
 
 
 class ConfigError(PolicygradError, ValueError):
-    """A configuration, a command line, or parts that do not fit together."""
+    """Options, files of options, or parts of an algorithm that make no sense, alone or together."""
 
 
 class DataError(PolicygradError, ValueError):
-    """A data file, a task or a prompt that cannot be used."""
+    """Prompts, tasks or data files that cannot be read or used."""
 
 
 class ModelError(PolicygradError, ValueError):
-    """A model, a tokenizer or a chat template that cannot be used."""
+    """A model, tokenizer or chat template that cannot be used."""
 
 
 class RewardError(PolicygradError, RuntimeError):
-    """Rewards that cannot be computed at all."""
+    """Rewards cannot be computed at all: a function that no worker can load, a column that does not exist."""
 
 
 class EngineError(PolicygradError, RuntimeError):
-    """An engine that cannot generate, or cannot take new weights."""
+    """A sampler or an environment that does not do what it is asked to."""
 
 
 class CheckpointError(PolicygradError, RuntimeError):
-    """A checkpoint that cannot be written or read."""
+    """A checkpoint cannot be written or read."""
 
 
 class RunError(PolicygradError, RuntimeError):
@@ -34,4 +39,4 @@ class RunError(PolicygradError, RuntimeError):
 
 
 class NumericsError(PolicygradError, FloatingPointError):
-    """Numbers that are no longer finite, or cannot be computed in this precision."""
+    """Numbers that are not finite; the weights are as they were."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import policygrad as pg
-from policygrad.core.controllers import LARGEST, SMALLEST, doubling, inside, proportional
-from policygrad.core.metrics import Mean, Sum
-from tabular_learner import TabularLearner
+from doubles.tabular_learner import TabularLearner
+from policygrad.core.controllers import LARGEST, SMALLEST, AdaptiveBeta, doubling, inside, proportional
+from policygrad.core.metrics import Mean, Metrics, Sum
 
 NAN = float("nan")
 
@@ -55,39 +56,52 @@ def batch_of(u: list[float]) -> pg.Batch:
 
 def test_what_each_part_is_fed_with() -> None:
     """In the reward the k1 mean of the batch; in the loss the metric `kl`; for the penalty the KL the updates ended at."""
+
+    def after(part: AdaptiveBeta, batch: pg.Batch, metrics: Metrics) -> float:
+        return part.update({"beta": part.beta}, batch, metrics)["beta"]  # type: ignore[no-any-return]
+
     batch = batch_of([0.2, -0.1, 0.2])  # mean 0.1, twice the target
-    assert pg.KLInReward(0.5, target=0.05).observe(batch, {}).beta == pytest.approx(0.5 * 1.02)
-    assert pg.KLInReward(0.5, target=0.05, rule="doubling").observe(batch, {}).beta == 1.0
-    assert pg.KLInReward(0.5, target=0.1).observe(batch, {}).beta == pytest.approx(0.5)
+    assert after(pg.KLInReward(0.5, target=0.05), batch, {}) == pytest.approx(0.5 * 1.02)
+    assert after(pg.KLInReward(0.5, target=0.05, rule="doubling"), batch, {}) == 1.0
+    assert after(pg.KLInReward(0.5, target=0.1), batch, {}) == pytest.approx(0.5)
     empty = replace(batch, mask=torch.zeros(1, 4, dtype=torch.bool))
-    assert pg.KLInReward(0.5, target=0.05).observe(empty, {}).beta == 0.5
+    assert after(pg.KLInReward(0.5, target=0.05), empty, {}) == 0.5
     term = pg.KLToReference(0.5, "k2", target=0.05)
-    assert term.observe(batch, {"kl": Mean(0.01), "kl_old/last": Mean(9.0)}).beta == pytest.approx(0.5 * 0.98)
-    assert term.observe(batch, {}) is term
+    assert after(term, batch, {"kl": Mean(0.01), "kl_old/last": Mean(9.0)}) == pytest.approx(0.5 * 0.98)
+    assert after(term, batch, {}) == 0.5
     for part in (pg.KLToOld(0.5, target=0.05), pg.ExactKLToOld(0.5, target=0.05)):
-        assert part.observe(batch, {"kl": Mean(9.0), "kl_old/last": Mean(0.2)}).beta == 1.0
-        assert replace(part, rule="proportional").observe(batch, {"kl_old/last": Mean(0.2)}).beta == pytest.approx(0.51)
+        assert after(part, batch, {"kl": Mean(9.0), "kl_old/last": Mean(0.2)}) == 1.0
+        assert after(replace(part, rule="proportional"), batch, {"kl_old/last": Mean(0.2)}) == pytest.approx(0.51)
     for fixed in (pg.KLInReward(0.5), pg.KLToReference(0.5), pg.KLToOld(0.5), pg.ExactKLToOld(0.5)):
-        assert fixed.observe(batch, {"kl": Mean(9.0), "kl_old/last": Mean(9.0)}) == fixed
+        assert fixed.init() is None
+        assert after(fixed, batch, {"kl": Mean(9.0), "kl_old/last": Mean(9.0)}) == 0.5
 
 
 def test_beta_stays_where_it_can_come_back_from() -> None:
-    low, high = pg.KLToOld(2 * SMALLEST, target=1.0), pg.KLToOld(0.6 * LARGEST, target=1.0)
+    part, low, high = pg.KLToOld(target=1.0), {"beta": 2 * SMALLEST}, {"beta": 0.6 * LARGEST}
     for _ in range(3):
-        low, high = (
-            low.observe(batch_of([0.0]), {"kl_old/last": Mean(0.0)}),
-            high.observe(batch_of([0.0]), {"kl_old/last": Mean(9.0)}),
-        )
-    assert (low.beta, high.beta) == (SMALLEST, LARGEST)
+        low = part.update(low, batch_of([0.0]), {"kl_old/last": Mean(0.0)})
+        high = part.update(high, batch_of([0.0]), {"kl_old/last": Mean(9.0)})
+    assert (low["beta"], high["beta"]) == (SMALLEST, LARGEST)
 
 
-def test_an_algorithm_carries_the_adapted_beta_and_a_checkpoint_holds_it() -> None:
-    from policygrad.training.config.toml import algorithm_from_dict, algorithm_to_dict
-
+def test_the_adapted_beta_is_memory_and_no_setting() -> None:
     algorithm = replace(pg.RLOO, shaping=(pg.KLInReward(0.5, target=0.05),))
-    after = algorithm.observe(batch_of([0.1, 0.1]), {})
-    assert after.shaping[0].beta == pytest.approx(0.51)  # type: ignore[attr-defined]
-    assert algorithm_from_dict(algorithm_to_dict(after)) == after
+    state = algorithm.update(algorithm.init(), batch_of([0.1, 0.1]), {})
+    assert json.loads(json.dumps(state)) == {"shaping.0": {"beta": pytest.approx(0.51)}}
+    assert algorithm.at(state).shaping[0].beta == state["shaping.0"]["beta"]  # type: ignore[attr-defined]
+    assert algorithm.shaping[0].beta == 0.5  # type: ignore[attr-defined]
+    again = algorithm.update(state, batch_of([0.1, 0.1]), {})
+    assert again["shaping.0"]["beta"] == pytest.approx(0.51 * 1.02)
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"psi.0": {"mean": 0.0}}, {"shaping.0": {"beta": 1.0}, "critic": {"pretrain": 3}}]
+)
+def test_the_memory_of_other_parts_is_refused(state: dict[str, Any]) -> None:
+    algorithm = replace(pg.RLOO, shaping=(pg.KLInReward(0.5, target=0.05),))
+    with pytest.raises(pg.ConfigError, match=r"in rloo shaping\.0 has one: begin anew with algorithm\.init"):
+        algorithm.at(state)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -132,7 +146,7 @@ def dual(
     step = pg.DualDescent(epochs=30, rounds=rounds)
     algorithm = replace(pg.DR_GRPO, aggregate=pg.TokenMean(), gate=pg.Importance(), terms=(term,), step=step)
     learner = TabularLearner(2, 1, 4, lr)
-    batch = learner.score(TABLE, algorithm.needs)
+    batch = learner.evaluate(TABLE, algorithm.needs)
     metrics = learner.update(batch, algorithm.advantages(batch), algorithm)
     return learner, algorithm, metrics, batch
 
@@ -153,7 +167,7 @@ def test_dual_descent_ends_inside_the_band(beta: float, exact: bool) -> None:
     assert metrics["kl_old/last"].value == pytest.approx(kl, rel=1e-6)
     rounds = int(metrics["dual_rounds"].value)
     assert 1 < rounds < 12
-    (term,) = algorithm.observe(batch, metrics).terms
+    (term,) = algorithm.at(algorithm.update(algorithm.init(), batch, metrics)).terms
     moved = beta * 2.0 ** ((rounds - 1) if beta < 1 else -(rounds - 1))
     assert term.beta == pytest.approx(moved)  # type: ignore[attr-defined]  # the next rollout begins where this one ended
     name = "beta/exact_kl_to_old" if exact else "beta/kl_to_old"
@@ -165,7 +179,7 @@ def test_rounds_that_are_used_up_still_move_beta() -> None:
     learner, algorithm, metrics, batch = dual(0.002, 0.01, True, rounds=2)
     assert true_kl(learner) > 1.5 * 0.002
     assert metrics["dual_rounds"] == Sum(2.0)
-    (term,) = algorithm.observe(batch, metrics).terms
+    (term,) = algorithm.at(algorithm.update(algorithm.init(), batch, metrics)).terms
     assert term.beta == pytest.approx(0.04)  # type: ignore[attr-defined]
     assert learner.version == 60
     assert algorithm.step.updates == 60
@@ -176,4 +190,4 @@ def test_a_first_round_inside_the_band_is_the_last() -> None:
     inside_at = true_kl(learner)
     learner, algorithm, metrics, batch = dual(inside_at, 0.01, True)
     assert metrics["dual_rounds"] == Sum(1.0)
-    assert algorithm.observe(batch, metrics).terms == algorithm.terms
+    assert algorithm.update(algorithm.init(), batch, metrics) == algorithm.init()

@@ -15,6 +15,7 @@ from random_batches import Random, close, gradients
 from torch import Tensor
 
 import policygrad as pg
+from policygrad.core.advantages import Centred
 
 EOS, VOCABULARY, LONGEST = 0, 3, 3
 COMPLETIONS = [
@@ -84,7 +85,7 @@ def test_the_enumeration_is_complete() -> None:
 
 @pytest.mark.parametrize("baseline", [0.0, 0.37, -5.0])
 def test_a_constant_baseline_is_unbiased(baseline: float) -> None:
-    algorithm = replace(REINFORCE, psi=(pg.RunningMean(mean=baseline),))
+    algorithm = replace(REINFORCE, psi=(Centred(baseline=baseline),))
     close(expected_gradient(algorithm, 1), true_gradient())
 
 

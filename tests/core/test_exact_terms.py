@@ -12,7 +12,7 @@ from test_enumeration import MASK, REFERENCE, THETA, conditionals, expected_grad
 from torch import Tensor
 
 import policygrad as pg
-from policygrad.core.types import LossTerm
+from policygrad.core.protocols import LossTerm
 
 
 def full_logp(logits: Tensor, batch: pg.Batch) -> Tensor:

@@ -113,7 +113,7 @@ def test_a_nan_is_seen_wherever_it_stands() -> None:
 
 
 @dataclass(frozen=True)
-class ExactEntropy:
+class ExactEntropy(pg.LossTerm):
     """A loss term: its gradient is no multiple of ∇log π of the sampled token."""
 
     aggregate: None = None
@@ -125,7 +125,7 @@ class ExactEntropy:
 
 def test_a_loss_term_brings_its_own_graph() -> None:
     batch, logits = make(Shape((3, 4), 5, seed=2, binary=False), 0.2)
-    with_entropy = replace(pg.DAPO, terms=(ExactEntropy(),), filters=())  # type: ignore[arg-type]
+    with_entropy = replace(pg.DAPO, terms=(ExactEntropy(),), filters=())
     without = replace(with_entropy, terms=())
     psi = without.advantages(batch)
     logp = policy(logits, batch.tokens, batch.mask)

@@ -52,17 +52,18 @@ def test_the_worked_example() -> None:
     assert psi_of(batch, pg.GroupMean()) == [-0.25, -0.25, 0.75, -0.25]
 
 
-def test_running_mean_observes() -> None:
+def test_a_running_mean_remembers() -> None:
     """decay ½: 4, then (4·½ + 1)/(½ + 1) = 2, then (4·¼ + 1·½ + 9)/(¼ + ½ + 1) = 6; without start-up bias."""
     algorithm = replace(pg.REINFORCE, psi=(pg.RunningMean(decay=0.5),))
-    means = []
+    means, state = [], algorithm.init()
+    assert psi_of(batch_of(7.0), *algorithm.at(state).psi) == psi_of(batch_of(7.0), *algorithm.psi) == [7.0]
     for rewards in ((3.0, 5.0), (1.0,), (9.0, 9.0)):
-        algorithm = algorithm.observe(batch_of(*rewards))
-        means.append(algorithm.psi[0].mean)  # type: ignore[attr-defined]
+        state = algorithm.update(state, batch_of(*rewards))
+        means.append(state["psi.0"]["mean"])
     assert means == pytest.approx([4, 2, 6], rel=1e-15)
-    assert psi_of(batch_of(7.0), *algorithm.psi) == pytest.approx([1.0])
+    assert psi_of(batch_of(7.0), *algorithm.at(state).psi) == pytest.approx([1.0])
     nobody = batch_of(1.0, mask=torch.zeros(1, 2, dtype=torch.bool))
-    assert algorithm.observe(nobody) == algorithm
+    assert algorithm.update(state, nobody) == state
 
 
 def test_batch_mean_and_batch_std() -> None:
@@ -235,7 +236,7 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
     assert gradients(loss, logp)[0].abs().sum() == 0
     assert loss == 0
     assert pg.objective(logp, batch, psi, algorithm) == 0
-    assert algorithm.observe(batch) == algorithm
+    assert algorithm.update(algorithm.init(), batch) == algorithm.init()
 
 
 def test_soft_overlong_hand_numbers() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import policygrad as pg
 from policygrad.core import ragged
+from policygrad.core.advantages import Centred
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 SCORES = torch.autograd.functional.jacobian(logp_of, THETA).flatten(1)
@@ -73,7 +74,7 @@ def test_b_star_has_the_least_total_variance_of_all_constants() -> None:
     """The variance is a parabola in b: its vertex is b*, below every point of a grid, the mean and the length proxy."""
 
     def variance(b: float) -> float:
-        return moments(pg.RunningMean(mean=b), 1)[1]
+        return moments(Centred(baseline=b), 1)[1]
 
     low, middle, high = variance(-1.0), variance(0.0), variance(1.0)
     vertex = (low - high) / (2 * (low + high - 2 * middle))
@@ -94,7 +95,7 @@ def test_estimated_from_few_siblings_its_weights_are_noise_from_more_they_pay() 
     print(
         f"total variance, b* / mean of the others: G=2 {two:.4f} / {plain_two:.4f}, G=3 {three:.4f} / {plain_three:.4f}"
     )
-    print(f"G=4 {four:.4f} / {plain_four:.4f}; with the true b* {moments(pg.RunningMean(mean=BEST), 4)[1]:.4f}")
+    print(f"G=4 {four:.4f} / {plain_four:.4f}; with the true b* {moments(Centred(baseline=BEST), 4)[1]:.4f}")
     assert two == pytest.approx(plain_two, rel=1e-12)
     assert three > plain_three
     assert four < plain_four

@@ -13,15 +13,16 @@ BATCH, _ = make(Shape((2,), 2, seed=0, binary=False))
 
 def follow(reference: Reference, scores: list[float | None]) -> list[int]:
     """The rollouts after which it is taken anew, where `scores` are measured after each."""
-    refreshed = []
+    refreshed, state = [], reference.init()
     for rollout, score in enumerate(scores, 1):
         metrics: Metrics = {}
-        if reference.due(rollout):
+        now = reference if state is None else reference.at(state)
+        if now.due(rollout):
             refreshed.append(rollout)
             metrics["reference/refreshed"] = Sum(1.0)
         if score is not None:
             metrics["held_out"] = Mean(score)
-        reference = reference.observe(BATCH, metrics)
+        state = None if state is None else reference.update(state, BATCH, metrics)
     return refreshed
 
 

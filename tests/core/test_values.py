@@ -152,9 +152,11 @@ def test_ppo_penalty_adapts_beta_by_ppos_rule() -> None:
     from policygrad.core.metrics import Mean
 
     term = pg.KLToOld(1.0, target=0.01)
-    betas = [term.observe(ANY, {"kl_old/last": Mean(kl)}).beta for kl in (0.0151, 0.0149, 0.0067, 0.0066)]
+    betas = [
+        term.update({"beta": 1.0}, ANY, {"kl_old/last": Mean(kl)})["beta"] for kl in (0.0151, 0.0149, 0.0067, 0.0066)
+    ]
     assert betas == [2.0, 1.0, 1.0, 0.5]
-    assert pg.KLToOld(1.0).observe(ANY, {"kl_old/last": Mean(9.0)}).beta == 1.0
+    assert pg.KLToOld(1.0).init() is None
 
 
 def test_masked_correction_drops_what_lies_outside_its_band() -> None:

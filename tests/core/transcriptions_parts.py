@@ -31,6 +31,7 @@ from transcriptions import (
 )
 
 import policygrad as pg
+from policygrad.core.advantages import Centred
 
 PerToken = Callable[[Completion, int, Tensor], Tensor]
 Z = (pg.GroupMean(), pg.GroupStd())
@@ -216,7 +217,7 @@ PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
         magistral,
     ),
     "group power": (
-        replace(pg.REINFORCE, psi=(pg.RunningMean(mean=0.25),), aggregate=pg.SequenceSum(group_power=0.5)),
+        replace(pg.REINFORCE, psi=(Centred(baseline=0.25),), aggregate=pg.SequenceSum(group_power=0.5)),
         root_group,
     ),
     "reweight": (replace(GRPO, filters=(pg.DropNoSpread("reweight"),)), reweighted),
@@ -227,7 +228,7 @@ PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
     ),
     "soft overlong": (replace(GRPO, shaping=(pg.SoftOverlong(),)), soft_overlong),
     "weight": (GRPO, weighted),
-    "running mean": (replace(pg.REINFORCE, psi=(pg.RunningMean(mean=0.4),)), lambda p, w: reinforce(p, w, 0.4)),
+    "running mean": (replace(pg.REINFORCE, psi=(Centred(baseline=0.4),)), lambda p, w: reinforce(p, w, 0.4)),
     "batch mean": (replace(pg.REINFORCE, psi=(pg.BatchMean(),)), batch_mean),
     "optimal baseline, length": (replace(pg.REINFORCE, psi=(pg.OptimalBaseline("length"),)), optimal_length),
     "token rewards": (pg.REINFORCE, reinforce),

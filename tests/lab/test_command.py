@@ -22,9 +22,7 @@ import policygrad as pg
 
 
 @dataclass(frozen=True)
-class HalfGate:
-    on_policy = False
-
+class HalfGate(pg.Gate):
     def weight(self, ratio, psi):
         return ratio / 2
 
@@ -33,13 +31,13 @@ class HalfGate:
 
 
 @dataclass(frozen=True)
-class Negated:
+class Negated(pg.Advantage):
     def __call__(self, psi, batch):
         return -pg.LeaveOneOut()(psi, batch)
 
 
 @dataclass(frozen=True)
-class Half:
+class Half(pg.Advantage):
     factor: float
 
     def __call__(self, psi, batch):
@@ -47,32 +45,30 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Nothing:
+class Nothing(pg.Part):
     x: int = 0
 
 
 @dataclass(frozen=True)
-class Broken:
+class Broken(pg.Advantage):
     def __call__(self, psi, batch):
         return psi + {}["nothing"]
 
 
 @dataclass(frozen=True)
-class OwnRefusal:
+class OwnRefusal(pg.Advantage):
     def __call__(self, psi, batch):
         raise ValueError("not today")
 
 
 @dataclass(frozen=True)
-class NotFinite:
+class NotFinite(pg.Advantage):
     def __call__(self, psi, batch):
         return psi * float("nan")
 
 
 @dataclass
-class Thawed:
-    on_policy = False
-
+class Thawed(pg.Gate):
     def weight(self, ratio, psi):
         return ratio / 2
 
@@ -81,7 +77,7 @@ class Thawed:
 
 
 @dataclass(frozen=True)
-class Everything:
+class Everything(pg.Aggregation):
     def __call__(self, mask, group):
         return mask.double()
 """

@@ -20,7 +20,7 @@ import policygrad as pg
 from policygrad import cli
 from policygrad.lab.control.environments import GymEnvironments, Spaces, Transition
 from policygrad.lab.control.learner import ControlLearner
-from policygrad.lab.control.policies import Categorical, Distribution, Gaussian, Normaliser, Policy
+from policygrad.lab.control.policies import Categorical, ControlPolicy, Distribution, Gaussian, Normaliser
 from policygrad.lab.control.presets import PRESETS, Settings, preset, with_gamma
 from policygrad.lab.control.problem import ControlProblem
 from policygrad.lab.control.rollout import Collector, Experience, seeds
@@ -128,9 +128,9 @@ def test_gae_over_boundary_time_limit_and_cut_is_a_literal_loop() -> None:
     algorithm = replace(preset("trpo").algorithm, critic=pg.Critic(lr=1e-3, lam=0.8, gamma=0.9, clip=0.0))
     algorithm = replace(algorithm, psi=(pg.GAE(0.9, 0.8),))
     learner = ControlLearner(DISCRETE, algorithm, Settings(lr=None), seed=0)
-    learner.critic = Quadratic()  # type: ignore[assignment]
+    learner.critic = replace(learner.critic, network=Quadratic())  # type: ignore[type-var]
     found = Collector(Scripted(SCRIPT), seed=0)(zeros, 6)
-    batch = learner.score(found, algorithm.needs)
+    batch = learner.evaluate(found, algorithm.needs)
     psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
     literal = literal_gae(SCRIPT, 6, 0.9, 0.8)
     expected = torch.tensor(literal[0] + literal[1])
@@ -182,32 +182,32 @@ def test_distributions_are_torchs(kind: int) -> None:
 def problem(spaces: Spaces, algorithm: pg.Algorithm, seed: int = 0) -> ControlProblem:
     """A made-up rollout of two rows of 4 and 2 steps, in float64; the policy has moved away from π_old where ratios matter."""
     learner = ControlLearner(spaces, algorithm, Settings(lr=1e-3, hidden=(4,)), seed)
-    learner.policy.double()
+    policy = learner.policy.network.double()
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in learner.policy.parameters():
+        for p in policy.parameters():
             p.add_(0.5 * torch.randn(p.shape, generator=g, dtype=p.dtype))
     mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
     states = torch.randn(6, spaces.features, generator=g, dtype=torch.float64)
-    action = learner.policy(states).sample(g)
+    action = policy(states).sample(g)
     shift = 0.4 * torch.randn(6, generator=g, dtype=torch.float64)
-    logp = learner.policy(states).logp(action).detach() + shift
+    logp = policy(states).logp(action).detach() + shift
     full = torch.zeros(2, 4, dtype=torch.float64)
     batch = pg.Batch(mask=mask, group=torch.arange(2), reward=torch.zeros(2), logp_old=full.masked_scatter(mask, logp))
     psi = full.masked_scatter(mask, torch.randn(6, generator=g, dtype=torch.float64))
-    old = learner.policy(states).at(torch.arange(6))
-    return ControlProblem(learner, batch, psi, states, action, old, algorithm)
+    old = policy(states).at(torch.arange(6))
+    return ControlProblem(learner.policy, learner.critic, 1_000_003 * seed, batch, psi, states, action, old, algorithm)
 
 
 def parameters(p: ControlProblem) -> Tensor:
-    return torch.cat([x.detach().flatten() for x in p.learner.policy.parameters()])
+    return torch.cat([x.detach().flatten() for x in p.policy.network.parameters()])
 
 
 def outputs(p: ControlProblem, theta: Tensor) -> Tensor:
     """[n, K] logits, or means and log standard deviations, as a function of θ."""
-    shares = theta.split([x.numel() for x in p.learner.policy.parameters()])
-    named = {n: s.view_as(x) for (n, x), s in zip(p.learner.policy.named_parameters(), shares, strict=True)}
-    found = functional_call(p.learner.policy, named, (p.states,))
+    shares = theta.split([x.numel() for x in p.policy.network.parameters()])
+    named = {n: s.view_as(x) for (n, x), s in zip(p.policy.network.named_parameters(), shares, strict=True)}
+    found = functional_call(p.policy.network, named, (p.states,))
     return found.logits if isinstance(found, Categorical) else torch.cat([found.mean, found.log_std], 1)
 
 
@@ -216,7 +216,7 @@ def test_fisher_products_are_those_of_the_explicit_matrix(spaces: Spaces) -> Non
     p = problem(spaces, preset("trpo").algorithm)
     theta = parameters(p)
     jacobian = torch.autograd.functional.jacobian(lambda x: outputs(p, x), theta)  # [n, K, P]
-    found = p.learner.policy(p.states)
+    found = p.policy.network(p.states)
     if isinstance(found, Categorical):
         probability = found.logits.softmax(-1)
         middle = torch.diag_embed(probability) - probability[:, :, None] * probability[:, None, :]
@@ -233,8 +233,8 @@ def test_fisher_products_are_those_of_the_explicit_matrix(spaces: Spaces) -> Non
 
 def scored(p: ControlProblem, theta: Tensor) -> Tensor:
     out = outputs(p, theta)
-    k = p.learner.policy.body[-1].out_features  # type: ignore[union-attr]
-    found = Categorical(out) if p.learner.policy.log_std is None else Gaussian(out[:, :k], out[:, k:])
+    k = p.policy.network.body[-1].out_features  # type: ignore[union-attr]
+    found = Categorical(out) if p.policy.network.log_std is None else Gaussian(out[:, :k], out[:, k:])
     return found.logp(p.action)
 
 
@@ -246,9 +246,9 @@ def test_the_gradient_is_that_of_the_literal_clipped_loss(spaces: Spaces) -> Non
     assert sum(part.batch.mask.int() for part in parts).equal(p.batch.mask.int())  # type: ignore[union-attr]
     assert not all(part.states.equal(p.states[2 * i : 2 * i + 2]) for i, part in enumerate(parts))
     for part in [p, *parts]:
-        part._policy()
-        found = torch.cat([x.grad.flatten() for x in part.learner.policy.parameters() if x.grad is not None])
-        part.learner.adam.zero_grad(set_to_none=True)
+        part.accumulate()
+        found = torch.cat([x.grad.flatten() for x in part.policy.network.parameters() if x.grad is not None])
+        part.policy.adam.zero_grad(set_to_none=True)
         theta = parameters(part).requires_grad_()
         ratio = (scored(part, theta) - part.batch.logp_old[part.batch.mask]).exp()  # type: ignore[index]
         psi = part.psi[part.batch.mask]
@@ -266,7 +266,7 @@ def test_a_trust_region_looks_where_it_goes() -> None:
     assert parameters(p).equal(before)
     assert kl > 0
     p.commit(delta)
-    now = p.learner.policy(p.states)
+    now = p.policy.network(p.states)
     assert p.old.kl(now).mean().item() == pytest.approx(kl, rel=1e-12)
     ratio = (now.logp(p.action) - p.batch.logp_old[p.batch.mask]).exp()  # type: ignore[index]
     assert (ratio * p.psi[p.batch.mask]).mean().item() == pytest.approx(value, rel=1e-6)
@@ -453,7 +453,7 @@ def test_reinforce_weighs_with_the_return_to_go() -> None:
     found: Experience = Collector(Scripted(SCRIPT), seed=0)(zeros, 6)
     psi = algorithm.advantages(found.batch)
     assert psi[1].tolist() == pytest.approx([0.9, 0.7, 0.4, 0.0])
-    after = algorithm.observe(found.batch)
+    after = algorithm.at(algorithm.update(algorithm.init(), found.batch))
     assert after.advantages(found.batch)[2, 0] == pytest.approx(0.5 - sum((0.1, 0.9, 0.5, 40.6, 20.9)) / 5, rel=1e-5)
 
 
@@ -477,7 +477,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 
 def test_policies_start_near_uniform() -> None:
-    policy = Policy(DISCRETE, (64, 64), torch.Generator().manual_seed(0))
+    policy = ControlPolicy(DISCRETE, (64, 64), torch.Generator().manual_seed(0))
     entropy = policy(torch.randn(10, 1, generator=torch.Generator().manual_seed(0))).entropy()
     assert (entropy > math.log(2) - 1e-3).all()
 
@@ -507,7 +507,7 @@ def test_the_measured_table(tmp_path: Path) -> None:
 
 
 def test_a_distribution_does_not_move_with_the_weights() -> None:
-    policy = Policy(CONTINUOUS, (4,), torch.Generator().manual_seed(0))
+    policy = ControlPolicy(CONTINUOUS, (4,), torch.Generator().manual_seed(0))
     with torch.no_grad():
         old = policy(torch.zeros(2, 3))
         assert policy.log_std is not None

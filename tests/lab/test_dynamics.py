@@ -16,7 +16,7 @@ from policygrad.lab.estimators import estimates
 from policygrad.lab.experiments import DYNAMICS
 from policygrad.lab.finding import Finding
 from policygrad.lab.groups import all_steps
-from policygrad.lab.plots import PLOTS
+from policygrad.lab.page.plots import PLOTS
 from policygrad.lab.report import one_thread
 from policygrad.lab.worlds import one_prompt, table_settings
 

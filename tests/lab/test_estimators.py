@@ -165,7 +165,7 @@ def test_a_coupled_advantage_is_asked_step_by_step() -> None:
 
 
 @dataclass(frozen=True)
-class Doubled:
+class Doubled(pg.Advantage):
     """A user's own advantage."""
 
     def __call__(self, psi: torch.Tensor, batch: pg.Batch) -> torch.Tensor:

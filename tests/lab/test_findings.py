@@ -9,7 +9,7 @@ import pytest
 from policygrad.lab import experiments
 from policygrad.lab.experiments import CLAIMS, THEORY  # DYNAMICS: test_dynamics.py
 from policygrad.lab.finding import Finding
-from policygrad.lab.plots import plot_of
+from policygrad.lab.page.plots import plot_of
 from policygrad.lab.report import one_thread
 
 THEOREMS = [

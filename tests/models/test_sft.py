@@ -23,7 +23,7 @@ from policygrad.errors import DataError, ModelError, RunError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.conversations import Demonstration, read_demonstrations
-from policygrad.trackers import Sample, Silent
+from policygrad.trackers import Tracker
 from policygrad.training.config.run import Checkpointing
 from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.config.toml import load
@@ -171,11 +171,11 @@ def test_the_loss_is_a_mean_over_the_steps_tokens_whatever_the_micro_batches(con
 # --- a run
 
 
-class Record(Silent):
+class Record(Tracker):
     def __init__(self, at: int = 0) -> None:
         self.at, self.steps, self.summary = at, list[int](), dict[str, str]()
 
-    def step(self, step: int, metrics: Mapping[str, float], sample: Sample | None = None) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], completions: Any = ()) -> None:
         self.steps.append(step)
         if step == self.at:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import policygrad as pg
-from policygrad.rollout.collect import collect, to_batch
-from policygrad.rollout.source import Source
-from policygrad.samplers.base import Completion, Group, Prompt, Sampling
-from tabular_sampler import TabularSampler, TabularTokenizer
+from doubles.tabular_sampler import TabularSampler, TabularTokenizer
+from policygrad.rollout.batching import to_batch
+from policygrad.rollout.rollouter import Rollouter
+from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
+from policygrad.samplers.base import Sampling
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,10 @@ def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, S
     return Scores([float(text.split()[:1] == [a]) for text, a in zip(texts, columns["answer"], strict=True)])
 
 
-def source(score: Any = solved, prompts: int = 4) -> Source:
-    return Source(lambda i: Example(str(i % prompts), {"answer": "1"}), TabularTokenizer(), score, seed=0)
-
-
 def run(algorithm: pg.Algorithm, sampler: TabularSampler, score: Any = solved, **changed: Any) -> Any:
     options = {"prompts": 4, "samples": 8, "step": 1, "position": 0} | changed
-    return collect(source(score), sampler, algorithm, Sampling(max_tokens=3), **options)
+    rollouter = Rollouter(lambda i: Example(str(i % 4), {"answer": "1"}), TabularTokenizer(), sampler, score)  # type: ignore[arg-type, return-value]
+    return rollouter.collect(algorithm, Sampling(max_tokens=3), **options)
 
 
 def test_a_rollout_is_groups_of_completions_with_their_rewards() -> None:
@@ -118,10 +116,10 @@ def test_every_prompt_solved_is_reported_and_moves_nothing(mode: Any) -> None:
 
 
 def test_a_batch_of_nothing_is_still_a_batch() -> None:
-    empty = Group(
-        Prompt(torch.tensor([1]), (0,)), (Completion(torch.tensor([], dtype=torch.int64), torch.tensor([]), False),), 0
-    )
-    batch = to_batch([empty, empty], [1.0, None])
+    nothing = Segment(torch.tensor([], dtype=torch.int64), torch.tensor([]), torch.tensor([], dtype=torch.int64))
+    start = Start(Example("1", {}), (0, 0, 0, 0), 3)  # type: ignore[arg-type]
+    groups = [Group(start, torch.tensor([1]), (Trajectory((nothing,), "", False, reward=r),)) for r in (1.0, None)]
+    batch = to_batch(groups)
     psi = pg.GRPO.advantages(replace(batch, logp_ref=batch.logp_sampler))
     loss = pg.surrogate(
         torch.zeros(batch.mask.shape, requires_grad=True), replace(batch, logp_ref=batch.logp_sampler), psi, pg.GRPO

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import torch
 
+from doubles.drawing import Context, sample
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer, padding_id
-from policygrad.samplers.base import Group, Prompt, Sampling
+from policygrad.samplers.base import Generation, Sampling
 from policygrad.samplers.draw import log_probabilities
 from policygrad.samplers.local import LocalSampler
 from policygrad.weight_sync.base import Published
@@ -25,13 +27,13 @@ def sampler(random_model: Path) -> LocalSampler:
 
 
 @pytest.fixture(scope="module")
-def prompts(random_model: Path) -> list[Prompt]:
+def prompts(random_model: Path) -> list[Context]:
     tokenizer = load_tokenizer(str(random_model), load_model(str(random_model)))
-    return [Prompt(tokenizer.encode(text, 16), (3, 0, 1, i)) for i, text in enumerate(TEXTS)]
+    return [Context(tokenizer.encode(text, 16), (3, 0, 1, i)) for i, text in enumerate(TEXTS)]
 
 
-def _rows(groups: list[Group]) -> list[list[int]]:
-    return [c.tokens.tolist() for g in groups for c in g.completions]
+def _rows(groups: list[list[Generation]]) -> list[list[int]]:
+    return [c.tokens.tolist() for g in groups for c in g]
 
 
 @pytest.mark.parametrize(
@@ -45,89 +47,86 @@ def _rows(groups: list[Group]) -> list[list[int]]:
     ids=str,
 )
 def test_recorded_log_probability_is_the_models(
-    sampler: LocalSampler, prompts: list[Prompt], sampling: Sampling
+    sampler: LocalSampler, prompts: list[Context], sampling: Sampling
 ) -> None:
-    groups = sampler.sample(prompts, 4, sampling)
-    assert [g.prompt for g in groups] == prompts
-    for group in groups:
-        assert len(group.completions) == 4
-        for completion in group.completions:
+    groups = sample(sampler, prompts, 4, sampling)
+    for prompt, group in zip(prompts, groups, strict=True):
+        assert len(group) == 4
+        for completion in group:
             n = len(completion.tokens)
-            ids = torch.cat([group.prompt.tokens, completion.tokens])[None]
+            ids = torch.cat([prompt.tokens, completion.tokens])[None]
             with torch.no_grad():
-                logits = sampler.model(input_ids=ids).logits[0, len(group.prompt.tokens) - 1 : -1]
+                logits = sampler.model(input_ids=ids).logits[0, len(prompt.tokens) - 1 : -1]
             expected = log_probabilities(logits, sampling).gather(-1, completion.tokens[:, None]).squeeze(1)
             assert torch.allclose(completion.logp, expected, atol=2e-5)
             assert 1 <= n <= sampling.max_tokens
 
 
-def test_ends_at_the_end_token_and_says_what_was_cut_off(sampler: LocalSampler, prompts: list[Prompt]) -> None:
+def test_ends_at_the_end_token_and_says_what_was_cut_off(sampler: LocalSampler, prompts: list[Context]) -> None:
     end = set(sampler.end.tolist())
-    completions = [
-        c for g in sampler.sample(prompts, 64, Sampling(temperature=1.5, max_tokens=24)) for c in g.completions
-    ]
-    ended = [c for c in completions if not c.truncated]
+    completions = [c for g in sample(sampler, prompts, 64, Sampling(temperature=1.5, max_tokens=24)) for c in g]
+    ended = [c for c in completions if c.finish_reason == "stop"]
     assert 0 < len(ended) < len(completions)  # both kinds occur, or the test shows nothing
     for c in completions:
         tokens = c.tokens.tolist()
         assert not end & set(tokens[:-1])
-        assert (tokens[-1] in end) is not c.truncated
-        assert c.truncated <= (len(tokens) == 24)
+        assert (tokens[-1] in end) is (c.finish_reason == "stop")
+        assert c.finish_reason == "stop" or len(tokens) == 24
 
 
-def test_neighbours_chunks_and_budget_do_not_matter(sampler: LocalSampler, prompts: list[Prompt]) -> None:
+def test_neighbours_chunks_and_budget_do_not_matter(sampler: LocalSampler, prompts: list[Context]) -> None:
     sampling = Sampling(max_tokens=12)
-    together = _rows(sampler.sample(prompts, 4, sampling))
-    alone = [row for p in prompts for row in _rows(sampler.sample([p], 4, sampling))]
+    together = _rows(sample(sampler, prompts, 4, sampling))
+    alone = [row for p in prompts for row in _rows(sample(sampler, [p], 4, sampling))]
     assert together == alone
-    assert together == _rows(sampler.sample(prompts, 4, Sampling(max_tokens=12, decode_rows=4)))
-    assert _rows(sampler.sample(prompts, 2, sampling)) == [r for i, r in enumerate(together) if i % 4 < 2]
-    longer = _rows(sampler.sample(prompts, 4, Sampling(max_tokens=20)))
+    assert together == _rows(sample(sampler, prompts, 4, Sampling(max_tokens=12, decode_rows=4)))
+    assert _rows(sample(sampler, prompts, 2, sampling)) == [r for i, r in enumerate(together) if i % 4 < 2]
+    longer = _rows(sample(sampler, prompts, 4, Sampling(max_tokens=20)))
     assert all(a == b[: len(a)] for a, b in zip(together, longer, strict=True))
 
 
-def test_no_more_rows_are_decoded_at_a_time_than_asked_for(sampler: LocalSampler, prompts: list[Prompt]) -> None:
+def test_no_more_rows_are_decoded_at_a_time_than_asked_for(sampler: LocalSampler, prompts: list[Context]) -> None:
     sizes: list[int] = []
     hook = sampler.model.register_forward_pre_hook(
         lambda _, args, named: sizes.append(len(named["input_ids"])), with_kwargs=True
     )
-    sampler.sample(prompts, 4, Sampling(max_tokens=6, decode_rows=8))
+    sample(sampler, prompts, 4, Sampling(max_tokens=6, decode_rows=8))
     hook.remove()
     assert max(sizes) == 8  # two prompts of the five
     sizes.clear()
     hook = sampler.model.register_forward_pre_hook(
         lambda _, args, named: sizes.append(len(named["input_ids"])), with_kwargs=True
     )
-    sampler.sample(prompts, 4, Sampling(max_tokens=6))
+    sample(sampler, prompts, 4, Sampling(max_tokens=6))
     hook.remove()
     assert max(sizes) == 20
 
 
 def test_the_cache_takes_more_room_when_it_is_used_up(
-    sampler: LocalSampler, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+    sampler: LocalSampler, prompts: list[Context], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling = Sampling(max_tokens=16)
-    whole = _rows(sampler.sample(prompts, 4, sampling))
+    whole = _rows(sample(sampler, prompts, 4, sampling))
     monkeypatch.setattr("policygrad.samplers.cache.ROOM", 3)
-    assert _rows(sampler.sample(prompts, 4, sampling)) == whole
+    assert _rows(sample(sampler, prompts, 4, sampling)) == whole
 
 
-def test_restarts_from_a_prefix(sampler: LocalSampler, prompts: list[Prompt]) -> None:
+def test_restarts_from_a_prefix(sampler: LocalSampler, prompts: list[Context]) -> None:
     """A prompt may end in the beginning of an answer; greedy decoding then goes on as if it had never stopped."""
     greedy = Sampling(temperature=0, max_tokens=12)
-    whole = sampler.sample(prompts[:1], 1, greedy)[0].completions[0].tokens
-    prefix = Prompt(torch.cat([prompts[0].tokens, whole[:5]]), prompts[0].key)
-    rest = sampler.sample([prefix], 1, Sampling(temperature=0, max_tokens=7))[0].completions[0].tokens
+    whole = sample(sampler, prompts[:1], 1, greedy)[0][0].tokens
+    prefix = Context(torch.cat([prompts[0].tokens, whole[:5]]), prompts[0].key)
+    rest = sample(sampler, [prefix], 1, Sampling(temperature=0, max_tokens=7))[0][0].tokens
     assert torch.equal(rest, whole[5:])
 
 
-def test_load_copies_other_weights_and_counts_versions(random_model: Path) -> None:
+def test_update_copies_other_weights_and_counts_versions(random_model: Path) -> None:
     model, other = load_model(str(random_model)), load_model(str(random_model))
     tokenizer = load_tokenizer(str(random_model), model)
     sampler = LocalSampler(model, tokenizer.end, padding_id(tokenizer))
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
-    sampler.load(Published(5, dict(other.named_parameters())))
+    asyncio.run(sampler.update(Published(5, dict(other.named_parameters()))))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert sampler.sample([Prompt(torch.tensor([1]), (0,))], 1, Sampling(max_tokens=1))[0].version == 5
+    assert sample(sampler, [Context(torch.tensor([1]), (0,))], 1, Sampling(max_tokens=1))[0][0].version == 5

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import policygrad as pg
-from policygrad.rollout.collect import collect
-from policygrad.rollout.source import Source
-from policygrad.rollout.steps import mark, token_at
+from doubles.tabular_sampler import TabularSampler, TabularTokenizer
+from policygrad.rollout.reasoning_steps import mark, token_at
+from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import Sampling
-from tabular_sampler import TabularSampler, TabularTokenizer
 
 
 def decoder(pieces: Sequence[bytes]) -> Any:
@@ -107,9 +106,12 @@ def steps(prompts: Any, texts: Sequence[str], columns: Any) -> Said:
 
 
 def run(algorithm: pg.Algorithm, score_steps: Any = steps) -> Any:
-    source = Source(lambda i: Example(str(i % 2)), TabularTokenizer(), outcome, seed=0, steps=score_steps)
-    options = {"prompts": 2, "samples": 16, "step": 1, "position": 0}
-    return collect(source, TabularSampler(2, 3, 4), algorithm, Sampling(max_tokens=3), **options)
+    return rollouter(2, outcome, score_steps).collect(algorithm, Sampling(max_tokens=3), prompts=2, samples=16)
+
+
+def rollouter(prompts: int, score: Any, score_steps: Any) -> Rollouter:
+    sampler = TabularSampler(2, 3, 4)
+    return Rollouter(lambda i: Example(str(i % prompts)), TabularTokenizer(), sampler, score, steps=score_steps)  # type: ignore[arg-type, return-value]
 
 
 def test_a_rollout_has_its_steps_at_tokens_and_the_outcome_apart() -> None:
@@ -159,8 +161,6 @@ def test_dynamic_sampling_looks_at_the_outcome_alone() -> None:
     def alike(prompts: Any, texts: Sequence[str], columns: Any) -> Said:
         return Said([0.0] * len(texts))
 
-    source = Source(lambda i: Example("0"), TabularTokenizer(), alike, seed=0, steps=steps)
-    options = {"prompts": 1, "samples": 16, "step": 1, "position": 0}
-    batch = collect(source, TabularSampler(2, 3, 4), algorithm, Sampling(max_tokens=3), **options).batch
+    batch = rollouter(1, alike, steps).collect(algorithm, Sampling(max_tokens=3), prompts=1, samples=16).batch
     assert batch.token_reward.abs().sum() > 0
     assert algorithm.coefficients(batch).abs().sum() == 0

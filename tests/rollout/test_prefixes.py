@@ -12,15 +12,17 @@ import pytest
 import torch
 
 import policygrad as pg
+from doubles.drawing import Context, sample
+from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer, padding_id
-from policygrad.rollout.collect import collect
-from policygrad.rollout.prefixes import with_values
-from policygrad.rollout.source import TRAIN, VALUES, Source
-from policygrad.rollout.steps import Marks, with_steps
-from policygrad.samplers.base import Completion, Group, Prompt, Sampling
+from policygrad.rollout.judging import judge
+from policygrad.rollout.reasoning_steps import Marks, with_steps
+from policygrad.rollout.rollouter import Rollouter
+from policygrad.rollout.trajectory import TRAIN, VALUES, Group, Segment, Start, Trajectory
+from policygrad.rollout.values import with_values
+from policygrad.samplers.base import Generation, Request, Sampling
 from policygrad.samplers.local import LocalSampler
-from tabular_sampler import TabularSampler, TabularTokenizer
 
 VOCABULARY, LONGEST = 3, 3
 ALL = list(itertools.product(range(VOCABULARY), repeat=LONGEST))
@@ -69,21 +71,21 @@ def ended(tokens: Sequence[int]) -> tuple[int, ...]:
 class Enumerating:
     """Samples a uniform policy by writing out every string of three tokens: K of them hold each continuation in proportion."""
 
-    asked: list[Prompt] = field(default_factory=list)
+    asked: list[Request] = field(default_factory=list)
     calls: int = 0
 
-    def load(self, weights: Any) -> None: ...
+    async def update(self, weights: Any) -> None: ...
 
-    def sample(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
-        assert n == K
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        assert len(requests) % K == 0
         self.calls += 1
-        self.asked += prompts
-        return [Group(p, tuple(self.one(o[: p.budget(sampling)]) for o in ALL), 0) for p in prompts]
+        self.asked += requests[::K]
+        return [self.one(ALL[i % K][: request.max_tokens]) for i, request in enumerate(requests)]
 
     @staticmethod
-    def one(tokens: Sequence[int]) -> Completion:
+    def one(tokens: Sequence[int]) -> Generation:
         kept = ended(list(tokens))
-        return Completion(torch.tensor(kept), torch.zeros(len(kept)), 0 not in kept)
+        return Generation(torch.tensor(kept), torch.zeros(len(kept)), "stop" if 0 in kept else "length", 0)
 
 
 def value(prefix: tuple[int, ...]) -> float:
@@ -95,8 +97,12 @@ def value(prefix: tuple[int, ...]) -> float:
 
 def rollout(completions: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> tuple[pg.Batch, list[Group]]:
     """One group of prompt 7, whose completions' steps end at `ends`."""
-    rows = tuple(Completion(torch.tensor(o), torch.zeros(len(o)), 0 not in o) for o in completions)
-    groups = [Group(Prompt(torch.tensor([0]), (5, TRAIN, 2, 7)), rows, 0)]
+    rows = tuple(
+        Trajectory((Segment(torch.tensor(o), torch.zeros(len(o)), torch.zeros(len(o)).long()),), "", 0 not in o)
+        for o in completions
+    )
+    start = Start(Example(), (5, TRAIN, 2, 7), LONGEST)  # type: ignore[arg-type]
+    groups = [Group(start, torch.tensor([0]), rows)]
     lengths = torch.tensor([len(o) for o in completions])
     batch = pg.Batch(
         mask=torch.arange(LONGEST) < lengths[:, None],
@@ -106,8 +112,15 @@ def rollout(completions: Sequence[Sequence[int]], ends: Sequence[Sequence[int]])
     return with_steps(batch, [Marks(tuple(e), (0.0,) * len(e)) for e in ends], scored=False), groups
 
 
-def source(score: Any = score) -> Source:
-    return Source(lambda i: Example(), TabularTokenizer(), score, seed=5)
+def rollouter(sampler: Any, score: Any = score, **options: Any) -> Rollouter:
+    return Rollouter(lambda i: Example(), TabularTokenizer(), sampler, score, seed=5, **options)  # type: ignore[arg-type, return-value]
+
+
+def valued(sampler: Any, batch: pg.Batch, groups: list[Group], score: Any = score) -> Any:
+    """(batch, metrics, messages) with K samples a prefix in step 2."""
+    player = rollouter(sampler, score)
+    out, judged = with_values(batch, groups, lambda starts: judge(player.play(starts, K, SAMPLING), score), step=2)
+    return out, judged.metrics, judged.messages
 
 
 COMPLETIONS, ENDS = [[1, 2, 0], [1, 1, 2], [2, 0], [1, 2, 0], [0]], [[0, 1, 2], [0, 2], [1], [0, 1, 2], [0]]
@@ -116,7 +129,7 @@ COMPLETIONS, ENDS = [[1, 2, 0], [1, 1, 2], [2, 0], [1, 2, 0], [0]], [[0, 1, 2], 
 def test_enumerated_values_are_exact() -> None:
     batch, groups = rollout(COMPLETIONS, ENDS)
     sampler = Enumerating()
-    out, _, messages = with_values(source(), sampler, SAMPLING, batch, groups, [Example()], samples=K, step=2)
+    out, _, messages = valued(sampler, batch, groups)
     starts = [[(), (1,), (1, 2)], [(), (1,), (1,)], [(), ()], [(), (1,), (1, 2)], [()]]
     for row, prefixes in enumerate(starts):
         expected = [value(p) for p in prefixes]
@@ -129,11 +142,11 @@ def test_enumerated_values_are_exact() -> None:
 def test_equal_prefixes_are_estimated_once_within_their_budget_in_one_call() -> None:
     batch, groups = rollout(COMPLETIONS, ENDS)
     sampler = Enumerating()
-    _, metrics, _ = with_values(source(), sampler, SAMPLING, batch, groups, [Example()], samples=K, step=2)
+    _, metrics, _ = valued(sampler, batch, groups)
     assert sampler.calls == 1
     assert [p.tokens.tolist() for p in sampler.asked] == [[0], [0, 1], [0, 1, 2]]  # none where a completion has ended
     assert [p.max_tokens for p in sampler.asked] == [3, 2, 1]
-    assert [p.key for p in sampler.asked] == [(5, VALUES, 2, 7, 0, n) for n in range(3)]
+    assert [p.key for p in sampler.asked] == [(5, VALUES, 2, 7, 0, n, 0) for n in range(3)]
     assert metrics["values/prefixes"].value == 3
     tokens = sum(len(ended(o[:budget])) for o in ALL for budget in (3, 2, 1))
     assert metrics["tokens/values"].value == metrics["tokens/sampled"].value == tokens
@@ -143,12 +156,12 @@ def test_what_takes_no_part_is_not_estimated() -> None:
     batch, groups = rollout([[1, 2, 0], [2, 2, 0]], [[0, 2], [0, 2]])
     batch = replace(batch, mask=batch.mask & torch.tensor([[False], [True]]))
     sampler = Enumerating()
-    out, _, _ = with_values(source(), sampler, SAMPLING, batch, groups, [Example()], samples=K, step=2)
+    out, _, _ = valued(sampler, batch, groups)
     assert [p.tokens.tolist() for p in sampler.asked] == [[0], [0, 2]]
     assert out.values is not None
     assert out.values[0].tolist() == [0.0] * 3
     nobody = replace(batch, mask=torch.zeros_like(batch.mask))
-    out, metrics, _ = with_values(source(), Enumerating(), SAMPLING, nobody, groups, [Example()], samples=K, step=2)
+    out, metrics, _ = valued(Enumerating(), nobody, groups)
     assert metrics["values/prefixes"].value == 0
     assert out.values is not None
     assert not out.values.any()
@@ -167,7 +180,7 @@ def test_failed_rewards_are_left_out_and_a_prefix_without_any_falls_back() -> No
     batch, groups = rollout([[1, 2, 0], [2, 2, 2]], [[0, 2], [0, 2]])
 
     def run(bad: Any) -> Any:
-        return with_values(source(failing(bad)), Enumerating(), SAMPLING, batch, groups, [Example()], samples=K, step=2)
+        return valued(Enumerating(), batch, groups, failing(bad))
 
     out, metrics, messages = run(lambda i, text: not text)  # the empty answer alone has no reward
     texts = [" ".join(str(t) for t in ended(o) if t) for o in ALL]
@@ -206,8 +219,8 @@ def test_a_rollout_carries_values_and_they_are_unbiased() -> None:
 
     many, options = 500, {"prompts": 1, "samples": 24, "step": 1, "position": 0}
     algorithm = replace(pg.VINEPPO, psi=(pg.PrefixValue(many),))
-    stepped = replace(source(), steps=steps_by_token)
-    found = collect(stepped, sampler, algorithm, SAMPLING, **options)  # type: ignore[arg-type]
+    stepped = rollouter(sampler, steps=steps_by_token)
+    found = stepped.collect(algorithm, SAMPLING, **options)
     batch, checked = found.batch, 0
     assert batch.values is not None
     assert batch.tokens is not None
@@ -226,15 +239,15 @@ def test_a_rollout_carries_values_and_they_are_unbiased() -> None:
                 assert batch.values[row, t] == batch.values[row, t - 1]
     assert checked > 20
     assert found.metrics["tokens/sampled"].value == found.metrics["tokens/values"].value + float(batch.mask.sum())
-    again = collect(stepped, sampler, algorithm, SAMPLING, **options).batch.values  # type: ignore[arg-type]
-    other = collect(stepped, sampler, algorithm, SAMPLING, **options | {"step": 2}).batch.values  # type: ignore[arg-type]
+    again = stepped.collect(algorithm, SAMPLING, **options).batch.values
+    other = stepped.collect(algorithm, SAMPLING, **options | {"step": 2}).batch.values
     assert torch.equal(batch.values, again)
     assert not torch.equal(batch.values, other)
 
 
 def test_values_of_no_steps_are_refused() -> None:
-    with pytest.raises(ValueError, match="give its Source `steps`"):
-        collect(source(), TabularSampler(1, 3, 3), pg.VINEPPO, SAMPLING, prompts=1, samples=2, step=1, position=0)
+    with pytest.raises(ValueError, match="give its Rollouter `steps`"):
+        rollouter(TabularSampler(1, 3, 3)).collect(pg.VINEPPO, SAMPLING, prompts=1, samples=2)
 
 
 @pytest.fixture(scope="module")
@@ -248,18 +261,21 @@ def test_a_models_sampler_restarts_from_prefixes_within_their_budgets(local: tup
     """Longer and shorter rests side by side: each row stops at its own, and draws what it draws alone."""
     sampler, tokenizer = local
     text = tokenizer.encode("1 + 2 =\n", 8)
-    prompts = [Prompt(torch.cat([text, torch.full((n,), 40)]), (0, VALUES, 1, 0, 0, n), 8 - n) for n in (0, 3, 7, 6, 1)]
+    prompts = [
+        Context(torch.cat([text, torch.full((n,), 40)]), (0, VALUES, 1, 0, 0, n), 8 - n) for n in (0, 3, 7, 6, 1)
+    ]
     sampling = Sampling(max_tokens=8)
-    groups = sampler.sample(prompts, 6, sampling)
+    groups = sample(sampler, prompts, 6, sampling)
     for prompt, group in zip(prompts, groups, strict=True):
-        alone = sampler.sample([prompt], 6, sampling)[0]
-        for a, b in zip(group.completions, alone.completions, strict=True):
+        alone = sample(sampler, [prompt], 6, sampling)[0]
+        for a, b in zip(group, alone, strict=True):
             assert 1 <= len(a.tokens) <= prompt.budget(sampling)
-            assert a.truncated is (int(a.tokens[-1]) not in tokenizer.end)
-            assert len(a.tokens) == prompt.budget(sampling) or not a.truncated
+            truncated = a.finish_reason == "length"
+            assert truncated is (int(a.tokens[-1]) not in tokenizer.end)
+            assert len(a.tokens) == prompt.budget(sampling) or not truncated
             assert torch.equal(a.tokens, b.tokens)
             assert torch.allclose(a.logp, b.logp, atol=1e-5)
-    assert any(c.truncated for g in groups for c in g.completions)
+    assert any(c.finish_reason == "length" for g in groups for c in g)
 
 
 def test_a_row_that_waits_stays_within_learned_positions(local: tuple[LocalSampler, Any]) -> None:
@@ -271,6 +287,6 @@ def test_a_row_that_waits_stays_within_learned_positions(local: tuple[LocalSampl
     size = len(tokenizer.hf)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=size, n_positions=24, n_embd=16, n_layer=1, n_head=2)).eval()
     sampler = LocalSampler(model, frozenset({size + 1}), 0)  # an end that never comes
-    prompts = [Prompt(torch.full((n,), 40), (0, VALUES, 1, 0, 0, n), 24 - n) for n in (22, 4, 4, 4, 4, 4)]
-    groups = sampler.sample(prompts, 2, Sampling(max_tokens=20))
-    assert [len(g.completions[0].tokens) for g in groups] == [2, 20, 20, 20, 20, 20]
+    prompts = [Context(torch.full((n,), 40), (0, VALUES, 1, 0, 0, n), 24 - n) for n in (22, 4, 4, 4, 4, 4)]
+    groups = sample(sampler, prompts, 2, Sampling(max_tokens=20))
+    assert [len(g[0].tokens) for g in groups] == [2, 20, 20, 20, 20, 20]

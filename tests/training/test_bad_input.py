@@ -17,10 +17,10 @@ from policygrad.errors import CheckpointError, ConfigError, DataError, ModelErro
 from policygrad.models.hub import locate
 from policygrad.models.loading import resolve
 from policygrad.samplers.base import Sampling
-from policygrad.trackers import Silent
+from policygrad.trackers import Tracker
 from policygrad.training.config.run import Checkpointing, Evaluation, LearnerConfig, Rewarding, Run
-from policygrad.training.session import train
 from policygrad.training.setup import measure_model
+from policygrad.training.trainer import train
 
 REWARDS = """
 import math, os, time
@@ -47,7 +47,7 @@ halves.reward_options = {"process": True}
 """
 
 
-class Notes(Silent):
+class Notes(Tracker):
     """Remembers what it was told."""
 
     def __init__(self) -> None:

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 import policygrad as pg
 from policygrad.errors import RunError
 from policygrad.samplers.base import Sampling
-from policygrad.trackers import Outline, Silent
+from policygrad.trackers import RunInfo, Tracker
 from policygrad.training.config.run import Checkpointing, Evaluation, Run
-from policygrad.training.session import train
+from policygrad.training.trainer import train
 
 REWARD = """
 import policygrad as pg
@@ -95,13 +95,13 @@ def test_resume_at_every_step_is_bitwise_equal(small: Run, tmp_path: Path, name:
             assert 0 < row["rewards/" + run.reward[1]] < 1
 
 
-class Facts(Silent):
+class Facts(Tracker):
     """Keeps what a display is told at the start."""
 
     facts: Mapping[str, str]
 
-    def start(self, outline: Outline) -> None:
-        self.facts = outline.facts
+    def start(self, info: RunInfo) -> None:
+        self.facts = info.facts
 
 
 def test_the_start_says_what_is_read_of_the_steps(small: Run, tmp_path: Path) -> None:

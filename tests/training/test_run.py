@@ -18,17 +18,16 @@ import torch
 from safetensors.torch import load_file
 
 import policygrad as pg
+from doubles.failing import FailingSampler, learner_cut_short, learner_with_a_bad_gradient
+from doubles.trackers import Record
 from policygrad.algorithms import ALGORITHMS
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import RunError
-from policygrad.learners.local.optimizer import Optimizer
 from policygrad.models.loading import resolve
 from policygrad.samplers.base import Sampling
-from policygrad.trackers import Sample, Silent
-from policygrad.training import loop as loop_module
 from policygrad.training.config.run import Checkpointing, Evaluation, Run
 from policygrad.training.config.toml import load
-from policygrad.training.session import train
+from policygrad.training.trainer import train
 
 REWARD = """
 def starts_with_a_digit(prompts, completions, **columns):
@@ -56,24 +55,6 @@ def small(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         evaluation=Evaluation(problems=0),
         checkpoint=Checkpointing(every=1, keep=3),
     )
-
-
-class Record(Silent):
-    """Remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.steps: list[tuple[int, Mapping[str, float]]] = []
-        self.summary: Mapping[str, str] = {}
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def step(self, step: int, metrics: Mapping[str, float], sample: Sample | None = None) -> None:
-        self.steps.append((step, metrics))
-
-    def finish(self, summary: Mapping[str, str]) -> None:
-        self.summary = summary
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -201,8 +182,7 @@ CHILD = """
 import os, sys
 import torch
 from policygrad.checkpoint import format as checkpoint
-from policygrad.training import session
-from policygrad.training.config import toml
+import policygrad as pg
 stop_at, calls = int(sys.argv[2]), 0
 def counted(name, inner):
     def call(*args, **kwargs):
@@ -224,7 +204,7 @@ def saving(*args, **kwargs):
 ORIGINAL = {name: getattr(os, name) for name in ("fsync", "replace", "rename", "open", "write")}
 checkpoint.save = saving
 torch.set_num_threads(int(sys.argv[3]))  # as the run it is compared with: sums are split among threads
-session.train(resume=sys.argv[1])
+pg.train(resume=sys.argv[1], display=False)
 """
 
 
@@ -255,8 +235,8 @@ def test_kill_9_while_saving_leaves_a_run_that_resumes(small: Run, tmp_path: Pat
 @pytest.mark.slow
 def test_a_signal_stops_after_the_step_with_a_checkpoint(small: Run, tmp_path: Path) -> None:
     class Interrupts(Record):
-        def step(self, step: int, metrics: Mapping[str, float], sample: Sample | None = None) -> None:
-            super().step(step, metrics, sample)
+        def log(self, step: int, metrics: Mapping[str, float], completions: Any = ()) -> None:
+            super().log(step, metrics, completions)
             if step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -270,43 +250,25 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(small: Run, tmp_path: P
     assert same(weights(whole.output), weights(tmp_path / "run"))
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, at: int, where: str) -> None:
-    """The `at`-th optimiser step of the process finds a gradient of NaN, or is cut short; or a rollout fails."""
-    calls, real_step, real_collect = [0], Optimizer.step, loop_module.collect
-
-    def step(self: Optimizer) -> tuple[float | None, float]:
-        calls[0] += 1
-        if calls[0] == at and where == "gradient":
-            master = next(iter(self.masters.values()))
-            master.grad = torch.full_like(master, float("nan"))
-        if calls[0] == at and where == "midst":
-            monkeypatch.setattr(self.adam, "step", broken)
-        return real_step(self)
-
-    def broken() -> None:
-        raise RuntimeError("out of memory")
-
-    def collect(*args: Any, **options: Any) -> Any:
-        if options["step"] == at and where in ("rollout", "interrupt"):
-            raise KeyboardInterrupt if where == "interrupt" else OSError("no workers")
-        return real_collect(*args, **options)
-
-    monkeypatch.setattr(Optimizer, "step", step)
-    monkeypatch.setattr(loop_module, "collect", collect)
+def failing(where: str, at: int) -> dict[str, Any]:
+    """What makes a run fail: its `at`-th optimiser step finds a gradient of NaN, or is cut short; or a rollout fails."""
+    if where in ("rollout", "interrupt"):
+        error = KeyboardInterrupt() if where == "interrupt" else OSError("no workers")
+        return {"sampler": lambda model, tokenizer: FailingSampler(model, tokenizer, at, error)}
+    broken = learner_cut_short if where == "midst" else learner_with_a_bad_gradient
+    return {"learner": lambda model, run: broken(model, run, at)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "error"), [("gradient", FloatingPointError), ("rollout", OSError)])
 def test_a_step_that_fails_leaves_the_one_before_it(
-    small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: type[Exception]
+    small: Run, tmp_path: Path, where: str, error: type[Exception]
 ) -> None:
     """The run that goes on from there ends with the weights and the files of one that never failed."""
     run = replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run"))
     record = Record()
-    failing(monkeypatch, 4, where)
     with pytest.raises(error) as caught:
-        train(run, display=record)
-    monkeypatch.undo()
+        train(run, display=record, **failing(where, 4))
     (said,) = [note for note in record.notes if "failed" in note]
     assert said.startswith(
         f"step 4 failed; step 3 is saved: policygrad train --resume {tmp_path / 'run'} goes on from step 3"
@@ -320,19 +282,15 @@ def test_a_step_that_fails_leaves_the_one_before_it(
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_between_its_updates_says_what_is_saved(
-    small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_between_its_updates_says_what_is_saved(small: Run, tmp_path: Path) -> None:
     algorithm = replace(pg.DR_GRPO, step=pg.FirstOrder(epochs=2, minibatches=2))
     run = replace(
         small, algorithm=algorithm, steps=3, checkpoint=Checkpointing(every=100, keep=1), output=str(tmp_path / "run")
     )
     train(run, stop_after=1)
     record = Record()
-    failing(monkeypatch, 4 + 2, "gradient")  # the second of step 3's four
     with pytest.raises(FloatingPointError):
-        train(resume=tmp_path / "run", display=record)
-    monkeypatch.undo()
+        train(resume=tmp_path / "run", display=record, **failing("gradient", 4 + 2 - 4))  # the second of step 3's four
     said = "step 3 failed; step 2 is saved, with 1 update of the failed step in its weights: policygrad train --resume"
     assert any(note.startswith(said) for note in record.notes)
     assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step-000001", "step-000002"]
@@ -345,13 +303,13 @@ def test_a_step_that_fails_between_its_updates_says_what_is_saved(
 
 @pytest.mark.parametrize(("where", "error"), [("midst", RuntimeError), ("interrupt", KeyboardInterrupt)])
 def test_what_is_of_no_one_step_is_not_saved(
-    small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
+    small: Run, tmp_path: Path, where: str, error: type[BaseException]
 ) -> None:
     """An optimiser step that is cut short has moved some weights and not others; Ctrl-C, twice, is meant to end at once."""
     record = Record()
-    failing(monkeypatch, 2, where)
+    run = replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run"))
     with pytest.raises(error):
-        train(replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run")), display=record)
+        train(run, display=record, **failing(where, 2))
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     if where == "midst":
         (said,) = [note for note in record.notes if "failed" in note]
@@ -388,7 +346,9 @@ def test_a_token_budget_ends_the_run_also_across_resumes(small: Run, tmp_path: P
     assert again["tokens"] == numbers["tokens"]
     assert again["seconds"] == pytest.approx(sum(clocks))
 
-    more = train(replace(load(pieces / "run.toml"), tokens=sum(sampled) + 1), resume=pieces)  # a larger budget goes on
+    more = train(
+        replace(load(pieces / "run.toml", Run()), tokens=sum(sampled) + 1), resume=pieces
+    )  # a larger budget goes on
     assert more.steps == whole.steps + 1
 
 

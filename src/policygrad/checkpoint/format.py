@@ -8,7 +8,6 @@ into place, so a name `step-N` always means a complete checkpoint. One process w
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import os
@@ -24,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from policygrad.checkpoint.manifest import check, dump, seal, sync, verify
+from policygrad.checkpoint.disk import install, is_full
+from policygrad.checkpoint.manifest import check, dump, seal, verify
 from policygrad.checkpoint.tree import decode, encode, same_memory
 from policygrad.errors import CheckpointError
 
@@ -145,28 +145,6 @@ def _write(folder: Path, tensors: dict[str, Tensor], state: bytes) -> None:
         raise CheckpointError(f"safetensors cannot hold one of the tensors ({error}): convert it first") from error
     (folder / STATE).write_bytes(state)
     seal(folder, FILES)
-
-
-def install(temporary: Path, final: Path) -> Path:
-    """Rename a folder into place. One of the same name is first moved to `.old`, which loads just as well; its path."""
-    old = final.with_name(final.name + ".old")
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)  # of a process killed before it could delete it
-        os.replace(final, old)
-    try:
-        os.replace(temporary, final)
-    except OSError:
-        if old.exists():
-            os.replace(old, final)
-        raise
-    sync(final.parent)
-    return old
-
-
-def is_full(error: Exception) -> bool:
-    """Whether it was for want of space that something could not be written; safetensors wraps the OSError in its own."""
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-    return full or re.search(r"os error (28|122)\b", str(error)) is not None
 
 
 def _not_written(final: Path, error: Exception) -> str:

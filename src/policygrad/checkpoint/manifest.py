@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from policygrad.checkpoint.disk import sync
 from policygrad.errors import CheckpointError
 
 FORMAT = 1
@@ -18,17 +18,6 @@ MANIFEST = "manifest.json"
 def dump(value: Any) -> bytes:
     """Strict JSON in its one canonical form, so that any changed byte shows."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk. Raises OSError."""
-    if path.is_dir() and os.name == "nt":  # Windows cannot open a directory; NTFS journals its names itself
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def seal(folder: Path, names: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ from policygrad.lab.control.presets import Settings, preset, with_gamma
 from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
-    from policygrad.lab.control.train import Evaluation, Update
+    from policygrad.lab.control.train import FreshEpisodes, Update
 
 LINES = 150
 """Progress lines of a run, at most."""
@@ -144,7 +144,7 @@ def _line(u: Update) -> str:
     return f"{u.steps:8d}  {found}  entropy {u.entropy:6.3f}  kl {u.kl:.5f}{explained}  {speed:6.0f} steps/s{refused}"
 
 
-def _evaluated(found: Evaluation) -> str:
+def _evaluated(found: FreshEpisodes) -> str:
     error = "" if found.error is None else f" ± {found.error:.2f} (standard error)"
     policy = "the most probable actions" if found.greedy else "actions drawn from the policy"
     return f"mean return of {len(found.returns)} fresh episodes: {found.mean:.2f}{error}, {policy}"

@@ -68,8 +68,8 @@ def number(value: Any) -> str:
 
 
 def settings(part: Any) -> list[tuple[str, Any]]:
-    """(field, value) of what can be set: what is open, and state that a run accumulates, is left out."""
-    values = [(f.name, getattr(part, f.name)) for f in fields(part) if not f.metadata.get("state")]
+    """(field, value) of what can be set: what is open is left out."""
+    values = [(f.name, getattr(part, f.name)) for f in fields(part)]
     return [(name, value) for name, value in values if value is not None]
 
 

@@ -15,7 +15,7 @@ from policygrad.samplers.base import Sampling
 from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
-    from policygrad.training.evaluate import Outcome
+    from policygrad.rollout.evaluation import EvaluationResult
 
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 
@@ -69,12 +69,10 @@ def evaluate(args: list[str]) -> int:
     folder = Path(options.model)
     if (folder / "run.toml").is_file() and not (folder / "model" / "config.json").is_file():
         raise ConfigError(f"the run in {folder} has no model yet: finish it first, policygrad train --resume {folder}")
-    from policygrad.training.setup import measure_model
+    from policygrad.training.resources import evaluate as measure
 
     names = ("reward", "held_out", "problems", "samples", "sampling", "seed", "device", "dtype", "budget")
-    outcome = measure_model(
-        options.model, options.task, **{name: getattr(options, name) for name in names}, progress=_count
-    )
+    outcome = measure(options.model, options.task, **{name: getattr(options, name) for name in names}, progress=_count)
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < options.samples] + [options.samples]
     passes = {k: outcome.pass_at(k, options.threshold) for k in ks}
     if options.json:
@@ -84,7 +82,7 @@ def evaluate(args: list[str]) -> int:
     return 0
 
 
-def _row(options: EvalOptions, outcome: Outcome, passes: dict[int, float]) -> dict[str, Any]:
+def _row(options: EvalOptions, outcome: EvaluationResult, passes: dict[int, float]) -> dict[str, Any]:
     return {
         "model": options.model,
         "task": options.task,
@@ -99,7 +97,7 @@ def _row(options: EvalOptions, outcome: Outcome, passes: dict[int, float]) -> di
     }
 
 
-def _print(options: EvalOptions, outcome: Outcome, passes: dict[int, float]) -> None:
+def _print(options: EvalOptions, outcome: EvaluationResult, passes: dict[int, float]) -> None:
     from policygrad.trackers.words import number, one_line
 
     print(f"{options.model} on {options.task}: {len(outcome.scores)} problems × {options.samples} samples")

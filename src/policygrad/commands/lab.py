@@ -19,14 +19,14 @@ from policygrad.commands import describe as words
 from policygrad.commands.describe import HEAD, NAME, QUIET, Line
 from policygrad.commands.options import writable, write
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.steps import FirstOrder
+from policygrad.core.update_rules import FirstOrder
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.training.config.parts import part_class
 from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
     from policygrad.lab.measurement import Figures
-    from policygrad.lab.report import Report
+    from policygrad.lab.report import LabReport
 
 COLUMNS = ("scale", "bias", "cosine", "variance", "MSE", "SNR", "best")
 LEGEND = (
@@ -105,9 +105,9 @@ def lab(args: list[str]) -> int:
     return 0
 
 
-def html(found: Report, algorithms: Mapping[str, Algorithm]) -> str:
+def html(found: LabReport, algorithms: Mapping[str, Algorithm]) -> str:
     """The report as one page."""
-    from policygrad.lab.page import page
+    from policygrad.lab.page.page import page
 
     return page(found, algorithms, {name: _parts(a) for name, a in algorithms.items()})
 
@@ -143,7 +143,7 @@ def with_part(base: Algorithm, spec: str) -> tuple[str, Algorithm]:
         )
     several = isinstance(getattr(base, place), tuple)
     changes: dict[str, Any] = {place: (part,) if several else part}
-    if place == "gate" and getattr(part, "on_policy", False):
+    if place == "gate" and part.on_policy:
         changes["ratio"] = None
     label = kind.__name__
     return label, replace(base, name=label, **changes)
@@ -174,7 +174,7 @@ def tried(own: Algorithm, spec: str, size: int) -> None:
         ) from error
 
 
-def page(found: Report, width: int) -> list[Line]:
+def page(found: LabReport, width: int) -> list[Line]:
     """The table and the findings."""
     text = max(40, min(width, 110))
     lines: list[Line] = [((f"Gradient estimators, groups of {found.group_size}", HEAD),)]
@@ -192,7 +192,7 @@ def page(found: Report, width: int) -> list[Line]:
     return lines
 
 
-def _table(found: Report, width: int) -> list[Line]:
+def _table(found: LabReport, width: int) -> list[Line]:
     """On- and off-policy side by side where there is room, else one after the other."""
     name = max(len(on.name) for on, _ in found.rows) + 2
     heads = ("on-policy", f"off-policy, {found.kl:g} nats away")
@@ -218,7 +218,7 @@ def _table(found: Report, width: int) -> list[Line]:
     return lines
 
 
-def _detail(found: Report, width: int) -> list[Line]:
+def _detail(found: LabReport, width: int) -> list[Line]:
     """On-policy: how long E g is along ∇J on each prompt, and what a token's ∇log π is multiplied by, by length."""
     first = found.rows[0][0]
     ps = [f"p={row['p']:.2f}" for row in first.difficulty]
@@ -236,7 +236,7 @@ def _detail(found: Report, width: int) -> list[Line]:
     return lines
 
 
-def _sampled(found: Report) -> int:
+def _sampled(found: LabReport) -> int:
     return next(m.steps for pair in found.rows for m in pair if not m.exact)
 
 

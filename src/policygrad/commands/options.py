@@ -16,13 +16,15 @@ import tyro
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import summary
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.protocols import Additive
 from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.run import Draft, optional
 from policygrad.training.config.toml import from_dict
 
 SWITCHES = ("--dry-run", "--plain", "--learner.gradient-checkpointing")
 """Flags that take no value."""
-_NO_PARTS = ("name", "samples_per_prompt")
+_NUMBERS = ("name", "samples_per_prompt")
+_NO_PARTS = (*_NUMBERS, "behaviour")  # which is chosen as parts are, by a word
 
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
@@ -108,7 +110,7 @@ def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]
     """Takes `--algorithm.FIELD Part[,Part…]` out of the arguments: another part in its place, `none` for no part."""
     rest: list[str] = []
     changes: dict[str, Any] = {}
-    names = {f.name: getattr(base, f.name) for f in fields(Algorithm) if f.name not in _NO_PARTS}
+    names = {f.name: getattr(base, f.name) for f in fields(Algorithm) if f.name not in _NUMBERS}
     words = iter(args)
     for word in words:
         flag, _, value = word.partition("=")
@@ -160,9 +162,9 @@ def open_budget(a: Algorithm, budget: int) -> Algorithm:
     """Lengths that a resolved configuration took from its budget are open again, so that they follow --max-tokens."""
 
     def reopened(part: Any) -> Any:
-        if getattr(part, "aggregate", None) is not None:
+        if isinstance(part, Additive) and part.aggregate is not None:
             part = replace(part, aggregate=reopened(part.aggregate))
-        return replace(part, length=None) if getattr(part, "length", None) == budget else part
+        return replace(part, length=None) if part.length == budget else part
 
     changes: dict[str, Any] = {}
     for name in {name for name, _ in a.parts()}:

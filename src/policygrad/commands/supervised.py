@@ -37,9 +37,9 @@ def parse(kind: type[AnyConfig], args: list[str], words: tuple[str, ...]) -> tup
                 f"--resume {command.resume}: no run of `policygrad {kind.kind}` is in it, there is no {path.name}. A run's folder "
                 f"is what --output named, or runs/{kind.kind}-N"
             )
-        base = load(path, base)  # type: ignore[type-var]
+        base = load(path, base)
     if command.config is not None:
-        base = load(command.config, base)  # type: ignore[type-var]
+        base = load(command.config, base)
         if base.output is not None and Path(base.output).resolve() == Path(command.config).resolve().parent:
             base = replace(base, output=None)  # a run's own file: do it again, in a folder of its own
     config, command = _parse(base, args, words)
@@ -52,12 +52,12 @@ def command(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trai
     """Reads the options and calls the function `trainer` (module:function), which is imported only then."""
     config, options = parse(kind, args, words)
     if options.dry_run:
-        print(dumps(config).rstrip())  # type: ignore[arg-type]
+        print(dumps(config).rstrip())
         return 0
-    from policygrad.trackers import make_display
+    from policygrad.trackers import default_tracker
 
     module, _, function = trainer.partition(":")
-    display = make_display(plain=options.plain or None)
+    display = default_tracker(plain=options.plain or None)
     getattr(import_module(module), function)(
         config, resume=options.resume, stop_after=options.stop_after, display=display
     )

@@ -55,10 +55,10 @@ def train(args: list[str]) -> int:
     if command.dry_run:
         print(dry_run(run))
         return 0
-    from policygrad.trackers import make_display
-    from policygrad.training.session import train as start
+    from policygrad.trackers import default_tracker
+    from policygrad.training.trainer import train as start
 
-    display = make_display(plain=command.plain or None)
+    display = default_tracker(plain=command.plain or None)
     start(run, resume=command.resume, stop_after=command.stop_after, display=display)
     return 0
 

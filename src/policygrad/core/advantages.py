@@ -8,16 +8,18 @@ completions that count (`Batch.counted`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metric
+from policygrad.core.protocols import Advantage, State
 from policygrad.core.ragged import Groups
-from policygrad.core.types import Batch
+from policygrad.errors import ConfigError
 
 
 def reward_to_go(batch: Batch) -> Tensor:
@@ -52,21 +54,18 @@ def _subtract(psi: Tensor, baseline: Tensor, batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RunningMean:
+class RunningMean(Advantage):
     """Ψ = R_i − b, b an exponential mean of past batches' rewards, so independent of this batch's actions: unbiased.
 
-    `mean` and `count` are its state: `observe` returns the part for the next step, and a checkpoint keeps it.
+    Its memory is {"mean": b, "count": rollouts seen}; before the first rollout b = 0.
     Source: Williams 1992, REINFORCE with a reinforcement baseline.
     """
 
     decay: float = 0.9
-    mean: float = field(default=0.0, metadata={"state": True})
-    count: int = field(default=0, metadata={"state": True})
-    group_statistic: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"RunningMean.decay must be in [0, 1), not {self.decay}: at 1 the mean never sees a reward"
             )
 
@@ -74,23 +73,38 @@ class RunningMean:
     def formula(self) -> str:
         return "R − b,  b = running mean of past rewards"
 
-    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return ragged.masked(psi - self.mean, batch.mask)
+    def init(self) -> State:
+        return {"mean": 0.0, "count": 0}
 
-    def observe(self, batch: Batch, metrics: Mapping[str, Metric] | None = None) -> RunningMean:
+    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """b ← b + (mean R − b)·(1 − decay)/(1 − decay^n): the exponential mean without its start-up bias."""
         if not bool(batch.counted.any()):
-            return self
+            return state
+        mean, count = state["mean"], state["count"] + 1
         new = float(ragged.mean(totals(batch), batch.counted))
-        rate = (1 - self.decay) / (1 - self.decay ** (self.count + 1))
-        return replace(self, mean=self.mean + rate * (new - self.mean), count=self.count + 1)
+        rate = (1 - self.decay) / (1 - self.decay**count)
+        return {"mean": mean + rate * (new - mean), "count": count}
+
+    def at(self, state: State) -> Centred:
+        return Centred(self.decay, state["mean"])
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        return ragged.masked(psi, batch.mask)
 
 
 @dataclass(frozen=True)
-class BatchMean:
-    """Ψ = R_i − mean over the batch; it includes R_i, so it scales the gradient by (n − 1)/n."""
+class Centred(RunningMean):
+    """A running mean at one rollout: Ψ = R_i − baseline."""
 
-    group_statistic: ClassVar[bool] = False
+    baseline: float = 0.0
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        return ragged.masked(psi - self.baseline, batch.mask)
+
+
+@dataclass(frozen=True)
+class BatchMean(Advantage):
+    """Ψ = R_i − mean over the batch; it includes R_i, so it scales the gradient by (n − 1)/n."""
 
     @property
     def formula(self) -> str:
@@ -101,7 +115,7 @@ class BatchMean:
 
 
 @dataclass(frozen=True)
-class LeaveOneOut:
+class LeaveOneOut(Advantage):
     """Ψ = R_i − 1/(G−1) Σ_{j≠i} R_j: unbiased, since the baseline does not see R_i. Source: Ahmadian et al. 2024."""
 
     group_statistic: ClassVar[bool] = True
@@ -121,7 +135,7 @@ Norm = Literal["exact", "length"]
 
 
 @dataclass(frozen=True)
-class OptimalBaseline:
+class OptimalBaseline(Advantage):
     """Ψ = R_i − b_i, b_i = Σ_{j≠i} n_j R_j / Σ_{j≠i} n_j: leave-one-out b* = E[R‖s‖²]/E[‖s‖²], s = ∇log π(o) the score.
 
     Of all baselines that are constant over a completion, b* gives R − b the gradient of least total variance when each
@@ -139,12 +153,12 @@ class OptimalBaseline:
 
     def __post_init__(self) -> None:
         if self.norm not in get_args(Norm):
-            raise ValueError(
+            raise ConfigError(
                 f"OptimalBaseline.norm must be 'exact' (‖∇log π(o)‖², from the learner) or 'length' (|o|), not {self.norm!r}"
             )
 
     @property
-    def needs(self) -> frozenset[str]:
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
         """Lengths are known; only the exact norms ask something of a learner."""
         return frozenset({"score_norm"} if self.norm == "exact" else ())
 
@@ -166,7 +180,7 @@ class OptimalBaseline:
         if self.norm == "length":
             return batch.lengths.double()
         if batch.score_norm is None:
-            raise ValueError(
+            raise ConfigError(
                 "OptimalBaseline needs Batch.score_norm, ‖∇log π(o)‖² per completion: let a learner fill it "
                 "(learner.score with algorithm.needs), or use OptimalBaseline(norm='length')"
             )
@@ -174,7 +188,7 @@ class OptimalBaseline:
 
 
 @dataclass(frozen=True)
-class GroupMean:
+class GroupMean(Advantage):
     """Ψ = R_i − mean_g = (G−1)/G of leave-one-out. Source: Liu et al. 2025 (Dr. GRPO), sec. 3.2."""
 
     group_statistic: ClassVar[bool] = True
@@ -188,7 +202,7 @@ class GroupMean:
 
 
 @dataclass(frozen=True)
-class GroupStd:
+class GroupStd(Advantage):
     """Ψ ← Ψ/(std_g + eps), std over the group's totals. After `GroupMean`: the z-score of Shao et al. 2024 (GRPO), sec. 4.1.2.
 
     The worked example R = [0, 0, 1, 0] gives [−.5, −.5, 1.5, −.5] up to eps: ddof 1.
@@ -209,12 +223,11 @@ class GroupStd:
 
 
 @dataclass(frozen=True)
-class BatchStd:
+class BatchStd(Advantage):
     """Ψ ← Ψ/(std_batch + eps), std of the completions' *centred* advantages over the batch. Source: Magistral 2025, sec. 2.1."""
 
     eps: float = 1e-4
     ddof: int = 1
-    group_statistic: ClassVar[bool] = False
 
     @property
     def formula(self) -> str:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.protocols import Aggregation
 from policygrad.core.ragged import Groups
+from policygrad.errors import ConfigError
 
 
 def _spread(per_completion: Tensor, mask: Tensor) -> Tensor:
@@ -23,7 +25,7 @@ def _completions(mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SequenceSum:
+class SequenceSum(Aggregation):
     """c = 1/B: a completion is one action; the unbiased one. Source: Ahmadian et al. 2024 (RLOO).
 
     group_power p divides each group by G^p instead of G: ½ gives every group a weight that grows with √G.
@@ -41,7 +43,7 @@ class SequenceSum:
 
 
 @dataclass(frozen=True)
-class SequenceMean:
+class SequenceMean(Aggregation):
     """c = 1/(B·|o_i|): every completion counts alike, so a token of a long one counts less.
 
     Source: Shao et al. 2024 (GRPO), eq. 3.
@@ -56,7 +58,7 @@ class SequenceMean:
 
 
 @dataclass(frozen=True)
-class TokenMean:
+class TokenMean(Aggregation):
     """c = 1/Σ_j|o_j| over the step: every token counts alike.
 
     Source: Schulman et al. 2017; Yu et al. 2025 (DAPO), eq. 12.
@@ -71,7 +73,7 @@ class TokenMean:
 
 
 @dataclass(frozen=True)
-class GroupTokenMean:
+class GroupTokenMean(Aggregation):
     """c = 1/(#groups·Σ_{j∈g}|o_j|): every prompt counts alike.
 
     Source: Yu et al. 2025 (DAPO), eq. 8, taken literally.
@@ -88,7 +90,7 @@ class GroupTokenMean:
 
 
 @dataclass(frozen=True)
-class FixedLength:
+class FixedLength(Aggregation):
     """c = 1/(B·L) with L the generation budget in tokens: no length in the denominator.
 
     Source: Liu et al. 2025 (Dr. GRPO), sec. 3.2.
@@ -100,7 +102,7 @@ class FixedLength:
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < 1:
-            raise ValueError(f"FixedLength.length must be at least 1 token, not {self.length}")
+            raise ConfigError(f"FixedLength.length must be at least 1 token, not {self.length}")
 
     @property
     def formula(self) -> str:

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from policygrad.core import ragged
 from policygrad.core.advantages import reward_to_go
 from policygrad.core.aggregates import SequenceSum
-from policygrad.core.checks import check, check_rewards
+from policygrad.core.batch import Batch, Coefficients
+from policygrad.core.checks import check, check_rewards, check_sampling
 from policygrad.core.critic import Critic
+from policygrad.core.filters import applied, reweight
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric, Metrics, merge
-from policygrad.core.objective import Coefficients
+from policygrad.core.protocols import (
+    Advantage,
+    Aggregation,
+    Correction,
+    Filter,
+    Gate,
+    LossTerm,
+    Part,
+    Ratio,
+    Shaping,
+    State,
+    Term,
+    UpdateRule,
+)
 from policygrad.core.reference import Reference
-from policygrad.core.steps import FirstOrder, Step
-from policygrad.core.types import Advantage, Aggregation, Batch, BatchTransform, Correction, Gate, Ratio, Term
+from policygrad.core.roles import ROLES
+from policygrad.core.update_rules import FirstOrder
+from policygrad.errors import ConfigError
+
+Behaviour = Literal["recomputed", "sampler"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +44,7 @@ class Algorithm:
     """A policy-gradient method as a composition of parts; `dataclasses.replace` makes the next one.
 
     Raises:
-        ValueError: parts that contradict each other, with the reason and the way out.
+        ConfigError: parts that contradict each other, with the reason and the way out.
     """
 
     name: str = "custom"
@@ -39,15 +57,15 @@ class Algorithm:
     """Lever 2: what the ratio lets through."""
     aggregate: Aggregation = SequenceSum()
     """How tokens are averaged over the optimiser step."""
-    terms: tuple[Term, ...] = ()
+    terms: tuple[Term | LossTerm, ...] = ()
     """Additive score and loss terms: KL, entropy."""
-    shaping: tuple[BatchTransform, ...] = ()
+    shaping: tuple[Shaping, ...] = ()
     """From the task's score to the reward: KL in the reward, overlong penalty."""
-    filters: tuple[BatchTransform, ...] = ()
+    filters: tuple[Filter, ...] = ()
     """Which completions take part: dynamic sampling, overlong mask."""
     corrections: tuple[Correction, ...] = ()
     """Factors on w for a sampler that is not π_old."""
-    step: Step = field(default_factory=FirstOrder)
+    step: UpdateRule = field(default_factory=FirstOrder)
     """How the parameters move."""
     critic: Critic | None = None
     """V, for the advantages that need values."""
@@ -55,92 +73,100 @@ class Algorithm:
     """π_ref, for the parts that need it."""
     samples_per_prompt: int = 8
     """G, the default group size."""
+    behaviour: Behaviour = "recomputed"
+    """π_old: recomputed = by the learner, with a correction for π_old/μ where the samples are older than the weights; sampler =
+    μ, what the engine says, so that the ratio itself weighs old samples."""
 
     def __post_init__(self) -> None:
         check(self)
 
-    def parts(self) -> Iterator[tuple[str, Any]]:
-        """(field, part) for every part, in the order of the data's way."""
-        for name in (
-            "filters",
-            "shaping",
-            "psi",
-            "ratio",
-            "gate",
-            "corrections",
-            "aggregate",
-            "terms",
-            "step",
-            "critic",
-            "reference",
-        ):
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """(field, part), in the order of the data's way."""
+        return ((name, part) for name, _, part in self._keyed())
+
+    def _keyed(self) -> Iterator[tuple[str, str, Any]]:
+        """(field, field and position as in `psi.0`, part)."""
+        for name in ROLES:
             value = getattr(self, name)
-            for part in value if isinstance(value, tuple) else (value,):
-                if part is not None:
-                    yield name, part
+            if isinstance(value, tuple):
+                yield from ((name, f"{name}.{i}", part) for i, part in enumerate(value))
+            elif value is not None:
+                yield name, name, value
 
     @property
     def declared(self) -> frozenset[str]:
         """The Batch fields that the parts say they read."""
-        return frozenset[str]().union(*(getattr(part, "needs", frozenset()) for _, part in self.parts()))
+        return frozenset[str]().union(*(part.needs for _, part in self.parts()))
 
     @property
     def needs(self) -> frozenset[str]:
-        """The Batch fields a learner must fill: what the parts declare, and logp_old when a rollout feeds several steps."""
+        """The Batch fields a learner must fill: what the parts declare, and logp_old when a rollout feeds several updates;
+        not where π_old is the sampler, which has said it."""
+        if self.behaviour == "sampler":
+            return self.declared - {"logp_old"}
         return self.declared | ({"logp_old"} if self.step.updates > 1 else frozenset())
 
     @property
+    def filter_needs(self) -> frozenset[str]:
+        """The Batch fields that filters read, which are to be filled before `filtered`."""
+        return frozenset[str]().union(*(part.needs for part in self.filters))
+
+    @property
     def forward_needs(self) -> frozenset[str]:
-        """The Forward fields beyond logp that loss terms read: entropy, kl_old."""
-        return frozenset[str]().union(*(getattr(term, "forward_needs", frozenset()) for term in self.terms))
+        """The Forward fields beyond logp that terms read: entropy, kl_old."""
+        return frozenset[str]().union(*(term.forward_needs for term in self.terms))
 
     def check_sampling(self, samples_per_prompt: int, temperature: float) -> None:
         """Refuses group statistics without a group.
 
         Raises:
-            ValueError: one sample per prompt, or temperature 0 (equal samples), where a part compares a prompt's samples.
+            ConfigError: one sample per prompt, or temperature 0 (equal samples), where a part compares a prompt's samples.
         """
-        for _, part in self.parts():
-            if getattr(part, "group_statistic", False):
-                if samples_per_prompt < 2:
-                    raise ValueError(
-                        f"{type(part).__name__} compares the samples of one prompt, and there is one per prompt: set "
-                        "samples_per_prompt to 2 or more, or use RunningMean() (algorithm reinforce)"
-                    )
-                if temperature == 0:
-                    raise ValueError(
-                        f"{type(part).__name__} compares the samples of one prompt, and at temperature 0 they are all equal: "
-                        "set sampling.temperature above 0"
-                    )
+        check_sampling(self, samples_per_prompt, temperature)
 
-    def filtered(self, batch: Batch) -> Batch:
-        """The batch after the filters, which look at the task's score."""
-        for transform in self.filters:
-            batch = transform(batch)
+    def filtered(self, batch: Batch, *, refilled: bool = False) -> Batch:
+        """The batch after the filters, which look at the task's score.
+
+        refilled: a rollout has sampled others in the place of what a refilling filter drops; what it still drops could not be
+        refilled, so it gets weight 0 and the rest more.
+
+        Raises:
+            ConfigError: a field that a filter needs and the batch lacks.
+        """
+        for part in self.filters:
+            if refilled and part.refill:
+                dropped = part.dropped(batch)
+                batch = reweight(batch, dropped) if bool(dropped.any()) else batch
+            else:
+                batch = applied(part, batch)
         return batch
 
     def shaped(self, batch: Batch) -> Batch:
         """The batch after reward shaping."""
-        for transform in self.shaping:
-            batch = transform(batch)
+        for part in self.shaping:
+            batch = part(batch)
         return batch
 
-    def advantages(self, batch: Batch) -> Tensor:
+    def advantages(self, batch: Batch, shaped: Batch | None = None) -> Tensor:
         """Ψ [B, T]: reward shaping and the chain of lever 1; 0 off the mask. Computed once per rollout, before splitting.
 
+        shaped: the batch after `shaped`, here and below, where a caller has it already.
+
         Raises:
-            ValueError: a reward that is NaN or infinite, of a completion that counts: it would be its whole group's.
+            ConfigError: a reward that is NaN or infinite, of a completion that counts: it would be its whole group's.
         """
         check_rewards(batch)
-        batch = self.shaped(batch)
-        psi = reward_to_go(batch)
+        shaped = shaped or self.shaped(batch)
+        psi = reward_to_go(shaped)
         for link in self.psi:
-            psi = link(psi, batch)
+            psi = link(psi, shaped)
         return ragged.masked(psi, batch.mask)
 
-    def with_targets(self, batch: Batch) -> Batch:
+    def with_targets(self, batch: Batch, shaped: Batch | None = None) -> Batch:
         """The batch with the critic's targets, from the rewards after shaping; computed once per rollout, like Ψ."""
-        return batch if self.critic is None else replace(batch, returns=self.critic.targets(self.shaped(batch)))
+        return (
+            batch if self.critic is None else replace(batch, returns=self.critic.targets(shaped or self.shaped(batch)))
+        )
 
     def corrected(self, weight: Tensor, batch: Batch) -> Tensor:
         """w times the corrections for μ ≠ π_old [B, T]."""
@@ -155,16 +181,13 @@ class Algorithm:
     def all_coefficients(self, batch: Batch) -> Coefficients:
         """(c, c^1, c^2, …): the policy's coefficients and those of each term."""
         policy = self.coefficients(batch)
-        return (
-            policy,
-            *(self._term_coefficients(batch, t, policy) for t in self.terms),
-        )
+        return (policy, *(self._term_coefficients(batch, t, policy) for t in self.terms))
 
-    def _term_coefficients(self, batch: Batch, term: Term, policy: Tensor) -> Tensor:
-        where = getattr(term, "where", None)
+    def _term_coefficients(self, batch: Batch, term: Term | LossTerm, policy: Tensor) -> Tensor:
+        where = term.where(batch)
         if where is None and term.aggregate is None:
             return policy
-        mask = batch.mask if where is None else batch.mask & where(batch)
+        mask = batch.mask if where is None else batch.mask & where
         return self._coefficients(batch, term.aggregate or self.aggregate, mask)
 
     @staticmethod
@@ -172,50 +195,71 @@ class Algorithm:
         c = aggregate(batch.mask if mask is None else mask, batch.group).to(batch.reward.dtype)
         return c if batch.weight is None else c * ragged.masked(batch.weight, batch.mask)
 
-    def observe(self, batch: Batch, metrics: Mapping[str, Metric] | None = None) -> Algorithm:
-        """The algorithm for the next step: parts with state (a running mean, an adaptive β) have seen this batch and what
-        its updates measured. Data in, data out."""
-        shaped, seen = self.shaped(batch), metrics or {}
-        return self._map(lambda part: part.observe(shaped, seen) if hasattr(part, "observe") else part)
+    def init(self) -> State:
+        """What the parts remember before the first rollout, by field and position; JSON can hold it, and a checkpoint does."""
+        made = {key: part.init() for _, key, part in self._keyed()}
+        return {key: state for key, state in made.items() if state is not None}
+
+    def update(
+        self,
+        state: State,
+        batch: Batch,
+        metrics: Mapping[str, Metric] | None = None,
+        shaped: Batch | None = None,
+    ) -> State:
+        """The memory after a rollout: `batch` as its updates saw it, and what they measured. Data in, data out."""
+        seen, parts = shaped or self.at(state).shaped(batch), {key: part for _, key, part in self._keyed()}
+        return {key: parts[key].update(memory, seen, metrics or {}) for key, memory in state.items()}
+
+    def at(self, state: State) -> Algorithm:
+        """The algorithm for one rollout: each part as it is with its memory (a running mean, an adaptive β).
+
+        Raises:
+            ConfigError: the memory of other parts.
+        """
+        if state.keys() != (known := self.init().keys()):
+            raise ConfigError(
+                f"this state holds the memory of {', '.join(state) or 'no part'}, and in {self.name} "
+                f"{', '.join(known) or 'no part'} has one: begin anew with algorithm.init()"
+            )
+        return self._map(lambda key, part: part.at(state[key]) if key in state else part)
 
     def report(self, batch: Batch) -> Metrics:
         """What the parts have to say about a rollout (the range of a λ that follows the lengths)."""
-        return merge(*(part.report(batch) for _, part in self.parts() if hasattr(part, "report")))
+        return merge(*(part.report(batch) for _, part in self.parts()))
 
     def with_budget(self, max_tokens: int) -> Algorithm:
         """The same with every open `length` set to the generation budget (fixed length, soft overlong penalty)."""
 
-        def fill(part: Any) -> Any:
-            if getattr(part, "aggregate", None) is not None:
-                part = replace(part, aggregate=fill(part.aggregate))
-            return part if getattr(part, "length", max_tokens) is not None else replace(part, length=max_tokens)
+        def fill(key: str, part: Any) -> Any:
+            if key.startswith("terms.") and part.aggregate is not None:
+                part = replace(part, aggregate=fill("aggregate", part.aggregate))
+            return replace(part, length=max_tokens) if part.length is None else part
 
         return self._map(fill)
 
-    def _map(self, change: Any) -> Algorithm:
+    def _map(self, change: Callable[[str, Any], Any]) -> Algorithm:
         changed: dict[str, Any] = {}
-        for name, _ in self.parts():
-            value = getattr(self, name)
-            changed[name] = tuple(map(change, value)) if isinstance(value, tuple) else change(value)
+        for name, key, part in self._keyed():
+            new = change(key, part)
+            changed[name] = (*changed.get(name, ()), new) if key != name else new
         return replace(self, **changed)
 
     def equation(self) -> Mapping[str, str]:
         """The equation's symbols with what this algorithm puts in: for `show` and `--dry-run`."""
         chain = "R"
         for link in self.psi:
-            formula = _formula(link)
+            formula = link.formula
             chain = f"({chain}){formula}" if formula.startswith("/") else chain * formula.startswith(";") + formula
-        lines = {"Ψ": chain, "w": _formula(self.gate), "c": _formula(self.aggregate)}
+        lines = {"Ψ": chain, "w": self.gate.formula, "c": self.aggregate.formula}
         if self.ratio is not None:
-            lines["r"] = _formula(self.ratio)
+            lines["r"] = self.ratio.formula
+        if self.behaviour == "sampler":
+            lines["π_old"] = "μ, as the sampler says"
         if self.critic is not None:
-            lines["V"] = _formula(self.critic)
+            lines["V"] = self.critic.formula
         for name, label in (("corrections", "ρ"), ("terms", "k"), ("shaping", "reward"), ("filters", "filter")):
             for part in getattr(self, name):
-                lines[label] = f"{lines[label]};  {_formula(part)}" if label in lines else _formula(part)
-        lines["step"] = _formula(self.step)
+                lines[label] = f"{lines[label]};  {part.formula}" if label in lines else part.formula
+        lines["step"] = self.step.formula
         return lines
-
-
-def _formula(part: Any) -> str:
-    return str(getattr(part, "formula", type(part).__name__))

@@ -3,47 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
 from policygrad.core import ragged
+from policygrad.core.batch import Batch
+from policygrad.core.composition import Composition
+from policygrad.core.controllers import penalties
 from policygrad.core.dual_descent import DualDescent
-from policygrad.core.filters import DropNoSpread, MaskTruncated
-from policygrad.core.process import PrefixValue, ProcessReward
+from policygrad.core.filters import MaskTruncated
+from policygrad.core.process import ProcessReward
+from policygrad.core.roles import check_kinds
 from policygrad.core.shaping import KLInReward
-from policygrad.core.steps import FirstOrder
 from policygrad.core.trust_region import TrustRegion
-from policygrad.core.types import Batch
+from policygrad.core.update_rules import FirstOrder
+from policygrad.errors import ConfigError
 
-if TYPE_CHECKING:
-    from policygrad.core.algorithm import Algorithm
-
-_TUPLES = ("psi", "terms", "shaping", "filters", "corrections")
-_REQUIRED = {"gate": "OnPolicy()", "aggregate": "SequenceSum()", "step": "FirstOrder()"}
-_METHODS = {"gate": ("weight", "value"), "critic": ("targets", "loss"), "reference": ("due",)}
-"""What a part must have; the parts of every other field are called."""
+BEHAVIOURS = ("recomputed", "sampler")
 
 
-def check(algorithm: Algorithm) -> None:
-    """Raises ValueError for the first thing that is wrong."""
-    for checks in (_kinds, _ratio, _values, _order, _steps, _reference, _penalty, _trust_region):
+def check(algorithm: Composition) -> None:
+    """Raises ConfigError for the first thing that is wrong."""
+    for checks in (check_kinds, _ratio, _behaviour, _values, _order, _steps, _reference, _penalty, _trust_region):
         for problem in checks(algorithm):
-            raise ValueError(problem)
+            raise ConfigError(problem)
 
 
-def check_rollout(algorithm: Algorithm) -> None:
-    """Raises ValueError for a penalty that does nothing where a rollout feeds one gradient step and is the policy's own: in a
+def check_rollout(algorithm: Composition) -> None:
+    """Raises ConfigError for a penalty that does nothing where a rollout feeds one gradient step and is the policy's own: in a
     run. In a loop of one's own the samples may be older than the policy."""
     for term in algorithm.terms:
         single = isinstance(algorithm.step, FirstOrder) and algorithm.step.updates == 1
-        if single and getattr(term, "constrains", None) == "kl_old":
-            raise ValueError(
+        if single and term.constrains == "kl_old":
+            raise ConfigError(
                 f"{type(term).__name__} holds π_θ near π_old, and they are one at the only gradient step of a rollout: set "
                 "step=FirstOrder(epochs=4), or drop it"
             )
 
 
+def check_sampling(algorithm: Composition, samples_per_prompt: int, temperature: float) -> None:
+    """Raises ConfigError for one sample per prompt, or equal ones, where a part compares a prompt's samples."""
+    for name in (type(part).__name__ for _, part in algorithm.parts() if part.group_statistic):
+        if samples_per_prompt < 2:
+            raise ConfigError(
+                f"{name} compares the samples of one prompt, and there is one per prompt: set samples_per_prompt to 2 or "
+                "more, or use RunningMean() (algorithm reinforce)"
+            )
+        if temperature == 0:
+            raise ConfigError(
+                f"{name} compares the samples of one prompt, and at temperature 0 they are all equal: set "
+                "sampling.temperature above 0"
+            )
+
+
 def check_rewards(batch: Batch) -> None:
-    """Raises ValueError for a reward that is not finite and is read: that of a completion that is counted or trained on."""
+    """Raises ConfigError for a reward that is not finite and is read: that of a completion that is counted or trained on."""
     total = batch.reward
     if batch.token_reward is not None:
         total = total + ragged.masked(batch.token_reward, batch.mask).sum(1)
@@ -51,44 +63,15 @@ def check_rewards(batch: Batch) -> None:
     if bool(bad.any()):
         rows = bad.nonzero().squeeze(1).tolist()
         named = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
-        raise ValueError(
+        raise ConfigError(
             f"Batch.reward or token_reward is NaN or infinite in row{'s' * (len(rows) > 1)} {named}: give a number, or leave "
             "the completion out (its mask all False): a NaN would be the advantage of its whole group"
         )
 
 
-def _kinds(algorithm: Algorithm) -> Iterator[str]:
-    for name in _TUPLES:
-        value = getattr(algorithm, name)
-        if not isinstance(value, tuple):
-            given = getattr(value, "__name__", type(value).__name__)
-            yield f"{name} is a tuple of parts, not {given}: write {name}=({given}(),), with the comma"
-            return
-    for name, default in _REQUIRED.items():
-        if getattr(algorithm, name) is None:
-            yield f"an algorithm needs a part as its {name}; it is None. On-policy: {default}"
-            return
-    for name, part in algorithm.parts():
-        yield from _kind(name, part)
-
-
-def _kind(name: str, part: Any) -> Iterator[str]:
-    if isinstance(part, type):
-        yield f"{name} holds the class {part.__name__}, not a part: write {part.__name__}()"
-    elif name == "terms":
-        if not (hasattr(part, "score") or hasattr(part, "objective")):
-            yield f"{part!r} is not a term: it needs score(out, batch) and value(out, batch), or objective(out, batch)"
-    elif name in _METHODS:
-        missing = [method for method in _METHODS[name] if not callable(getattr(part, method, None))]
-        if missing:
-            yield f"{part!r} is not a {name}: it has no {' or '.join(missing)}(); `policygrad show` lists the parts"
-    elif not callable(part):
-        yield f"{part!r} is not a part that {name} can hold: a part is called. `policygrad show` lists the parts"
-
-
-def _ratio(algorithm: Algorithm) -> Iterator[str]:
+def _ratio(algorithm: Composition) -> Iterator[str]:
     gate, ratio, updates = algorithm.gate, algorithm.ratio, algorithm.step.updates
-    name, on_policy = type(gate).__name__, getattr(gate, "on_policy", False)
+    name, on_policy = type(gate).__name__, gate.on_policy
     if on_policy and updates > 1:
         yield (
             f"{name} takes one optimiser step per rollout, not {updates}: from the second on, the samples are another "
@@ -103,10 +86,28 @@ def _ratio(algorithm: Algorithm) -> Iterator[str]:
         yield f"{name} gates a ratio, and ratio is None: set ratio=Token() or Sequence()"
 
 
-def _values(algorithm: Algorithm) -> Iterator[str]:
+def _behaviour(algorithm: Composition) -> Iterator[str]:
+    if algorithm.behaviour not in BEHAVIOURS:
+        yield f"behaviour must be {' or '.join(map(repr, BEHAVIOURS))}, not {algorithm.behaviour!r}"
+    if algorithm.behaviour != "sampler":
+        return
+    if algorithm.gate.on_policy:
+        yield (
+            f"behaviour='sampler' puts the sampler into the ratio, which {type(algorithm.gate).__name__} ignores: leave "
+            "'recomputed', which weighs old samples by TruncatedIS(), or set ratio=Token() and gate=Importance()"
+        )
+    if algorithm.corrections:
+        yield (
+            f"{type(algorithm.corrections[0]).__name__} corrects for π_old/μ, which is 1 with behaviour='sampler': set "
+            "corrections=(), or leave 'recomputed'"
+        )
+
+
+def _values(algorithm: Composition) -> Iterator[str]:
     read = "values" in algorithm.declared
-    if algorithm.critic is not None and any(isinstance(link, PrefixValue) for link in algorithm.psi):
-        yield "PrefixValue takes its values from fresh samples and would leave a critic unread: set critic=None, or use GAE()"
+    if algorithm.critic is not None and (sampled := [link for link in algorithm.psi if link.samples_values]):
+        name = type(sampled[0]).__name__
+        yield f"{name} takes its values from fresh samples and would leave a critic unread: set critic=None, or use GAE()"
         return
     if algorithm.critic is None and read:
         yield (
@@ -116,15 +117,18 @@ def _values(algorithm: Algorithm) -> Iterator[str]:
         yield "a critic that no advantage reads: put GAE() or NStep() first in psi, or set critic=None"
 
 
-def _order(algorithm: Algorithm) -> Iterator[str]:
-    if any(isinstance(part, DropNoSpread) for part in algorithm.filters[1:]):
-        yield "DropNoSpread looks at the task's score of whole groups: put it first in filters"
-    late = [type(link).__name__ for link in algorithm.psi[1:] if getattr(link, "starts", False)]
+def _order(algorithm: Composition) -> Iterator[str]:
+    for i, part in enumerate(algorithm.filters):
+        if part.group_statistic and not all(before.group_statistic for before in algorithm.filters[:i]):
+            yield f"{type(part).__name__} looks at the task's score of whole groups: put it first in filters"
+        elif part.refill and i:
+            yield f"{type(part).__name__} decides which groups are sampled again: put it first in filters, alone of its kind"
+    late = [type(link).__name__ for link in algorithm.psi[1:] if link.starts]
     if late:
         yield f"{late[0]} starts from the rewards and would ignore what stands before it: put it first in psi"
 
 
-def _steps(algorithm: Algorithm) -> Iterator[str]:
+def _steps(algorithm: Composition) -> Iterator[str]:
     if not any(isinstance(link, ProcessReward) for link in algorithm.psi):
         return
     if any(isinstance(part, KLInReward) for part in algorithm.shaping):
@@ -139,7 +143,7 @@ def _steps(algorithm: Algorithm) -> Iterator[str]:
         )
 
 
-def _reference(algorithm: Algorithm) -> Iterator[str]:
+def _reference(algorithm: Composition) -> Iterator[str]:
     read = "logp_ref" in algorithm.declared
     if algorithm.reference is not None and (algorithm.reference.every or algorithm.reference.stall) and not read:
         yield "a reference that is refreshed and that no part reads: add KLToReference(), or set every=None and stall=None"
@@ -147,11 +151,8 @@ def _reference(algorithm: Algorithm) -> Iterator[str]:
         yield "a KL term without a reference: set reference=Reference(), or drop the KL from `terms` and `shaping`"
 
 
-def _penalty(algorithm: Algorithm) -> Iterator[str]:
-    step, terms = algorithm.step, algorithm.terms
-    targets = [
-        term for term in terms if getattr(term, "constrains", None) and getattr(term, "target", None) is not None
-    ]
+def _penalty(algorithm: Composition) -> Iterator[str]:
+    step, targets = algorithm.step, penalties(algorithm)
     if isinstance(step, DualDescent) and not targets:
         yield (
             "DualDescent goes on until the KL to the old policy is near a target, and no term has one: add "
@@ -165,7 +166,7 @@ def _penalty(algorithm: Algorithm) -> Iterator[str]:
         )
 
 
-def _trust_region(algorithm: Algorithm) -> Iterator[str]:
+def _trust_region(algorithm: Composition) -> Iterator[str]:
     step = algorithm.step
     if not isinstance(step, TrustRegion):
         return

@@ -1,21 +1,21 @@
 """Rules that adapt a coefficient β so that a KL stays near its target: pure functions, and the state they move.
 
-A KL and its target are nats a sampled token, the mean over the rollout. β itself is the state: a part returns itself
-with the next β from `observe`, and a checkpoint holds it like every field.
+A KL and its target are nats a sampled token, the mean over the rollout. A part's `beta` is where its β begins; the β of the
+moment is its memory.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
+from policygrad.core.batch import Batch
+from policygrad.core.composition import Composition
 from policygrad.core.metrics import Mean, Metric, Metrics
-
-if TYPE_CHECKING:
-    from policygrad.core.algorithm import Algorithm
-    from policygrad.core.types import Batch
+from policygrad.core.protocols import Part, State
+from policygrad.errors import ConfigError
 
 Rule = Literal["proportional", "doubling"]
 BAND = 1.5
@@ -24,17 +24,19 @@ SMALLEST, LARGEST = 1e-6, 1e4
 """Where an adapted β stops, so that it can come back."""
 
 
-class Adapted(Protocol):
-    """What a part with an adaptive β has."""
+class AdaptiveBeta(Part):
+    """A part whose β may adapt to a KL target: fields beta, target and rule, and an `update` that knows which KL."""
 
-    @property
-    def beta(self) -> float: ...
+    beta: float
+    target: float | None
+    rule: Rule | None
 
-    @property
-    def target(self) -> float | None: ...
+    def init(self) -> State | None:
+        return None if self.target is None else {"beta": self.beta}
 
-    @property
-    def rule(self) -> Rule | None: ...
+    def at(self, state: State) -> Self:
+        changed: Any = replace(self, beta=state["beta"])  # type: ignore[type-var]  # the parts are dataclasses
+        return changed  # type: ignore[no-any-return]
 
 
 def proportional(beta: float, kl: float, target: float) -> float:
@@ -55,35 +57,34 @@ def inside(kl: float, target: float) -> bool:
 _RULES = {"proportional": proportional, "doubling": doubling}
 
 
-def adapted(part: Any, kl: float, default: Rule) -> Any:
-    """The part with the next β by its rule, `default` where it names none; the part itself without a target."""
+def adapted(part: AdaptiveBeta, beta: float, kl: float, default: Rule) -> State:
+    """The memory with the next β by the part's rule, `default` where it names none; the same β without a target."""
     if part.target is None:
-        return part
-    beta = _RULES[part.rule or default](part.beta, kl, part.target)
-    return replace(part, beta=min(max(beta, SMALLEST), LARGEST))
+        return {"beta": beta}
+    return {"beta": min(max(_RULES[part.rule or default](beta, kl, part.target), SMALLEST), LARGEST)}
 
 
-def check(part: Adapted) -> None:
-    """Raises ValueError for a β, a target or a rule that means nothing."""
+def check(part: AdaptiveBeta) -> None:
+    """Raises ConfigError for a β, a target or a rule that means nothing."""
     name = type(part).__name__
     if not part.beta >= 0:
-        raise ValueError(f"{name}.beta must be at least 0, not {part.beta}")
+        raise ConfigError(f"{name}.beta must be at least 0, not {part.beta}")
     if part.rule is not None and part.rule not in get_args(Rule):
-        raise ValueError(f"{name}.rule must be one of {', '.join(get_args(Rule))}, not {part.rule!r}")
+        raise ConfigError(f"{name}.rule must be one of {', '.join(get_args(Rule))}, not {part.rule!r}")
     if part.target is None:
         if part.rule is not None:
-            raise ValueError(
+            raise ConfigError(
                 f"{name}.rule adapts beta to a target, and there is none: set target (nats a token), or leave rule open"
             )
     elif not part.target > 0:
-        raise ValueError(f"{name}.target must be greater than 0 nats a token, or none, not {part.target}")
+        raise ConfigError(f"{name}.target must be greater than 0 nats a token, or none, not {part.target}")
     elif part.beta == 0:
-        raise ValueError(
+        raise ConfigError(
             f"{name}.beta is 0 and would stay so: both rules multiply it. Start from a small beta, or drop target"
         )
 
 
-def told(part: Adapted) -> str:
+def told(part: AdaptiveBeta) -> str:
     """What `formula` adds about β."""
     return "" if part.target is None else f",  β adapted to a KL of {part.target:g}"
 
@@ -93,20 +94,28 @@ def metric_name(part: object) -> str:
     return "beta/" + re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(part).__name__).lower()
 
 
-def betas(algorithm: Algorithm) -> Metrics:
+def betas(parts: Iterable[Part]) -> Metrics:
     """Every β that adapts to a target, as it stands."""
-    moving = (
-        part for _, part in algorithm.parts() if getattr(part, "target", None) is not None and hasattr(part, "rule")
-    )
+    moving = (part for part in parts if isinstance(part, AdaptiveBeta) and part.target is not None)
     return {metric_name(part): Mean(part.beta) for part in moving}
 
 
-def re_adapted(algorithm: Algorithm, batch: Batch, metrics: Mapping[str, Metric]) -> Algorithm | None:
+def penalties(algorithm: Composition) -> list[AdaptiveBeta]:
+    """The terms that hold KL(π_old‖π_θ) near a target."""
+    constraining = (term for term in algorithm.terms if term.constrains == "kl_old")
+    return [term for term in constraining if isinstance(term, AdaptiveBeta) and term.target is not None]
+
+
+Adapting = TypeVar("Adapting", bound=Composition)
+
+
+def re_adapted(algorithm: Adapting, batch: Batch, metrics: Mapping[str, Metric]) -> Adapting | None:
     """The algorithm with the β of its penalties on KL(π_old‖π_θ) adapted to the KL measured (`kl_old/last`), to go on with
     the same rollout; None once each is inside its band."""
-    kl = metrics["kl_old/last"].value
-    penalties = [t for t in algorithm.terms if getattr(t, "constrains", None) == "kl_old" and t.target is not None]  # type: ignore[attr-defined]
-    if all(inside(kl, term.target) for term in penalties):  # type: ignore[attr-defined]
+    kl, moving = metrics["kl_old/last"].value, penalties(algorithm)
+    if all(inside(kl, term.target) for term in moving if term.target is not None):
         return None
-    terms = (t.observe(batch, metrics) if t in penalties else t for t in algorithm.terms)  # type: ignore[attr-defined]
-    return replace(algorithm, terms=tuple(terms))
+    next_ = {id(term): term.at(term.update({"beta": term.beta}, batch, metrics)) for term in moving}
+    terms = tuple(next_.get(id(term), term) for term in algorithm.terms)
+    changed: Any = replace(algorithm, terms=terms)  # type: ignore[type-var]  # an algorithm is a dataclass
+    return changed  # type: ignore[no-any-return]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.batch import Batch, required
+from policygrad.core.protocols import Correction
 from policygrad.core.ratios import bounded_exp
-from policygrad.core.terms import required
-from policygrad.core.types import Batch
+from policygrad.errors import ConfigError
 
 Level = Literal["token", "sequence"]
 NEEDS = frozenset({"logp_old", "logp_sampler"})
@@ -26,11 +27,11 @@ def sampler_ratio(batch: Batch, part: object, level: Level) -> Tensor:
 
 def _check(part: object, level: str) -> None:
     if level not in ("token", "sequence"):
-        raise ValueError(f"{type(part).__name__}.level must be 'token' or 'sequence', not {level!r}")
+        raise ConfigError(f"{type(part).__name__}.level must be 'token' or 'sequence', not {level!r}")
 
 
 @dataclass(frozen=True)
-class TruncatedIS:
+class TruncatedIS(Correction):
     """× min(ρ, cap): bounded, biased where it caps. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with rollout engines)."""
 
     cap: float = 2.0
@@ -40,7 +41,7 @@ class TruncatedIS:
     def __post_init__(self) -> None:
         _check(self, self.level)
         if not self.cap >= 1:
-            raise ValueError(f"TruncatedIS.cap must be at least 1, not {self.cap}: ρ is 1 where the sampler agrees")
+            raise ConfigError(f"TruncatedIS.cap must be at least 1, not {self.cap}: ρ is 1 where the sampler agrees")
 
     @property
     def formula(self) -> str:
@@ -51,7 +52,7 @@ class TruncatedIS:
 
 
 @dataclass(frozen=True)
-class MaskedIS:
+class MaskedIS(Correction):
     """× ρ where low ≤ ρ ≤ high, × 0 outside: tokens the two engines disagree on teach nothing. Source: IcePop (Ling 2025)."""
 
     low: float = 0.5
@@ -62,7 +63,7 @@ class MaskedIS:
     def __post_init__(self) -> None:
         _check(self, self.level)
         if not 0 <= self.low <= 1 <= self.high:
-            raise ValueError(f"MaskedIS needs 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, high = {self.high}")
+            raise ConfigError(f"MaskedIS needs 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, high = {self.high}")
 
     @property
     def formula(self) -> str:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.batch import Batch, required
 from policygrad.core.metrics import Metric
-from policygrad.core.terms import required
-from policygrad.core.types import Batch
+from policygrad.core.protocols import Part, State
 from policygrad.core.values import GAE
+from policygrad.errors import ConfigError
 
 RATIO = 10.0
 """The critic's learning rate over the policy's, where it is left open."""
@@ -21,7 +22,7 @@ Features = Literal["own", "policy"]
 
 
 @dataclass(frozen=True)
-class Critic:
+class Critic(Part):
     """V_φ: parameters of its own, which a policy step never moves, fitted to GAE(γ, λ) + V_old, unwhitened.
 
     features: own = a copy of the initial model's backbone, trained with the value head. policy = a head alone, on the policy's
@@ -43,7 +44,7 @@ class Critic:
     clip: float = 0.2
     """The error counts from V_old ± clip where that is worse; 0 = no clipping."""
     pretrain: int = 0
-    """Rollouts of value pre-training still to come, at most; the policy stands still meanwhile."""
+    """Rollouts of value pre-training, at most; the policy stands still meanwhile."""
     explained: float = 0.5
     """Explained variance of fresh returns at which pre-training ends early."""
     pretrain_epochs: int = 4
@@ -58,15 +59,15 @@ class Critic:
         for name in ("lr", "coefficient", "clip", "pretrain", "hidden"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
-                raise ValueError(f"Critic.{name} must be at least 0, not {value}")
+                raise ConfigError(f"Critic.{name} must be at least 0, not {value}")
         if self.pretrain_epochs < 1:
-            raise ValueError(f"Critic.pretrain_epochs must be at least 1, not {self.pretrain_epochs}")
+            raise ConfigError(f"Critic.pretrain_epochs must be at least 1, not {self.pretrain_epochs}")
         if self.features not in get_args(Features):
-            raise ValueError(
+            raise ConfigError(
                 f"Critic.features must be {' or '.join(map(repr, get_args(Features)))}, not {self.features!r}"
             )
         if self.hidden and self.features == "own":
-            raise ValueError(
+            raise ConfigError(
                 "Critic.hidden makes a head on the policy's fixed states able to bend, and features is 'own', whose backbone "
                 "learns itself: set features='policy', or leave hidden at 0"
             )
@@ -75,20 +76,27 @@ class Critic:
         """Its peak learning rate beside the policy's; it starts from a head that knows nothing, so it learns faster.
 
         Raises:
-            ValueError: neither is given.
+            ConfigError: neither is given.
         """
         if self.lr is None and policy is None:
-            raise ValueError(
+            raise ConfigError(
                 "Critic.lr is open, and the policy has no learning rate to multiply: set Critic(lr=…), say 1e-5"
             )
         return RATIO * (policy or 0.0) if self.lr is None else self.lr
 
-    def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> Critic:
-        """The critic for the next rollout: one rollout of pre-training less, or none left once it explains enough."""
-        seen = metrics.get("explained_variance")
-        if not self.pretrain or seen is None:
-            return self
-        return replace(self, pretrain=0 if seen.value >= self.explained else self.pretrain - 1)
+    def init(self) -> State | None:
+        return {"pretrain": self.pretrain} if self.pretrain else None
+
+    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        """One rollout of pre-training less, or none left once it explains enough."""
+        seen, left = metrics.get("explained_variance"), state["pretrain"]
+        if not left or seen is None:
+            return state
+        return {"pretrain": 0 if seen.value >= self.explained else left - 1}
+
+    def at(self, state: State) -> Critic:
+        """With `pretrain` the rollouts of it still to come."""
+        return replace(self, pretrain=state["pretrain"])
 
     @property
     def formula(self) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policygrad.core.metrics import Metrics, Sum, merge
-from policygrad.core.steps import FirstOrder, Problem
+from policygrad.core.problems import AdaptiveProblem, asked
+from policygrad.core.update_rules import FirstOrder
+from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class DualDescent(FirstOrder):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rounds < 1:
-            raise ValueError(f"DualDescent.rounds must be at least 1, not {self.rounds}")
+            raise ConfigError(f"DualDescent.rounds must be at least 1, not {self.rounds}")
 
     @property
     def updates(self) -> int:
@@ -36,7 +38,8 @@ class DualDescent(FirstOrder):
         once = FirstOrder(self.epochs, self.minibatches).formula
         return f"{once}, at most {self.rounds} rounds, until the KL is inside its band"
 
-    def __call__(self, problem: Problem) -> Metrics:
+    def __call__(self, problem: object) -> Metrics:
+        problem = asked(problem, AdaptiveProblem, self)  # type: ignore[type-abstract]
         measured: Metrics = {}
         ended: Metrics = {}
         for done in range(1, self.rounds + 1):

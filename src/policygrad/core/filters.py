@@ -8,11 +8,13 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from policygrad.core.advantages import no_spread
-from policygrad.core.types import Batch
+from policygrad.core.batch import Batch, required
+from policygrad.core.protocols import Filter
+from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class DropNoSpread:
+class DropNoSpread(Filter):
     """Dynamic sampling: drop groups whose rewards are all equal (all right, all wrong). Source: Yu et al. 2025 (DAPO), eq. 11.
 
     mode 'refill': keep sampling until the step is full, at most `max_rounds` rounds of the step's size; then reweight and report.
@@ -25,9 +27,9 @@ class DropNoSpread:
 
     def __post_init__(self) -> None:
         if self.mode not in ("refill", "reweight"):
-            raise ValueError(f"DropNoSpread.mode must be 'refill' or 'reweight', not {self.mode!r}")
+            raise ConfigError(f"DropNoSpread.mode must be 'refill' or 'reweight', not {self.mode!r}")
         if self.max_rounds < 1:
-            raise ValueError(f"DropNoSpread.max_rounds must be at least 1, not {self.max_rounds}")
+            raise ConfigError(f"DropNoSpread.max_rounds must be at least 1, not {self.max_rounds}")
 
     @property
     def formula(self) -> str:
@@ -35,12 +37,14 @@ class DropNoSpread:
         return f"groups with max R = min R are dropped, {how}"
 
     @property
-    def rounds(self) -> int:
-        """How many rounds of sampling a step may take."""
-        return self.max_rounds if self.mode == "refill" else 1
+    def refill(self) -> bool:  # type: ignore[override]
+        return self.mode == "refill"
+
+    @property
+    def rounds(self) -> int:  # type: ignore[override]
+        return self.max_rounds if self.refill else 1
 
     def dropped(self, batch: Batch) -> Tensor:
-        """[B] bool."""
         return no_spread(batch)
 
     def __call__(self, batch: Batch) -> Batch:
@@ -49,6 +53,13 @@ class DropNoSpread:
             return reweight(batch, dropped)
         counted = batch.counted & ~dropped
         return replace(batch, mask=batch.mask & ~dropped[:, None], in_statistics=counted)
+
+
+def applied(part: Filter, batch: Batch) -> Batch:
+    """The batch after one filter. Raises ConfigError for a field that it needs and the batch lacks."""
+    for name in sorted(part.needs):
+        required(getattr(batch, name), part, name)
+    return part(batch)
 
 
 def reweight(batch: Batch, dropped: Tensor) -> Batch:
@@ -65,7 +76,7 @@ def reweight(batch: Batch, dropped: Tensor) -> Batch:
 
 
 @dataclass(frozen=True)
-class MaskTruncated:
+class MaskTruncated(Filter):
     """Completions cut off by the token budget do not move the policy (overlong filtering). Source: Yu et al. 2025 (DAPO), sec. 3.4.
 
     keep_in_statistics: their rewards still count in the group's baseline.

@@ -13,15 +13,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from policygrad.core.protocols import Gate
+from policygrad.errors import ConfigError
+
 
 def _not_negative(part: object, **values: float) -> None:
     for name, value in values.items():
         if not value >= 0:
-            raise ValueError(f"{type(part).__name__}.{name} must be at least 0, not {value}")
+            raise ConfigError(f"{type(part).__name__}.{name} must be at least 0, not {value}")
 
 
 @dataclass(frozen=True)
-class OnPolicy:
+class OnPolicy(Gate):
     """w = 1: the score function estimator; true only while π_θ = π_old. Source: Williams 1992."""
 
     on_policy: ClassVar[bool] = True
@@ -38,10 +41,8 @@ class OnPolicy:
 
 
 @dataclass(frozen=True)
-class Importance:
+class Importance(Gate):
     """w = r: the surrogate r·Ψ. Source: Schulman et al. 2015 (TRPO), eq. 14."""
-
-    on_policy: ClassVar[bool] = False
 
     @property
     def formula(self) -> str:
@@ -55,7 +56,7 @@ class Importance:
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(Gate):
     """w = r, or 0 once r has left [1 − low, 1 + high] in the direction Ψ pushes: min(rΨ, clip(r)Ψ).
 
     Source: Schulman et al. 2017 (PPO), eq. 7; `high` > `low` is clip-higher, Yu et al. 2025 (DAPO), eq. 10.
@@ -63,7 +64,6 @@ class Clip:
 
     low: float = 0.2
     high: float = 0.2
-    on_policy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _not_negative(self, low=self.low, high=self.high)
@@ -93,7 +93,7 @@ class DualClip(Clip):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.c > 1:
-            raise ValueError(f"DualClip.c must be greater than 1, not {self.c}: it bounds r from above where Ψ < 0")
+            raise ConfigError(f"DualClip.c must be greater than 1, not {self.c}: it bounds r from above where Ψ < 0")
 
     @property
     def formula(self) -> str:
@@ -109,7 +109,7 @@ class DualClip(Clip):
 
 
 @dataclass(frozen=True)
-class WeightCap:
+class WeightCap(Gate):
     """w = clip(r, low, high), **absolute** bounds, not offsets; no token loses its gradient. low = 0 means no lower bound.
 
     Source: MiniMax-M1 2025 (CISPO), eq. 4 and 5.
@@ -117,11 +117,10 @@ class WeightCap:
 
     low: float = 0.0
     high: float = 5.0
-    on_policy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= 1 <= self.high:
-            raise ValueError(
+            raise ConfigError(
                 f"WeightCap bounds are absolute and must hold 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, "
                 f"high = {self.high}; an offset ε_high is written high = 1 + ε_high"
             )
@@ -142,7 +141,7 @@ class WeightCap:
 
 
 @dataclass(frozen=True)
-class SoftGate:
+class SoftGate(Gate):
     """w = 4p(1 − p)r with p = σ(τ(r − 1)), τ = tau_pos where Ψ > 0, else tau_neg: the value is σ(τ(r − 1))·4/τ·Ψ.
 
     Source: Gao et al. 2025 (SAPO), eq. 5 and 6.
@@ -150,12 +149,11 @@ class SoftGate:
 
     tau_pos: float = 1.0
     tau_neg: float = 1.05
-    on_policy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("tau_pos", "tau_neg"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"SoftGate.{name} must be greater than 0, not {getattr(self, name)}")
+                raise ConfigError(f"SoftGate.{name} must be greater than 0, not {getattr(self, name)}")
 
     @property
     def formula(self) -> str:

@@ -12,16 +12,18 @@ from typing import ClassVar
 from torch import Tensor
 
 from policygrad.core import controllers
-from policygrad.core.controllers import Rule
+from policygrad.core.batch import Batch, Forward
+from policygrad.core.controllers import AdaptiveBeta, Rule
 from policygrad.core.metrics import Metric
+from policygrad.core.protocols import Aggregation, LossTerm, State
 from policygrad.core.terms import after_updates
-from policygrad.core.types import Aggregation, Batch, Forward
+from policygrad.errors import ConfigError
 
 
 def computed(value: Tensor | None, part: object, name: str) -> Tensor:
     """The field `name` of a forward pass, or an error that says which part asked for it."""
     if value is None:
-        raise ValueError(
+        raise ConfigError(
             f"{type(part).__name__} needs Forward.{name}, which is None: give `surrogate` a Forward(logp, {name}=…) with graph, "
             "or drop the part"
         )
@@ -29,7 +31,7 @@ def computed(value: Tensor | None, part: object, name: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ExactEntropy:
+class ExactEntropy(LossTerm):
     """Entropy bonus η·H, H the entropy of π_θ over the whole vocabulary at the sampling temperature, differentiated itself.
 
     No variance from the sampled token, which `Entropy` has. Source: Williams & Peng 1991; Mnih et al. 2016 (A3C), sec. 4.
@@ -48,7 +50,7 @@ class ExactEntropy:
 
 
 @dataclass(frozen=True)
-class ExactKLToOld:
+class ExactKLToOld(AdaptiveBeta, LossTerm):
     """−β·KL(π_old‖π_θ) over the whole vocabulary: Σ_a π_old(a)·log(π_old(a)/π_θ(a)) at each state of the rollout.
 
     The learner keeps the policy as it was when the updates began. Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
@@ -61,7 +63,7 @@ class ExactKLToOld:
     """How β adapts to the target; doubling where it is left open."""
     aggregate: Aggregation | None = None
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_old"})
-    constrains: ClassVar[str] = "kl_old"
+    constrains: ClassVar[str | None] = "kl_old"
 
     def __post_init__(self) -> None:
         controllers.check(self)
@@ -70,9 +72,9 @@ class ExactKLToOld:
     def formula(self) -> str:
         return f"−{self.beta:g}·∇KL(π_old‖π_θ) over the vocabulary{controllers.told(self)}"
 
-    def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> ExactKLToOld:
-        """The term for the next rollout, by the KL at which the updates ended (`kl_old/last`)."""
-        return after_updates(self, metrics)  # type: ignore[no-any-return]
+    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        """By the KL at which the updates ended (`kl_old/last`)."""
+        return after_updates(self, state, metrics)
 
     def objective(self, out: Forward, batch: Batch) -> Tensor:
         return -self.beta * computed(out.kl_old, self, "kl_old")

@@ -10,25 +10,22 @@ micro-batches and data-parallel shards are plain sums.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.batch import Batch, Coefficients, Forward
+from policygrad.core.composition import Composition
 from policygrad.core.controllers import betas
 from policygrad.core.metrics import Max, Metrics, Sum, effective_size, mean_of
+from policygrad.core.protocols import LossTerm
 from policygrad.core.ratios import bounded_exp, bounded_expm1
 from policygrad.core.terms import log_ratio
-from policygrad.core.types import Batch, Forward, LossTerm
-
-if TYPE_CHECKING:
-    from policygrad.core.algorithm import Algorithm
-
-Coefficients = tuple[Tensor, ...]
+from policygrad.errors import ConfigError
 
 
-def gate_weight(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+def gate_weight(out: Forward, batch: Batch, psi: Tensor, algorithm: Composition) -> tuple[Tensor, Tensor]:
     """(w, r), each [B, T], without graph; r is 1 where the algorithm has no ratio."""
     psi = _masked(psi, out, batch)
     change = log_ratio(out.logp, batch.logp_old, batch.mask)
@@ -50,12 +47,12 @@ def _check_shape(name: str, value: Tensor, batch: Batch) -> None:
             "psi": "take it from `algorithm.advantages(batch)`; one value per completion is psi[:, None].expand(mask.shape)",
             "out.logp": "log π_θ of the sampled tokens alone, without the prompt's, padded like Batch.mask",
         }.get(name, "one value per token of the batch")
-        raise ValueError(
+        raise ConfigError(
             f"{name} has shape {list(value.shape)}, expected [B, T] = {list(batch.mask.shape)} as in Batch.mask: {way_out}"
         )
 
 
-def _step_coefficients(batch: Batch, algorithm: Algorithm, coef: Tensor | Coefficients | None) -> Coefficients:
+def _step_coefficients(batch: Batch, algorithm: Composition, coef: Tensor | Coefficients | None) -> Coefficients:
     """One tensor for the policy and one per term; a lone tensor serves the terms that have no aggregation of their own."""
     if coef is None:
         return algorithm.all_coefficients(batch)
@@ -63,14 +60,14 @@ def _step_coefficients(batch: Batch, algorithm: Algorithm, coef: Tensor | Coeffi
         _check_shape(f"coef[{i}]" if isinstance(coef, tuple) else "coef", c, batch)
     if isinstance(coef, tuple):
         if len(coef) != 1 + len(algorithm.terms):
-            raise ValueError(
+            raise ConfigError(
                 f"coef holds {len(coef)} tensors; {algorithm.name} needs {1 + len(algorithm.terms)}, the policy's and one per "
                 "term: pass this share's part of `algorithm.all_coefficients(step)`"
             )
         return coef
     own = [type(term).__name__ for term in algorithm.terms if term.aggregate is not None]
     if own:
-        raise ValueError(
+        raise ConfigError(
             f"{', '.join(own)} aggregates otherwise than the policy term: pass this share's part of "
             "`algorithm.all_coefficients(step)`, a tuple, as `coef`"
         )
@@ -81,7 +78,7 @@ def surrogate(
     out: Forward | Tensor,
     batch: Batch,
     psi: Tensor,
-    algorithm: Algorithm,
+    algorithm: Composition,
     coef: Tensor | Coefficients | None = None,
 ) -> Tensor:
     """Scalar loss with gradient −Σ (c w Ψ + Σ c^m k^m) ∇log π_θ. Its value means nothing; `objective` is the metric.
@@ -93,7 +90,7 @@ def surrogate(
             has an aggregation of its own); None = `batch` is the whole optimiser step.
 
     Raises:
-        ValueError: an argument whose shape is not the batch's, named; a field that a part needs and the batch lacks.
+        ConfigError: an argument whose shape is not the batch's, named; a field that a part needs and the batch lacks.
     """
     out = out if isinstance(out, Forward) else Forward(out)
     policy, *per_term = _step_coefficients(batch, algorithm, coef)
@@ -117,7 +114,7 @@ def objective(
     out: Forward | Tensor,
     batch: Batch,
     psi: Tensor,
-    algorithm: Algorithm,
+    algorithm: Composition,
     coef: Tensor | Coefficients | None = None,
 ) -> Tensor:
     """The paper's objective [], a metric: Σ c·gate.value(r, Ψ) + Σ c^m·term.value. A share's values add up to the step's."""
@@ -126,7 +123,7 @@ def objective(
     psi = _masked(psi, out, batch)
     _, ratio = gate_weight(out, batch, psi, algorithm)
     value = algorithm.corrected(algorithm.gate.value(ratio, psi), batch)
-    if getattr(algorithm.ratio, "joint", False):  # a ratio of the whole completion: each token holds 1/|o| of the value
+    if algorithm.ratio is not None and algorithm.ratio.joint:  # each token holds 1/|o| of the completion's value
         value = value / batch.lengths.clamp(min=1)[:, None]
     total = ragged.masked(policy * value, batch.mask).sum()
     for term, c in zip(algorithm.terms, per_term, strict=True):
@@ -140,7 +137,7 @@ def measure(
     out: Forward,
     batch: Batch,
     psi: Tensor,
-    algorithm: Algorithm,
+    algorithm: Composition,
     coef: Coefficients,
     count: Tensor | None = None,
 ) -> Metrics:
@@ -160,13 +157,13 @@ def measure(
     mask, psi = batch.mask, _masked(psi, out, batch)
     _, ratio = gate_weight(out, batch, psi, algorithm)
     logp = ragged.masked(out.logp.detach(), mask)
-    metrics: Metrics = betas(algorithm) | {
+    metrics: Metrics = betas(part for _, part in algorithm.parts()) | {
         "objective": Sum(objective(out, batch, psi, algorithm, coef).double()),
         "ratio/max": Max(ragged.masked(ratio, mask).max() if mask.any() else 1.0),
     }
-    clipped = getattr(algorithm.gate, "clipped", None)
+    clipped = algorithm.gate.clipped(ratio, psi)
     if clipped is not None:
-        for name, where in zip(("low", "high"), clipped(ratio, psi), strict=True):
+        for name, where in zip(("low", "high"), clipped, strict=True):
             metrics[f"clip_ratio/{name}"] = mean_of(where.double(), mask, count)
     if batch.logp_ref is not None:
         u = logp - ragged.masked(batch.logp_ref, mask)

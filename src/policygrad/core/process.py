@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.batch import Batch, required
+from policygrad.core.protocols import Advantage
 from policygrad.core.ragged import Groups
-from policygrad.core.terms import required
-from policygrad.core.types import Batch
 from policygrad.core.values import Packed
+from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class ProcessReward:
+class ProcessReward(Advantage):
     """Ψ_t = Σ r̃ over the step ends from t on, r̃ = (r − mean_g)/(std_g + eps) over all steps of the group's completions.
 
     r is the token reward at a step's end, the last one's with the completion's reward. A group whose steps are all rewarded
@@ -28,7 +29,7 @@ class ProcessReward:
     Source: Shao et al. 2024 (DeepSeekMath), sec. 4.1.3.
 
     Raises:
-        ValueError: a batch without steps or their rewards; a completion that counts and has no step end; a reward between
+        ConfigError: a batch without steps or their rewards; a completion that counts and has no step end; a reward between
             two step ends, which no step would count.
     """
 
@@ -40,9 +41,9 @@ class ProcessReward:
 
     def __post_init__(self) -> None:
         if not self.eps >= 0:
-            raise ValueError(f"ProcessReward.eps must be at least 0, not {self.eps}")
+            raise ConfigError(f"ProcessReward.eps must be at least 0, not {self.eps}")
         if self.ddof not in (0, 1):
-            raise ValueError(f"ProcessReward.ddof must be 0 or 1, not {self.ddof}")
+            raise ConfigError(f"ProcessReward.ddof must be 0 or 1, not {self.ddof}")
 
     @property
     def formula(self) -> str:
@@ -65,11 +66,11 @@ class ProcessReward:
         end = required(batch.step_end, self, "step_end") & batch.mask & counts
         dense = ragged.masked(required(batch.token_reward, self, "token_reward"), batch.mask & counts)
         for row in (counts.squeeze(1) & ~end.any(1)).nonzero().flatten().tolist():
-            raise ValueError(
+            raise ConfigError(
                 f"ProcessReward: completion {row} counts and has no True in Batch.step_end; end its last step"
             )
         for row in ((dense != 0) & ~end).any(1).nonzero().flatten().tolist():
-            raise ValueError(
+            raise ConfigError(
                 f"ProcessReward: completion {row} has a reward in Batch.token_reward where no step ends; put it at a True of "
                 "Batch.step_end"
             )
@@ -78,14 +79,14 @@ class ProcessReward:
 
 
 @dataclass(frozen=True)
-class PrefixValue:
+class PrefixValue(Advantage):
     """Ψ_t = Σ rewards within t's step + V(start of the next step) − V(start of this one); V after the end is 0.
 
     `Batch.values` holds V(start of the step) at each of its tokens. A rollout estimates it as the mean reward of `samples`
     (K) fresh completions of the text so far. Source: Kazemnejad et al. 2024 (VinePPO), sec. 4.
 
     Raises:
-        ValueError: a batch without step ends or values.
+        ConfigError: a batch without step ends or values.
     """
 
     samples: int = 9
@@ -96,7 +97,7 @@ class PrefixValue:
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise ValueError(f"PrefixValue.samples must be at least 1 completion per step, not {self.samples}")
+            raise ConfigError(f"PrefixValue.samples must be at least 1 completion per step, not {self.samples}")
 
     @property
     def formula(self) -> str:

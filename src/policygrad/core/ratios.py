@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.protocols import Ratio
 
 
 def _bounded(x: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ def bounded_expm1(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Token:
+class Token(Ratio):
     """r_t = π_θ(o_t)/π_old(o_t), token by token. Source: Schulman et al. 2017 (PPO), eq. 6."""
 
     @property
@@ -44,7 +45,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Sequence(Ratio):
     """s_i = exp(mean_t log r_t), the geometric mean, for every token of completion i. Source: Zheng et al. 2025 (GSPO), eq. 7."""
 
     @property
@@ -58,7 +59,7 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class SequenceProduct:
+class SequenceProduct(Ratio):
     """Π_t r_t: the only unbiased ratio, of huge variance; for study. Source: importance sampling of whole completions.
 
     The objective per completion is Π_t r_t·Ψ, whose derivative in every log π_θ(o_t) is Π_t r_t·Ψ itself: in sums over

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
+from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metric
-from policygrad.core.types import Batch
+from policygrad.core.protocols import Part, State
+from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Reference:
+class Reference(Part):
     """π_ref: the model the run started from. It is held in memory only when a part needs `logp_ref`.
 
     every: take the policy of the moment as the new reference after so many rollouts (iterative GRPO); None = never.
@@ -18,22 +20,20 @@ class Reference:
         the rollout that follows; None = never. Source: Liu et al. 2025 (ProRL), sec. 2 and 3.
     reset: with either, also forget the optimiser's state (ProRL).
 
-    `best` and `waited` are its state: the best held-out score, and the evaluations since it or since the last refresh.
+    Its memory, with `stall`: the best held-out score, and the evaluations `waited` since it or since the last refresh.
     """
 
     every: int | None = None
     reset: bool = False
     stall: int | None = None
-    best: float | None = field(default=None, metadata={"state": True})
-    waited: int = field(default=0, metadata={"state": True})
 
     def __post_init__(self) -> None:
         for name, unit in (("every", "rollout"), ("stall", "evaluation")):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"Reference.{name} must be at least 1 {unit}, or None for never, not {value}")
+                raise ConfigError(f"Reference.{name} must be at least 1 {unit}, or None for never, not {value}")
         if self.reset and not (self.every or self.stall):
-            raise ValueError(
+            raise ConfigError(
                 "Reference.reset without `every` or `stall` would never happen: set one of them, or reset=False"
             )
 
@@ -47,15 +47,28 @@ class Reference:
 
     def due(self, rollouts: int) -> bool:
         """Whether it is taken anew after this many rollouts."""
-        stalled = self.stall is not None and self.waited >= self.stall
-        return stalled or (self.every is not None and rollouts % self.every == 0)
+        return self.every is not None and rollouts % self.every == 0
 
-    def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> Reference:
-        """The reference for the next rollout: a refresh (`reference/refreshed`) and a better held-out score (`held_out`)
-        begin the count anew; the score of the very policy that has become the reference does not count."""
-        if not self.stall:
-            return self
-        refreshed, score = "reference/refreshed" in metrics, metrics.get("held_out")
-        if score is not None and (self.best is None or score.value > self.best):
-            return replace(self, best=score.value, waited=0)
-        return replace(self, waited=0 if refreshed else self.waited + (score is not None))
+    def init(self) -> State | None:
+        return {"best": None, "waited": 0} if self.stall else None
+
+    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        """A refresh (`reference/refreshed`) and a better held-out score (`held_out`) begin the count anew; the score of the
+        very policy that has become the reference does not count."""
+        refreshed, score, best = "reference/refreshed" in metrics, metrics.get("held_out"), state["best"]
+        if score is not None and (best is None or score.value > best):
+            return {"best": score.value, "waited": 0}
+        return {"best": best, "waited": 0 if refreshed else state["waited"] + (score is not None)}
+
+    def at(self, state: State) -> Waiting:
+        return Waiting(self.every, self.reset, self.stall, state["waited"])
+
+
+@dataclass(frozen=True)
+class Waiting(Reference):
+    """A reference that has waited for so many held-out evaluations."""
+
+    waited: int = 0
+
+    def due(self, rollouts: int) -> bool:
+        return (self.stall is not None and self.waited >= self.stall) or super().due(rollouts)

@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 
 from policygrad.core import controllers, ragged
-from policygrad.core.controllers import Rule
+from policygrad.core.batch import Batch, required
+from policygrad.core.controllers import AdaptiveBeta, Rule, adapted
 from policygrad.core.metrics import Metric
-from policygrad.core.terms import required
-from policygrad.core.types import Batch
+from policygrad.core.protocols import Shaping, State
+from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class KLInReward:
+class KLInReward(AdaptiveBeta, Shaping):
     """r_t −= β·u_t with u_t = log π_old − log π_ref, at rollout time, accumulated to go: the gradient of the sequence KL.
 
     Source: Stiennon et al. 2020; Ouyang et al. 2022, eq. 2; Ahmadian et al. 2024 (RLOO).
 
     Raises:
-        ValueError: any form but k1: k2 and k3 in the reward are not the gradient of the sequence KL; a rule without a target.
+        ConfigError: any form but k1: k2 and k3 in the reward are not the gradient of the sequence KL; a rule without a target.
     """
 
     beta: float = 0.05
@@ -36,7 +37,7 @@ class KLInReward:
 
     def __post_init__(self) -> None:
         if self.form != "k1":
-            raise ValueError(
+            raise ConfigError(
                 f"KLInReward takes k1 only, not {self.form!r}: as a reward, k2 and k3 do not give the gradient of the "
                 "sequence KL. Use form='k1', or KLToReference in the loss"
             )
@@ -49,11 +50,11 @@ class KLInReward:
     def _u(self, batch: Batch) -> Tensor:
         return required(batch.logp_old, self, "logp_old") - required(batch.logp_ref, self, "logp_ref")
 
-    def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> KLInReward:
-        """The penalty for the next rollout, by the mean of u over this one's sampled tokens."""
-        if self.target is None or not batch.mask.any():
-            return self
-        return controllers.adapted(self, float(ragged.mean(self._u(batch), batch.mask)), "proportional")  # type: ignore[no-any-return]
+    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        """By the mean of u over the rollout's sampled tokens."""
+        if not batch.mask.any():
+            return state
+        return adapted(self, state["beta"], float(ragged.mean(self._u(batch), batch.mask)), "proportional")
 
     def __call__(self, batch: Batch) -> Batch:
         penalty = ragged.masked(-self.beta * self._u(batch), batch.mask).to(batch.reward.dtype)
@@ -61,7 +62,7 @@ class KLInReward:
 
 
 @dataclass(frozen=True)
-class SoftOverlong:
+class SoftOverlong(Shaping):
     """R += 0 up to L_max − L_cache tokens, then linear to −1 at L_max, −1 beyond. Source: Yu et al. 2025 (DAPO), eq. 13.
 
     length (L_max) None: the batch's width T; a trainer sets its generation budget. cache: L_cache as a fraction of L_max.
@@ -72,7 +73,7 @@ class SoftOverlong:
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= 1:
-            raise ValueError(f"SoftOverlong.cache is a fraction of the budget in (0, 1], not {self.cache}")
+            raise ConfigError(f"SoftOverlong.cache is a fraction of the budget in (0, 1], not {self.cache}")
 
     @property
     def formula(self) -> str:

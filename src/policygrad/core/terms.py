@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, get_args
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from policygrad.core import controllers, ragged
 from policygrad.core.aggregates import TokenMean
-from policygrad.core.controllers import Rule
+from policygrad.core.batch import Batch, Forward, required
+from policygrad.core.controllers import AdaptiveBeta, Rule, adapted
 from policygrad.core.metrics import Metric
+from policygrad.core.protocols import Aggregation, State, Term
 from policygrad.core.ratios import bounded_exp, bounded_expm1
-from policygrad.core.types import Aggregation, Batch, Forward
+from policygrad.errors import ConfigError
 
 KLForm = Literal["k2", "k3", "r*k1", "r*k3"]
 
@@ -25,17 +27,8 @@ def log_ratio(logp: Tensor, old: Tensor | None, mask: Tensor) -> Tensor:
     return torch.zeros_like(logp) if old is None else logp - ragged.masked(old, mask)
 
 
-def required(value: Tensor | None, part: object, name: str) -> Tensor:
-    """The batch field `name`, or an error that says which part asked for it."""
-    if value is None:
-        raise ValueError(
-            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `score` does), or drop the part"
-        )
-    return value
-
-
 @dataclass(frozen=True)
-class KLToReference:
+class KLToReference(AdaptiveBeta, Term):
     """KL to π_ref in the loss: k = −β·d, with u = log π_θ − log π_ref and r the token ratio.
 
     form   objective −β·…        d             direction
@@ -47,7 +40,7 @@ class KLToReference:
     k3's ratio is π_ref/π_θ. Source: Schulman 2020 (approximating KL); Shao et al. 2024 (GRPO), eq. 4.
 
     Raises:
-        ValueError: k1 without the ratio, whose expected gradient is zero; a rule without a target.
+        ConfigError: k1 without the ratio, whose expected gradient is zero; a rule without a target.
     """
 
     beta: float = 0.04
@@ -61,12 +54,12 @@ class KLToReference:
 
     def __post_init__(self) -> None:
         if str(self.form) == "k1":
-            raise ValueError(
+            raise ConfigError(
                 "KLToReference(form='k1') does nothing: E[∇log π] = 0, so k1 alone in the loss has zero expected gradient. "
                 "Use 'k2', 'k3' or 'r*k1' here, or put k1 in the reward with KLInReward"
             )
         if self.form not in get_args(KLForm):
-            raise ValueError(f"KLToReference.form must be one of {', '.join(get_args(KLForm))}, not {self.form!r}")
+            raise ConfigError(f"KLToReference.form must be one of {', '.join(get_args(KLForm))}, not {self.form!r}")
         controllers.check(self)
 
     @property
@@ -74,9 +67,9 @@ class KLToReference:
         d = {"k2": "u", "k3": "(1 − e^{−u})", "r*k1": "r(u + 1)", "r*k3": "r·u"}[self.form]
         return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{controllers.told(self)}"
 
-    def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> KLToReference:
-        """The term for the next rollout, by the KL that this one's updates measured (`kl`)."""
-        return controllers.adapted(self, metrics["kl"].value, "proportional") if "kl" in metrics else self
+    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        """By the KL that the rollout's updates measured (`kl`)."""
+        return adapted(self, state["beta"], metrics["kl"].value, "proportional") if "kl" in metrics else state
 
     def _u_and_r(self, out: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
         reference = ragged.masked(required(batch.logp_ref, self, "logp_ref"), batch.mask)
@@ -98,7 +91,7 @@ class KLToReference:
 
 
 @dataclass(frozen=True)
-class Entropy:
+class Entropy(Term):
     """Entropy bonus from the sampled tokens: k = −η·r·log π_θ, whose expectation is η∇H of each state's distribution.
 
     Differentiating −log π at the sample is not it: that has zero expectation. `ExactEntropy` needs no sampling, and a pass
@@ -121,7 +114,7 @@ class Entropy:
 
 
 @dataclass(frozen=True)
-class KLToOld:
+class KLToOld(AdaptiveBeta, Term):
     """−β·KL(π_old‖π_θ) from the sampled tokens: k = β(1 − r), the derivative of −β(r − 1 − log r).
 
     `ExactKLToOld` takes it over the whole vocabulary. Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
@@ -134,7 +127,7 @@ class KLToOld:
     """How β adapts to the target; doubling where it is left open."""
     aggregate: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
-    constrains: ClassVar[str] = "kl_old"
+    constrains: ClassVar[str | None] = "kl_old"
 
     def __post_init__(self) -> None:
         controllers.check(self)
@@ -143,9 +136,9 @@ class KLToOld:
     def formula(self) -> str:
         return f"{self.beta:g}·(1 − r){controllers.told(self)}"
 
-    def observe(self, batch: Batch, metrics: Mapping[str, Metric]) -> KLToOld:
-        """The term for the next rollout, by the KL at which the updates ended (`kl_old/last`)."""
-        return after_updates(self, metrics)  # type: ignore[no-any-return]
+    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        """By the KL at which the updates ended (`kl_old/last`)."""
+        return after_updates(self, state, metrics)
 
     def score(self, out: Forward, batch: Batch) -> Tensor:
         return -self.beta * bounded_expm1(log_ratio(out.logp, batch.logp_old, batch.mask))
@@ -155,18 +148,17 @@ class KLToOld:
         return -self.beta * (bounded_expm1(change) - change)
 
 
-def after_updates(part: Any, metrics: Mapping[str, Metric]) -> Any:
-    """A penalty on KL(π_old‖π_θ) with the next β: from the β of a rollout's last round, where a step reports one, by the
+def after_updates(part: AdaptiveBeta, state: State, metrics: Mapping[str, Metric]) -> State:
+    """The next β of a penalty on KL(π_old‖π_θ): from the β of a rollout's last round, where an update rule reports one, by the
     KL at which the updates ended."""
     if "kl_old/last" not in metrics:
-        return part
+        return state
     used = metrics.get(f"{controllers.metric_name(part)}/last")
-    part = part if used is None else replace(part, beta=used.value)
-    return controllers.adapted(part, metrics["kl_old/last"].value, "doubling")
+    return adapted(part, state["beta"] if used is None else used.value, metrics["kl_old/last"].value, "doubling")
 
 
 @dataclass(frozen=True)
-class PositiveNLL:
+class PositiveNLL(Term):
     """μ·log π_θ on the tokens of correct completions (reward ≥ threshold), c = 1/Σ of those tokens.
 
     Source: Yue et al. 2025 (VAPO), sec. 4.3.

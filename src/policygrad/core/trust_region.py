@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
-from policygrad.core.steps import Problem
+from policygrad.core.problems import CurvatureProblem, asked
+from policygrad.core.protocols import UpdateRule
+from policygrad.errors import ConfigError
 
 Fisher = Literal["exact", "sampled"]
 Candidates = Literal["first", "best"]
@@ -54,7 +56,7 @@ class _Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TrustRegion:
+class TrustRegion(UpdateRule):
     """Maximises the surrogate L subject to mean KL(π_old‖π_θ) ≤ δ nats per sampled token.
 
     x ≈ (F + damping)⁻¹∇L by conjugate gradient, a full step of √(2δ/xᵀFx)·x with the undamped F, then backtrack^j of it for
@@ -81,27 +83,29 @@ class TrustRegion:
     candidates: Candidates = "first"
     value_steps: int | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
+    uses_lr: ClassVar[bool] = False
+    """δ sets the step's length."""
 
     def __post_init__(self) -> None:
         if not 0 < self.delta < math.inf:
-            raise ValueError(f"TrustRegion.delta must be above 0 nats a token and finite, not {self.delta}")
+            raise ConfigError(f"TrustRegion.delta must be above 0 nats a token and finite, not {self.delta}")
         for name in ("iterations", "tries", "value_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"TrustRegion.{name} must be at least 1, not {value}")
+                raise ConfigError(f"TrustRegion.{name} must be at least 1, not {value}")
         if not 0 <= self.damping < math.inf:
-            raise ValueError(f"TrustRegion.damping must be at least 0 and finite, not {self.damping}")
+            raise ConfigError(f"TrustRegion.damping must be at least 0 and finite, not {self.damping}")
         if not 0 < self.fisher_share <= 1:
-            raise ValueError(f"TrustRegion.fisher_share must be above 0 and at most 1, not {self.fisher_share}")
+            raise ConfigError(f"TrustRegion.fisher_share must be above 0 and at most 1, not {self.fisher_share}")
         if not 0 < self.backtrack < 1:
-            raise ValueError(f"TrustRegion.backtrack must be between 0 and 1, not {self.backtrack}")
+            raise ConfigError(f"TrustRegion.backtrack must be between 0 and 1, not {self.backtrack}")
         for name, kind in (("fisher", Fisher), ("candidates", Candidates)):
             if getattr(self, name) not in get_args(kind):
                 known = " or ".join(map(repr, get_args(kind)))
-                raise ValueError(f"TrustRegion.{name} must be {known}, not {getattr(self, name)!r}")
+                raise ConfigError(f"TrustRegion.{name} must be {known}, not {getattr(self, name)!r}")
         changed = [f.name for f in fields(self) if f.name in _SEARCH and getattr(self, f.name) != f.default]
         if changed and not self.line_search:
-            raise ValueError(
+            raise ConfigError(
                 f"TrustRegion.{changed[0]} shapes the line search, and line_search is False: leave it out, or set "
                 "line_search=True (algorithm trpo)"
             )
@@ -116,11 +120,6 @@ class TrustRegion:
         return VALUE_STEPS if self.value_steps is None else self.value_steps
 
     @property
-    def uses_lr(self) -> bool:
-        """δ sets the step's length."""
-        return False
-
-    @property
     def formula(self) -> str:
         length = f"√(2·{self.delta:g}/xᵀFx)·x,  x ≈ (F + {self.damping:g})⁻¹∇L"
         if not self.line_search:
@@ -128,12 +127,13 @@ class TrustRegion:
         which = "the first" if self.candidates == "first" else "the best"
         return f"{which} {self.backtrack:g}^j·{length} with L up and KL(π_old‖π_θ) ≤ {self.delta:g}"
 
-    def __call__(self, problem: Problem) -> Metrics:
+    def __call__(self, problem: object) -> Metrics:
+        problem = asked(problem, CurvatureProblem, self)  # type: ignore[type-abstract]
         gradient, measured = problem.gradient()
         metrics = merge(measured, self._move(problem, gradient))
         return merge(metrics, *(problem.fit() for _ in range(self.value_updates)))
 
-    def _move(self, problem: Problem, gradient: Tensor) -> Metrics:
+    def _move(self, problem: CurvatureProblem, gradient: Tensor) -> Metrics:
         norm = float(gradient.norm())
         if norm == 0:  # no completion can move the weights
             return {"updates/skipped": Sum(1.0)}
@@ -151,7 +151,7 @@ class TrustRegion:
             problem.commit(point.scale * full)
         return self._report(point, not_finite) | solved
 
-    def _solve(self, problem: Problem, gradient: Tensor) -> tuple[Tensor, float, float]:
+    def _solve(self, problem: CurvatureProblem, gradient: Tensor) -> tuple[Tensor, float, float]:
         """(x ≈ (F + damping)⁻¹∇L, conjugate gradient's residual, xᵀFx)."""
         sampled = self.fisher == "sampled"
         seen = problem if self.fisher_share == 1 else problem.some(self.fisher_share)
@@ -160,7 +160,7 @@ class TrustRegion:
         # The length is set by the KL itself: on all groups, for few of them know little curvature, and without the damping.
         return x, residual, float(x @ problem.fisher(x, sampled))
 
-    def _search(self, problem: Problem, full: Tensor) -> tuple[_Point | None, int]:
+    def _search(self, problem: CurvatureProblem, full: Tensor) -> tuple[_Point | None, int]:
         """(the candidate to take, how many were not finite)."""
         before, _ = problem.evaluate(torch.zeros_like(full))
         if not math.isfinite(before):

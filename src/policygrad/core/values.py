@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
+from policygrad.core.batch import Batch, required
 from policygrad.core.metrics import Max, Mean, Metrics, Min
-from policygrad.core.terms import required
-from policygrad.core.types import Batch
+from policygrad.core.protocols import Advantage
+from policygrad.errors import ConfigError
 
 NEEDS = frozenset({"values"})
 
@@ -25,7 +26,7 @@ NEEDS = frozenset({"values"})
 def _unit(part: object, **values: float) -> None:
     for name, value in values.items():
         if not 0 <= value <= 1:
-            raise ValueError(f"{type(part).__name__}.{name} must be in [0, 1], not {value}")
+            raise ConfigError(f"{type(part).__name__}.{name} must be in [0, 1], not {value}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class Packed:
 
     @classmethod
     def of(cls, batch: Batch, part: object) -> Packed:
-        """Raises ValueError when the batch has no values."""
+        """Raises ConfigError when the batch has no values."""
         values = ragged.masked(required(batch.values, part, "values"), batch.mask).to(batch.reward.dtype)
         order = torch.sort((~batch.mask).int(), dim=1, stable=True).indices
         mask = batch.mask.gather(1, order)
@@ -74,7 +75,7 @@ def _discounted(delta: Tensor, rate: Tensor | float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NStep:
+class NStep(Advantage):
     """A_t = Σ_{k<n} γ^k r_{t+k} + γ^n V_{t+n} − V_t. n = 1 is TD(0); n = 0 takes every reward to the end: Monte Carlo.
 
     Source: Mnih et al. 2016 (A3C), sec. 4, where k counts the steps after the first: n = k + 1.
@@ -88,7 +89,7 @@ class NStep:
     def __post_init__(self) -> None:
         _unit(self, gamma=self.gamma)
         if self.n < 0:
-            raise ValueError(f"NStep.n must be at least 1, or 0 for Monte Carlo, not {self.n}")
+            raise ConfigError(f"NStep.n must be at least 1, or 0 for Monte Carlo, not {self.n}")
 
     @property
     def formula(self) -> str:
@@ -114,7 +115,7 @@ def _delta(p: Packed, gamma: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GAE:
+class GAE(Advantage):
     """A_t = Σ_l (γλ)^l δ_{t+l}: the geometric mixture of n-step advantages. Source: Schulman et al. 2016, eq. 16."""
 
     gamma: float = 1.0
@@ -135,7 +136,7 @@ class GAE:
 
 
 @dataclass(frozen=True)
-class LengthAdaptiveGAE:
+class LengthAdaptiveGAE(Advantage):
     """GAE with λ = max(0, 1 − 1/(α·l)), l the completion's sampled tokens. Source: Yue et al. 2025 (VAPO), sec. 4.2.
 
     λ is 0 up to l = 1/α tokens (20 at α = 0.05): short answers need a larger α.
@@ -149,7 +150,7 @@ class LengthAdaptiveGAE:
     def __post_init__(self) -> None:
         _unit(self, gamma=self.gamma)
         if not self.alpha > 0:
-            raise ValueError(f"LengthAdaptiveGAE.alpha must be greater than 0, not {self.alpha}")
+            raise ConfigError(f"LengthAdaptiveGAE.alpha must be greater than 0, not {self.alpha}")
 
     @property
     def formula(self) -> str:
@@ -174,7 +175,7 @@ class LengthAdaptiveGAE:
 
 
 @dataclass(frozen=True)
-class Whiten:
+class Whiten(Advantage):
     """Ψ ← (Ψ − mean)/(std + eps), ddof 1, over the sampled tokens of the rollout. Source: Huang et al. 2022 (PPO details)."""
 
     eps: float = 1e-8

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Forward
 from policygrad.core.objective import surrogate
-from policygrad.core.types import Forward
-from policygrad.lab.groups import Steps, all_steps
+from policygrad.lab.groups import WeightedSteps, all_steps
 from policygrad.lab.levers import Levers, decide
 from policygrad.lab.policies import Table
 from policygrad.lab.sequences import World
@@ -69,7 +69,7 @@ def expected_move(algorithm: Algorithm, setting: Setting, size: int, lr: float) 
     algorithm, steps = setting.prepared(algorithm), all_steps(setting, size)
     levers = decide(algorithm, setting, steps)
     weight = steps.weight
-    if any(getattr(part, "rounds", 1) > 1 for part in algorithm.filters):  # sampled again until something is left
+    if any(part.rounds > 1 for part in algorithm.filters):  # sampled again until something is left
         weight = weight * levers.mask.flatten(1).any(1)[levers.index]
         weight = weight / weight.sum()
     theta = setting.theta
@@ -79,7 +79,7 @@ def expected_move(algorithm: Algorithm, setting: Setting, size: int, lr: float) 
     return weight @ (thetas - theta)
 
 
-def _ascent(algorithm: Algorithm, setting: Setting, steps: Steps, levers: Levers, thetas: Tensor) -> Tensor:
+def _ascent(algorithm: Algorithm, setting: Setting, steps: WeightedSteps, levers: Levers, thetas: Tensor) -> Tensor:
     """[M, P] the surrogate's direction of growth for each group at a θ of its own [M, P]: M prompts with parameters apart."""
     world, number = setting.world, len(thetas)
     leaf = thetas.flatten().requires_grad_()

@@ -12,11 +12,12 @@ from policygrad.algorithms import DR_GRPO, GRPO
 from policygrad.core.advantages import LeaveOneOut
 from policygrad.core.aggregates import FixedLength, SequenceMean
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch, Forward
 from policygrad.core.gates import Clip
+from policygrad.core.protocols import Aggregation, Term
 from policygrad.core.shaping import KLInReward
-from policygrad.core.steps import FirstOrder
 from policygrad.core.terms import KLToReference
-from policygrad.core.types import Aggregation, Batch, Forward, Term
+from policygrad.core.update_rules import FirstOrder
 from policygrad.lab.drift import train
 from policygrad.lab.finding import Finding, verdict
 from policygrad.lab.findings.baselines import centred
@@ -121,7 +122,7 @@ def length_drift(seed: int = 0) -> Finding:
 
 
 @dataclass(frozen=True)
-class K1InLoss:
+class K1InLoss(Term):
     """k = −β, the derivative of −β·(log π_θ − log π_ref): what the library refuses. E Σ_t ∇log π = 0, so it asks for nothing."""
 
     beta: float

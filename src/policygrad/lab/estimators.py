@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.objective import Coefficients, surrogate
-from policygrad.core.types import Batch, Forward
+from policygrad.core.batch import Batch, Coefficients, Forward
+from policygrad.core.objective import surrogate
 from policygrad.lab.calculus import jacobian
-from policygrad.lab.groups import Steps
+from policygrad.lab.groups import WeightedSteps
 from policygrad.lab.levers import Levers, decide
 from policygrad.lab.setting import Setting
 
@@ -49,7 +49,7 @@ class Estimates:
         return spread if self.exact else spread * kept / max(1, kept - 1)
 
 
-def estimates(algorithm: Algorithm, setting: Setting, steps: Steps, levers: Levers | None = None) -> Estimates:
+def estimates(algorithm: Algorithm, setting: Setting, steps: WeightedSteps, levers: Levers | None = None) -> Estimates:
     """The algorithm's gradient at θ for every step.
 
     levers: those of another setting with the same π_old, reference and critic, where they are known.
@@ -72,9 +72,7 @@ def estimates(algorithm: Algorithm, setting: Setting, steps: Steps, levers: Leve
         gradients.append(gradient)
         per_completion.append(score.sum(-1) / book.lengths[steps.rows[part]])
     weight = steps.weight
-    if any(
-        getattr(part, "rounds", 1) > 1 for part in algorithm.filters
-    ):  # refilled: sampled again until something is left
+    if any(part.rounds > 1 for part in algorithm.filters):  # refilled: sampled again until something is left
         weight = weight * levers.mask.flatten(1).any(1)[levers.index]
         weight = weight / weight.sum()
     return Estimates(torch.cat(gradients), weight, torch.cat(per_completion), steps.exact)

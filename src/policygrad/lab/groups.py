@@ -19,7 +19,7 @@ MOST_COMPLETIONS = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
+class WeightedSteps:
     """M steps of B completions each."""
 
     rows: Tensor
@@ -39,7 +39,7 @@ def multisets(n: int, size: int) -> int:
     return math.comb(n + size - 1, size)
 
 
-def all_steps(setting: Setting, size: int, silent: int = 0) -> Steps:
+def all_steps(setting: Setting, size: int, silent: int = 0) -> WeightedSteps:
     """One group of one prompt is a step: every multiset of G completions of every prompt, with its multinomial probability.
 
     silent: of N = G + silent completions, so many count in the statistics alone (multisets of both kinds, side by side).
@@ -63,7 +63,7 @@ def all_steps(setting: Setting, size: int, silent: int = 0) -> Steps:
     offset = torch.arange(world.prompts)[:, None, None] * world.tree.size
     rows = (tuples + offset).flatten(0, 1)
     quiet = torch.arange(size + silent) >= size if silent else None
-    return Steps(rows, chances.flatten() / world.prompts, True, torch.zeros(size + silent).long(), quiet)
+    return WeightedSteps(rows, chances.flatten() / world.prompts, True, torch.zeros(size + silent).long(), quiet)
 
 
 def count_steps(setting: Setting, size: int, silent: int = 0) -> int:
@@ -84,7 +84,9 @@ def _multisets(log_p: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return tuples, (float(math.factorial(size)) / repeats) * log_p[:, tuples].sum(-1).exp()
 
 
-def sample_steps(setting: Setting, size: int, steps: int = SAMPLED_STEPS, prompts: int = 1, seed: int = 0) -> Steps:
+def sample_steps(
+    setting: Setting, size: int, steps: int = SAMPLED_STEPS, prompts: int = 1, seed: int = 0
+) -> WeightedSteps:
     """M steps of `prompts` groups of G completions, drawn independently; prompts are drawn with replacement.
 
     Raises:
@@ -103,10 +105,10 @@ def sample_steps(setting: Setting, size: int, steps: int = SAMPLED_STEPS, prompt
     drawn = torch.multinomial(chance, size, replacement=True, generator=generator)
     rows = (drawn + prompt[:, None] * world.tree.size).reshape(steps, prompts * size)
     weight = torch.full((steps,), 1 / steps, dtype=torch.float64)
-    return Steps(rows, weight, False, torch.arange(prompts).repeat_interleave(size))
+    return WeightedSteps(rows, weight, False, torch.arange(prompts).repeat_interleave(size))
 
 
-def steps_for(setting: Setting, size: int, seed: int = 0) -> Steps:
+def steps_for(setting: Setting, size: int, seed: int = 0) -> WeightedSteps:
     """All of them where their number allows, else a sample."""
     exact = count_steps(setting, size) <= MOST_STEPS
     return all_steps(setting, size) if exact else sample_steps(setting, size, seed=seed)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.objective import Coefficients
-from policygrad.core.types import PER_COMPLETION, PER_TOKEN, Batch
-from policygrad.lab.groups import Steps
+from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch, Coefficients
+from policygrad.lab.groups import WeightedSteps
 from policygrad.lab.setting import Setting
 
 ALONE = 32
@@ -47,7 +46,7 @@ class Levers:
 
 
 @torch.no_grad()
-def decide(algorithm: Algorithm, setting: Setting, steps: Steps) -> Levers:
+def decide(algorithm: Algorithm, setting: Setting, steps: WeightedSteps) -> Levers:
     """The step-wise parts of an algorithm that `setting` has prepared."""
     book = setting.book(algorithm)
     rows, index, place = _distinct(_kinds(algorithm, book), steps)
@@ -61,7 +60,7 @@ def decide(algorithm: Algorithm, setting: Setting, steps: Steps) -> Levers:
     return Levers(mask, psi, _aggregated(algorithm, batch, mask, weight), index, place)
 
 
-def _distinct(kind: Tensor, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+def _distinct(kind: Tensor, steps: WeightedSteps) -> tuple[Tensor, Tensor, Tensor]:
     """(an example's rows of each distinct step [U, B], which one a step is [M], where its completions stand there [M, B])."""
     silent = torch.zeros_like(steps.group, dtype=torch.bool) if steps.silent is None else steps.silent
     key = (steps.group * 2 + silent) * (int(kind.max()) + 1) + kind[steps.rows]  # groups and silence keep their places
@@ -74,14 +73,14 @@ def _distinct(kind: Tensor, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
 def _kinds(algorithm: Algorithm, book: Batch) -> Tensor:
     """[R] int64: rows of the book are of one kind if no part that sees a whole step can tell them apart."""
     parts = [part for name, part in algorithm.parts() if name in STEPWISE]
-    read = {"mask", "reward", "truncated", "values"}.union(*(getattr(part, "needs", frozenset()) for part in parts))
+    read = {"mask", "reward", "truncated", "values"}.union(*(part.needs for part in parts))
     fields = [getattr(book, name) for name in (*PER_TOKEN, *PER_COMPLETION) if name in read]
     columns = [f.double().reshape(len(book.mask), -1) for f in fields if f is not None]
     kind: Tensor = torch.unique(torch.cat(columns, 1), dim=0, return_inverse=True)[1]
     return kind
 
 
-def _batch(book: Batch, rows: Tensor, steps: Steps) -> Batch:
+def _batch(book: Batch, rows: Tensor, steps: WeightedSteps) -> Batch:
     """All distinct steps in one batch [U·B], each with groups of its own."""
     number = int(steps.group.max()) + 1
     group = (torch.arange(len(rows))[:, None] * number + steps.group).flatten()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.lab.estimators import Estimates, blocks, estimates
-from policygrad.lab.groups import Steps, steps_for
+from policygrad.lab.groups import WeightedSteps, steps_for
 from policygrad.lab.levers import Levers, decide
 from policygrad.lab.setting import Setting
 
@@ -79,7 +79,11 @@ def figures(gradient: Tensor, weight: Tensor, truth: Tensor, exact: bool = True)
 
 
 def measure(
-    algorithm: Algorithm, setting: Setting, steps: Steps | None = None, levers: Levers | None = None, name: str = ""
+    algorithm: Algorithm,
+    setting: Setting,
+    steps: WeightedSteps | None = None,
+    levers: Levers | None = None,
+    name: str = "",
 ) -> Measured:
     """The algorithm's estimator in this setting; without `steps`, one group of its own default size is a step."""
     steps = steps_for(setting, algorithm.samples_per_prompt) if steps is None else steps
@@ -128,7 +132,7 @@ def _errors(found: Estimates, truth: Tensor) -> Figures:
 
 
 def _by_difficulty(
-    algorithm: Algorithm, setting: Setting, steps: Steps, found: Estimates
+    algorithm: Algorithm, setting: Setting, steps: WeightedSteps, found: Estimates
 ) -> tuple[Mapping[str, float], ...]:
     if int(steps.group.max()) > 0:
         return ()
@@ -145,7 +149,7 @@ def _by_difficulty(
     return tuple(rows)
 
 
-def _by_length(setting: Setting, steps: Steps, found: Estimates) -> tuple[Mapping[str, float], ...]:
+def _by_length(setting: Setting, steps: WeightedSteps, found: Estimates) -> tuple[Mapping[str, float], ...]:
     world = setting.world
     best = (world.reward == world.reward.amax(1, keepdim=True)).flatten()[steps.rows]
     length = world.tree.lengths.repeat(world.prompts)[steps.rows]

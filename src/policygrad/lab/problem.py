@@ -1,4 +1,4 @@
-"""A step's `Problem` on a tabular MDP, without sampling: what a library's step does when every expectation is exact."""
+"""A problem on a tabular MDP, without sampling: what an update rule does when every expectation is exact."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from policygrad.core.metrics import Metrics
-from policygrad.core.steps import Problem
 from policygrad.lab import mdp as exact
 from policygrad.lab.mdp import TabularMDP, softmax, solve
 
@@ -35,13 +34,9 @@ class ExactProblem:
         """J(π_θ)."""
         return float(solve(self.mdp, softmax(self.theta)).objective)
 
-    def split(self, epoch: int, minibatches: int) -> list[Problem]:
+    def split(self, epoch: int, minibatches: int) -> list[ExactProblem]:
         """An expectation has no minibatches: each is the whole."""
         return [self] * minibatches
-
-    def some(self, share: float) -> Problem:
-        """Nor has it groups to choose from."""
-        return self
 
     def accumulate(self) -> Metrics:
         self.pending = self.pending + exact.gradient(self.mdp, self.theta)
@@ -51,6 +46,10 @@ class ExactProblem:
         self.commit((self.lr * self.pending).flatten())
         self.pending = torch.zeros_like(self.theta)
         return {}
+
+    def some(self, share: float) -> ExactProblem:
+        """Nor has it groups to choose from."""
+        return self
 
     def gradient(self) -> tuple[Tensor, Metrics]:
         return exact.gradient(self.mdp, self.theta).flatten(), {}
@@ -79,6 +78,6 @@ class ExactProblem:
     def measured(self) -> Metrics:
         return {}
 
-    def adapted(self, metrics: Metrics) -> Problem | None:
+    def adapted(self, metrics: Metrics) -> ExactProblem | None:
         """No β adapts here."""
         return None

@@ -18,7 +18,7 @@ from policygrad.lab.worlds import OFF_POLICY_KL, table_settings
 
 
 @dataclass(frozen=True)
-class Report:
+class LabReport:
     """What `policygrad lab` shows."""
 
     rows: tuple[tuple[Measured, Measured], ...]
@@ -50,7 +50,7 @@ def report(
     kl: float = OFF_POLICY_KL,
     seed: int = 0,
     names: Sequence[str] | None = None,
-) -> Report:
+) -> LabReport:
     """Measures the algorithms and runs the experiments (`names`; None = all, () = none).
 
     Raises:
@@ -67,7 +67,7 @@ def report(
         f"{on.world.prompts} prompts solved with probability {p}; {tree.size} completions each (vocabulary {tree.vocabulary}, up "
         f"to {tree.length} tokens); a critic that errs by {on.critic_error:g}"
     )
-    return Report(rows, findings, group_size, kl, seed, world)
+    return LabReport(rows, findings, group_size, kl, seed, world)
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from policygrad.core.advantages import reward_to_go, totals
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch, Forward
 from policygrad.core.shaping import KLInReward
 from policygrad.core.terms import KLToReference
-from policygrad.core.types import Batch, Forward
 from policygrad.lab.calculus import derivative
 from policygrad.lab.sequences import World
 
@@ -60,13 +60,15 @@ class Setting:
         """The algorithm in the midst of a run here: open lengths are the budget, a running mean has seen the mean reward J."""
         zero, seen = torch.zeros(1, 1).double(), self.world.objective(self.behaviour.detach())[None]
         batch = Batch(mask=zero == 0, group=torch.zeros(1).long(), reward=seen, logp_old=zero, logp_ref=zero)
-        return algorithm.with_budget(self.budget).observe(batch)
+        algorithm = algorithm.with_budget(self.budget)
+        return algorithm.at(algorithm.update(algorithm.init(), batch))
 
     def book(self, algorithm: Algorithm) -> Batch:
         """Every completion of every prompt once, [X·N, L], with the fields that the algorithm reads."""
         world, old = self.world, self.old_or_theta
-        reads = set(algorithm.declared) | ({"logp_old"} if self.old is not None else set())
-        if any(getattr(part, "samples_values", False) for _, part in algorithm.parts()):
+        said = algorithm.behaviour == "sampler"  # π_old := μ
+        reads = set(algorithm.declared) | ({"logp_old"} if self.old is not None or said else set())
+        if any(link.samples_values for link in algorithm.psi):
             reads.add("values")  # a rollout would sample them
         batch = Batch(
             mask=world.mask,
@@ -75,7 +77,7 @@ class Setting:
             truncated=world.tree.truncated.repeat(world.prompts) if self.cut else None,
         )
         reference = self.theta if self.reference is None else self.reference
-        thetas = {"logp_old": old, "logp_ref": reference, "logp_sampler": self.behaviour}
+        thetas = {"logp_old": self.behaviour if said else old, "logp_ref": reference, "logp_sampler": self.behaviour}
         filled: dict[str, Any] = {n: world.token_logp(t).detach() for n, t in thetas.items() if n in reads}
         if "score_norm" in reads:
             filled["score_norm"] = world.scores(old).square().sum(1)

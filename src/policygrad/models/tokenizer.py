@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ModelError
-from policygrad.models.chat import prompt_ids
+from policygrad.models.chat import Message, Tools, continuation, prompt_ids
 from policygrad.models.loading import cannot_load, context_length, resolve
 
 
@@ -28,14 +28,20 @@ class Tokenizer:
     context: int | None
     """Tokens a prompt and its completion may take together."""
 
-    def encode(self, prompt: str | Sequence[Mapping[str, str]], max_tokens: int, source: str = "a prompt") -> Tensor:
+    def encode(
+        self,
+        prompt: str | Sequence[Message],
+        max_tokens: int,
+        source: str = "a prompt",
+        tools: Tools | None = None,
+    ) -> Tensor:
         """[P] int64. A string is encoded as it stands; chat messages are rendered by the tokenizer's template.
 
         Raises:
             ModelError: no chat template, or one that refuses the messages; a prompt without tokens; a prompt that leaves no
                 room for max_tokens.
         """
-        ids = prompt_ids(self, prompt, source=source)
+        ids = prompt_ids(self, prompt, tools=tools, source=source)
         if not ids:
             raise ModelError(f"{source} has no tokens: {prompt!r}. A prompt needs at least one")
         if self.context is not None and len(ids) + max_tokens > self.context:
@@ -44,6 +50,17 @@ class Tokenizer:
                 f"of {self.name!r}. Shorten it, or lower --max-tokens. It begins: {str(prompt)[:80]!r}"
             )
         return torch.tensor(ids, dtype=torch.int64)
+
+    def continuation(
+        self,
+        so_far: str | Sequence[Message],
+        reply: str,
+        new: str | Sequence[Message],
+        source: str = "a conversation",
+        tools: Tools | None = None,
+    ) -> Tensor:
+        """[n] int64; the ids between a sampled turn and the next: see `chat.continuation`, also for what it raises."""
+        return torch.tensor(continuation(self, so_far, reply, new, tools=tools, source=source), dtype=torch.int64)
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         """The text, without end and padding tokens."""

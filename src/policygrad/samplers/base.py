@@ -1,14 +1,16 @@
-"""What a rollout is made of: prompts in, groups of completions out; token ids all the way, never re-tokenised."""
+"""What a sampler is: requests in, generations out, token ids both ways. An engine is one file that does this."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from policygrad.errors import ConfigError
 from policygrad.weight_sync.base import Published
 
 
@@ -23,21 +25,21 @@ class Sampling:
     top_k: int = 0
     """Keep the k most probable tokens; 0 = all."""
     max_tokens: int = 32
-    """Generation budget, tokens per completion."""
+    """Generation budget, sampled tokens per completion."""
     decode_rows: int = 512
     """Completions decoded at a time: fewer take less memory, more are faster; the draws are the same."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"sampling.temperature must be at least 0 and finite, not {self.temperature}")
+            raise ConfigError(f"sampling.temperature must be at least 0 and finite, not {self.temperature}")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling.top_p must be in (0, 1], not {self.top_p}")
+            raise ConfigError(f"sampling.top_p must be in (0, 1], not {self.top_p}")
         if self.top_k < 0:
-            raise ValueError(f"sampling.top_k must be at least 0 (0 = all tokens), not {self.top_k}")
+            raise ConfigError(f"sampling.top_k must be at least 0 (0 = all tokens), not {self.top_k}")
         if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+            raise ConfigError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if self.decode_rows < 1:
-            raise ValueError(f"decode_rows must be at least 1, not {self.decode_rows}")
+            raise ConfigError(f"decode_rows must be at least 1, not {self.decode_rows}")
 
     @property
     def cuts_off(self) -> bool:
@@ -46,50 +48,45 @@ class Sampling:
 
 
 @dataclass(frozen=True, eq=False)
-class Prompt:
-    """A prompt (or a prompt and a prefix of its answer) as token ids, and the key its samples draw their numbers from."""
+class Request:
+    """One completion to draw. Requests that share their `tokens` (the same tensor) are read once by a sampler that can."""
 
     tokens: Tensor
-    """[P] int64, at least one."""
+    """[P] int64, at least one: everything before what is to be drawn."""
     key: tuple[int, ...]
-    """(seed, stream, step, prompt), and of a prefix (…, sample, position); sample j draws from key + (j,)."""
-    max_tokens: int | None = None
-    """What a prefix leaves of the generation budget, in tokens; None = all of it."""
-
-    def budget(self, sampling: Sampling) -> int:
-        """Tokens that a completion may take."""
-        return sampling.max_tokens if self.max_tokens is None else min(self.max_tokens, sampling.max_tokens)
+    """Names its random numbers: the same key and weights draw the same, whatever else is asked beside it."""
+    sampling: Sampling
+    max_tokens: int
+    """Tokens that may be drawn, at least one."""
 
 
 @dataclass(frozen=True, eq=False)
-class Completion:
-    """One sampled answer."""
+class Generation:
+    """What was drawn for a request."""
 
     tokens: Tensor
     """[n] int64, the end token included where it was sampled."""
     logp: Tensor
     """[n] nats, under the distribution that was really sampled from."""
-    truncated: bool
-    """Stopped by the budget."""
+    finish_reason: Literal["stop", "length"]
+    """stop: the policy ended it; length: the budget did."""
+    version: int | Tensor
+    """Of the weights that drew it; [n] int64 where they changed on the way."""
+
+    @property
+    def versions(self) -> Tensor:
+        """[n] int64."""
+        return self.version if isinstance(self.version, Tensor) else torch.full(self.tokens.shape, self.version)
 
 
-@dataclass(frozen=True, eq=False)
-class Group:
-    """The completions of one prompt."""
-
-    prompt: Prompt
-    completions: tuple[Completion, ...]
-    version: int
-    """Of the weights that sampled it."""
-
-
+@runtime_checkable
 class Sampler(Protocol):
-    """Turns prompts into groups of completions."""
+    """Draws completions under some version of the policy."""
 
-    def sample(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
-        """n completions of each prompt, in the order of `prompts`."""
+    async def generate(self, requests: Sequence[Request]) -> Sequence[Generation]:
+        """One generation per request, in their order."""
         ...
 
-    def load(self, weights: Published) -> None:
-        """Samples from these weights from now on."""
+    async def update(self, weights: Published) -> None:
+        """Returns when what is drawn from now on is drawn with these weights, and its version says so."""
         ...

@@ -18,7 +18,7 @@ _NAMES = ("past_key_values", "cache_params")  # the second: state-space models
 class RoomyLayer(DynamicLayer):
     """A cache layer whose memory [N, H, capacity, D] is allocated ahead; the keys and values so far are a view of it."""
 
-    def __init__(self, keys: Tensor, values: Tensor, repeats: int, room: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, repeats: Tensor | None, room: int) -> None:
         super().__init__()
         self.length = keys.shape[-2]
         self.room_keys, self.room_values = (_roomy(x, repeats, room) for x in (keys, values))
@@ -26,19 +26,23 @@ class RoomyLayer(DynamicLayer):
         self._show()
 
     def _show(self) -> None:
-        self.keys, self.values = self.room_keys[:, :, : self.length], self.room_values[:, :, : self.length]
+        self.keys, self.values = self._used(self.room_keys), self._used(self.room_values)
+
+    def _used(self, room: Tensor) -> Tensor:
+        return room[:, :, : self.length]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         end = self.length + key_states.shape[-2]
         if end > self.room_keys.shape[-2]:
             self.room_keys, self.room_values = (
-                _roomy(x, 1, max(ROOM, end - self.length)) for x in (self.keys, self.values)
+                _roomy(x, None, max(ROOM, end - self.length))
+                for x in (self._used(self.room_keys), self._used(self.room_values))
             )
         self.room_keys[:, :, self.length : end] = key_states
         self.room_values[:, :, self.length : end] = value_states
         self.length = end
         self._show()
-        return self.keys, self.values
+        return self._used(self.room_keys), self._used(self.room_values)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keeps these rows (no more than there are), in place: fresh memory for all of the room would cost more than the copy."""
@@ -49,11 +53,13 @@ class RoomyLayer(DynamicLayer):
         self._show()
 
 
-def _roomy(x: Tensor, repeats: int, room: int) -> Tensor:
+def _roomy(x: Tensor, repeats: Tensor | None, room: int) -> Tensor:
+    """A copy with room behind it, row i `repeats[i]` times."""
+    x = x if repeats is None else x.repeat_interleave(repeats, 0)
     rows, heads, length, width = x.shape
-    roomy = x.new_empty(rows, repeats, heads, length + room, width)
-    roomy[:, :, :, :length] = x[:, None]
-    return roomy.flatten(0, 1)
+    roomy = x.new_empty(rows, heads, length + room, width)
+    roomy[:, :, :length] = x
+    return roomy
 
 
 def cache_of(out: Any) -> tuple[str, Any]:
@@ -72,13 +78,13 @@ def cache_of(out: Any) -> tuple[str, Any]:
     )
 
 
-def expand(cache: Any, rows: int, repeats: int, room: int) -> None:
-    """One cache row per completion from one per prompt; layers of another kind (sliding window, state space) grow themselves."""
+def expand(cache: Any, repeats: Tensor, room: int) -> None:
+    """Row i `repeats[i]` times, one per completion; layers of another kind (sliding window, state space) grow themselves."""
     for i, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer and isinstance(layer.keys, torch.Tensor):
+        if type(layer) is DynamicLayer and isinstance(layer.keys, Tensor) and isinstance(layer.values, Tensor):
             cache.layers[i] = RoomyLayer(layer.keys, layer.values, repeats, min(room, ROOM))
         elif hasattr(layer, "reorder_cache"):
-            layer.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
+            layer.reorder_cache(torch.arange(len(repeats), device=repeats.device).repeat_interleave(repeats))
 
 
 def select(cache: Any, rows: Tensor) -> None:

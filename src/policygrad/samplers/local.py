@@ -1,4 +1,4 @@
-"""A sampler in this process, for any `AutoModelForCausalLM`: prompts are read once per group, finished rows leave the batch."""
+"""A sampler in this process, for any `AutoModelForCausalLM`: equal contexts are read once, finished rows leave the batch."""
 
 from __future__ import annotations
 
@@ -8,52 +8,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policygrad.samplers.base import Completion, Group, Prompt, Sampling
+from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.draw import draw, uniforms
 from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.in_process import copy_weights
 
 
 class LocalSampler:
-    """Decodes with the model it is given; when that is the learner's own model, `load` moves nothing."""
+    """Decodes with the model it is given; when that is the learner's own model, `update` moves nothing."""
 
     def __init__(self, model: nn.Module, end: frozenset[int], pad: int) -> None:
         self.model, self.pad, self.version = model, pad, 0
         self.device = next(model.parameters()).device
         self.end = torch.tensor(sorted(end), device=self.device)
 
-    def load(self, weights: Published) -> None:
+    async def update(self, weights: Published) -> None:
         """Copies the weights, except where they already are this model's own memory."""
-        own = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in weights.tensors.items():
-                if own[name].data_ptr() != tensor.data_ptr():
-                    own[name].copy_(tensor)
+        copy_weights(weights.tensors, self.model)
         self.version = weights.version
 
-    @torch.no_grad()
-    def sample(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
-        """n completions of each prompt. A prompt's samples depend on its key and the weights, not on its neighbours
-        (up to the rounding of a differently shaped matrix product)."""
-        groups: dict[int, Group] = {}
-        for chunk in _chunks(prompts, max(1, sampling.decode_rows // n)):
-            rows = self._decode([prompts[i] for i in chunk], n, sampling)
-            for place, i in enumerate(chunk):
-                groups[i] = Group(prompts[i], tuple(rows[place * n : (place + 1) * n]), self.version)
-        return [groups[i] for i in range(len(prompts))]
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """A generation depends on its request and the weights, not on its neighbours (up to the rounding of a differently
+        shaped matrix product)."""
+        done: dict[int, Generation] = {}
+        for sampling in dict.fromkeys(r.sampling for r in requests):
+            rows = [i for i, r in enumerate(requests) if r.sampling == sampling]
+            for chunk in _chunks(requests, rows, sampling.decode_rows):
+                places = [i for group in chunk for i in group]
+                done |= zip(places, self._decode([[requests[i] for i in group] for group in chunk]), strict=True)
+        return [done[i] for i in range(len(requests))]
 
-    def _prefill(self, prompts: Sequence[Prompt], n: int, room: int) -> tuple[Tensor, dict[str, Any], Tensor]:
-        """Reads each prompt once; logits [P·n, V], cache and attention mask [P·n, L + room] are then one row per completion.
+    def _prefill(self, contexts: Sequence[Tensor], repeats: Tensor, room: int) -> tuple[Tensor, dict[str, Any], Tensor]:
+        """Reads each context once; logits [N, V], cache and attention mask [N, L + room] are then one row per completion.
 
         The cache stands under the name that the model's forward pass takes it by.
         """
         from policygrad.samplers.cache import cache_of, expand
 
-        width = max(len(p.tokens) for p in prompts)
-        ids = torch.full((len(prompts), width), self.pad)
-        attention = torch.zeros(len(prompts), width + room, dtype=torch.int64)
-        for i, prompt in enumerate(prompts):
-            ids[i, width - len(prompt.tokens) :] = prompt.tokens
-            attention[i, width - len(prompt.tokens) :] = 1
+        width = max(map(len, contexts))
+        ids = torch.full((len(contexts), width), self.pad)
+        attention = torch.zeros(len(contexts), width + room, dtype=torch.int64)
+        for i, tokens in enumerate(contexts):
+            ids[i, width - len(tokens) :] = tokens
+            attention[i, width - len(tokens) :] = 1
         ids, attention = ids.to(self.device), attention.to(self.device)
         seen = attention[:, :width]
         positions = (seen.cumsum(1) - 1).clamp(min=0)
@@ -66,18 +63,22 @@ class LocalSampler:
             return_dict=True,
         )
         name, cache = cache_of(out)
-        expand(cache, len(prompts), n, room)
-        return out.logits[:, -1].repeat_interleave(n, 0), {name: cache}, attention.repeat_interleave(n, 0)
+        expand(cache, repeats, room)
+        return out.logits[:, -1].repeat_interleave(repeats, 0), {name: cache}, attention.repeat_interleave(repeats, 0)
 
-    def _decode(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Completion]:
+    @torch.no_grad()
+    def _decode(self, groups: Sequence[Sequence[Request]]) -> list[Generation]:
+        """The requests of a group have one context."""
         from policygrad.samplers.cache import select
 
-        limit = torch.tensor([p.budget(sampling) for p in prompts], device=self.device).repeat_interleave(n)
-        budget, rows = int(limit.max()), len(prompts) * n
-        logits, cache, attention = self._prefill(prompts, n, budget)
+        requests = [r for group in groups for r in group]
+        repeats = torch.tensor([len(group) for group in groups], device=self.device)
+        limit = torch.tensor([r.max_tokens for r in requests], device=self.device)
+        budget, rows, sampling = int(limit.max()), len(requests), requests[0].sampling
+        logits, cache, attention = self._prefill([group[0].tokens for group in groups], repeats, budget)
         width = attention.shape[1] - budget
-        position = torch.tensor([len(p.tokens) for p in prompts], device=self.device).repeat_interleave(n)
-        u = uniforms([(*p.key, j) for p in prompts for j in range(n)], budget).to(self.device)
+        position = torch.tensor([len(r.tokens) for r in requests], device=self.device)
+        u = uniforms([r.key for r in requests], budget).to(self.device)
         tokens = torch.full((rows, budget), self.pad, device=self.device)
         logps = torch.zeros(rows, budget, device=self.device)
         length = limit.clone()
@@ -113,13 +114,22 @@ class LocalSampler:
                 position + ~over[alive],
             )  # which waits stays within the model's context
         return [
-            Completion(row[:size], p[:size], not done)
+            Generation(row[:size], p[:size], "stop" if done else "length", self.version)
             for row, p, size, done in zip(tokens.cpu(), logps.cpu(), length.tolist(), ended.tolist(), strict=True)
         ]
 
 
-def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[list[int]]:
-    """At most `size` prompts at a time, those of similar length together."""
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
+def _chunks(requests: Sequence[Request], rows: Sequence[int], size: int) -> Iterator[list[list[int]]]:
+    """The places `rows` by context, contexts of similar length together, at most `size` requests (or one context) at a time."""
+    contexts: dict[int, list[int]] = {}
+    for i in rows:
+        contexts.setdefault(id(requests[i].tokens), []).append(i)
+    chunk, held = list[list[int]](), 0
+    for group in sorted(contexts.values(), key=lambda group: len(requests[group[0]].tokens)):
+        if chunk and held + len(group) > size:
+            yield chunk
+            chunk, held = [], 0
+        chunk.append(group)
+        held += len(group)
+    if chunk:
+        yield chunk

@@ -1,4 +1,4 @@
-"""What a run tells the world: JSON lines in its folder, and the terminal. Needs neither torch nor the rest of policygrad.
+"""What a run tells the world: JSON lines in its folder, a terminal, a notebook. Needs neither torch nor the rest of policygrad.
 
 Steps count from 1: `step 12/200` means that twelve optimiser rounds of two hundred are done.
 """
@@ -11,28 +11,50 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from policygrad.trackers.display import Display, PlainDisplay, Sample, Silent
-from policygrad.trackers.jsonl import RunFiles
-from policygrad.trackers.progress import Outline
+from policygrad.trackers.base import RunInfo, Sample, Tracker
+from policygrad.trackers.fanout import Trackers
+from policygrad.trackers.jsonl import JsonlTracker
+from policygrad.trackers.plain import PlainTracker
 from policygrad.trackers.words import change
 
-__all__ = ["Display", "Outline", "PlainDisplay", "RunFiles", "Sample", "Silent", "change", "make_display"]
+__all__ = [
+    "JsonlTracker",
+    "PlainTracker",
+    "RunInfo",
+    "Sample",
+    "Tracker",
+    "Trackers",
+    "change",
+    "default_tracker",
+]
 
 
-def make_display(
+def default_tracker(
     stream: TextIO | None = None, plain: bool | None = None, clock: Callable[[], float] = time.monotonic
-) -> Display:
-    """A live display on a terminal, plain lines elsewhere; `plain` overrules. `stream` is standard output by default.
+) -> Tracker:
+    """A live display in a notebook and on a terminal, plain lines elsewhere; `plain` overrules.
 
+    stream: standard output by default; a notebook's display is for that alone.
     Plain is also what NO_COLOR, TERM=dumb and an encoding without the block characters get.
     """
+    if stream is None and not plain and _in_notebook():
+        from policygrad.trackers.notebook import NotebookTracker
+
+        return NotebookTracker(clock)
     stream = sys.stdout if stream is None else stream
     if plain is None:
         dumb = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
         unicode = (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"
         plain = dumb or not unicode or not stream.isatty()
     if plain:
-        return PlainDisplay(stream, clock)
-    from policygrad.trackers.terminal.live import RichDisplay  # rich is loaded only for a terminal
+        return PlainTracker(stream, clock)
+    from policygrad.trackers.terminal.live import TerminalTracker  # rich is loaded only for a terminal
 
-    return RichDisplay.on(stream, clock)
+    return TerminalTracker.on(stream, clock)
+
+
+def _in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this, or a kind of one such as Colab's; whoever has not loaded IPython is in none."""
+    ipython = sys.modules.get("IPython")
+    kinds = type(ipython.get_ipython()).__mro__ if ipython else ()
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in kinds)

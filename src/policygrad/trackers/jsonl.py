@@ -10,21 +10,32 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
+
+from policygrad.errors import RunError
+from policygrad.trackers.base import Tracker
 
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 
 
-class RunFiles:
+class JsonlTracker(Tracker):
     """Appends to the two files of one run's folder; one process at a time. A torn last line is repaired on opening."""
+
+    essential = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._files = {name: _open(self.folder / name) for name in (METRICS, COMPLETIONS)}
+
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.metrics(step, metrics)
+        self.completions(step, completions)
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.metrics(step, metrics)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Append `{"step": step, "reward": ...}`. Raises TypeError for what JSON lacks, OSError when it cannot write."""
@@ -42,7 +53,7 @@ class RunFiles:
         return sum(self._rewrite(name, step) for name in self._files)
 
     def history(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of one metric so far, without the steps that lack it; a display draws its curve from this."""
+        """(step, value) of one metric so far, without the steps that lack it; a tracker draws its curve from this."""
         rows = (row for _, row in _rows(self.folder / METRICS) if row is not None)
         return [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), int | float)]
 
@@ -55,12 +66,6 @@ class RunFiles:
         for file in self._files.values():
             file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     def _append(self, name: str, lines: list[bytes]) -> None:
         file = self._files[name]
         try:
@@ -68,7 +73,7 @@ class RunFiles:
             file.flush()
         except OSError as error:
             reason = f"{error.strerror}; see to it, then --resume {self.folder} goes on"
-            raise OSError(error.errno, reason, str(self.folder / name)) from error
+            raise RunError(f"{self.folder / name} cannot be written: {reason}") from error
 
     def _rewrite(self, name: str, step: int) -> int:
         path, temporary = self.folder / name, self.folder / f".{name}.tmp"

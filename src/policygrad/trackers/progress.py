@@ -1,38 +1,20 @@
-"""What a run sets out to do, how far it is, and how long the rest will take."""
+"""How far a run is, and how long the rest will take."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
+from policygrad.trackers.base import RunInfo
 from policygrad.trackers.words import count
 
 
-@dataclass(frozen=True)
-class Outline:
-    """A run, for those who have not seen it yet: it ends with its last step, or with its token budget if that is first."""
-
-    title: str
-    facts: Mapping[str, str] = field(default_factory=dict)
-    steps: int = 1
-    """The last one's number."""
-    first_step: int = 1
-    """The first that this process does."""
-    history: Sequence[tuple[int, float]] = ()
-    """(step, reward) of those before it."""
-    tokens: int | None = None
-    """Sampled tokens after which the run ends; None = no such budget."""
-    sampled: int = 0
-    """Tokens sampled before the first step."""
-
-
-class Course:
+class RunProgress:
     """How far a run is on its way, in steps and in sampled tokens."""
 
-    def __init__(self, outline: Outline) -> None:
-        self.outline, self.step = outline, outline.first_step - 1
-        self.sampled: float = outline.sampled
+    def __init__(self, info: RunInfo) -> None:
+        self.info, self.step = info, info.first_step - 1
+        self.sampled: float = info.sampled
 
     def advance(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step number `step` is done."""
@@ -42,8 +24,8 @@ class Course:
     @property
     def share(self) -> float:
         """Done, from 0 to 1: of the steps or of the tokens, whichever is nearer its end."""
-        of_tokens = self.sampled / self.outline.tokens if self.outline.tokens else 0.0
-        return min(1.0, max(self.step / max(1, self.outline.steps), of_tokens))
+        of_tokens = self.sampled / self.info.tokens if self.info.tokens else 0.0
+        return min(1.0, max(self.step / max(1, self.info.steps), of_tokens))
 
     @property
     def over(self) -> bool:
@@ -53,18 +35,20 @@ class Course:
     @property
     def left(self) -> float:
         """Steps to come, at the tokens per step so far."""
-        steps = float(self.outline.steps - self.step)
-        per_step = (self.sampled - self.outline.sampled) / max(1, self.step - self.outline.first_step + 1)
-        if self.outline.tokens and per_step:
-            steps = min(steps, (self.outline.tokens - self.sampled) / per_step)
+        steps = float(self.info.steps - self.step)
+        per_step = (self.sampled - self.info.sampled) / max(1, self.step - self.info.first_step + 1)
+        if self.info.tokens and per_step:
+            steps = min(steps, (self.info.tokens - self.sampled) / per_step)
         return max(0.0, steps)
 
     @property
     def words(self) -> str:
         """`12/200`, and the tokens where they are counted: `12/200  2.1k/21k tokens`."""
-        total = self.outline.steps
+        total = self.info.steps
         steps = f"{self.step:>{len(str(total))}}/{total}"
-        return f"{steps}  {count(self.sampled)}/{count(self.outline.tokens)} tokens" if self.outline.tokens else steps
+        if not self.info.tokens:
+            return steps
+        return f"{steps}  {count(self.sampled)}/{count(self.info.tokens)} {self.info.budget_unit}"
 
 
 class Pace:

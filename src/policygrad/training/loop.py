@@ -1,4 +1,4 @@
-"""THE LOOP: prompts → rollout → reward → advantage Ψ → objective → update → metrics, checkpoint → rollout …"""
+"""THE LOOP: prompts → environment ⇄ sampler → reward → advantage Ψ → objective → update → weights → sampler …"""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch
+from policygrad.core.behaviour import behaviour, staleness
 from policygrad.core.metrics import Metrics, Sum, merge
-from policygrad.core.types import Batch
-from policygrad.learners.local.learner import Learner
-from policygrad.rollout.collect import Rollout, collect
-from policygrad.rollout.source import Source
-from policygrad.samplers.base import Sampler
+from policygrad.core.protocols import State
+from policygrad.learners.base import Learner
+from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.training.config.run import Run
 
 
@@ -22,8 +22,8 @@ from policygrad.training.config.run import Run
 class Progress:
     """What outlives a step, besides the weights: data in, data out, and a checkpoint holds it."""
 
-    algorithm: Algorithm
-    """With the state of its parts (a running mean)."""
+    state: State
+    """Of the algorithm's parts (a running mean, an adaptive β)."""
     step: int = 0
     """Steps done."""
     position: int = 0
@@ -43,6 +43,8 @@ class Done:
     """One step, for whoever watches."""
 
     step: int
+    algorithm: Algorithm
+    """As it was in this step."""
     rollout: Rollout
     batch: Batch
     psi: Tensor
@@ -56,51 +58,44 @@ class Watcher(Protocol):
         """A step is done; returns what was measured on held-out problems now, if anything, for the algorithm's parts to see."""
         ...
 
-    def save(self, progress: Progress) -> bool:
+    def keep_going(self, progress: Progress) -> bool:
         """What outlives the step, to be saved from time to time; whether to go on."""
         ...
 
 
-def loop(
-    run: Run,
-    source: Source,
-    sampler: Sampler,
-    learner: Learner,
-    progress: Progress,
-    *,
-    until: int,
-    watcher: Watcher,
-) -> Progress:
-    """Steps until step `until`, the run's end, or a `watcher` that says stop. It never asks which sampler or learner it has."""
-    sampler.load(learner.publish())
-    while progress.step < until and not progress.over(run):
-        step, algorithm, began = progress.step + 1, progress.algorithm, time.perf_counter()
-        rollout = collect(
-            source,
-            sampler,
+def loop(run: Run, rollouter: Rollouter, learner: Learner, progress: Progress, watcher: Watcher) -> Progress:
+    """Steps until the `watcher` says stop. It never asks which sampler, environment or learner it has."""
+    rollouter.update(learner.publish())
+    going = True
+    while going:
+        step, algorithm, began = progress.step + 1, run.algorithm.at(progress.state), time.perf_counter()
+        rollout = rollouter.collect(
             algorithm,
             run.sampling,
             prompts=run.prompts_per_step,
             samples=run.group_size,
             step=step,
             position=progress.position,
+            evaluate=learner.evaluate,
         )
         sampled = time.perf_counter()
-        batch = learner.score(rollout.batch, algorithm.needs)
-        psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
+        algorithm, batch = behaviour(algorithm, rollout.batch, learner.version)
+        age = staleness(batch, learner.version)
+        batch = learner.evaluate(batch, algorithm.needs)
+        shaped = algorithm.shaped(batch)
+        psi, batch = algorithm.advantages(batch, shaped), algorithm.with_targets(batch, shaped)
         measured = learner.update(batch, psi, algorithm)
-        sampler.load(learner.publish())
+        rollouter.update(learner.publish())
         updated = time.perf_counter()
-        clock = {"time/rollout": Sum(sampled - began), "time/update": Sum(updated - sampled)}
-        metrics = merge(rollout.metrics, algorithm.report(batch), measured, clock)
-        found = watcher.record(Done(step, rollout, batch, psi, metrics))
+        clock: Metrics = {"time/rollout": Sum(sampled - began), "time/update": Sum(updated - sampled)}
+        metrics = merge(rollout.metrics, age, algorithm.report(batch), measured, clock)
+        found = watcher.record(Done(step, algorithm, rollout, batch, psi, metrics))
         progress = Progress(
-            algorithm=algorithm.observe(batch, measured | found),
+            state=run.algorithm.update(progress.state, batch, measured | found, shaped),
             step=step,
             position=rollout.position,
             tokens=progress.tokens + int(rollout.metrics["tokens/sampled"].value),
             seconds=progress.seconds + updated - began,
         )
-        if not watcher.save(progress):
-            break
+        going = watcher.keep_going(progress)
     return progress

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ModelError
-from policygrad.learners.local.learner import differentiating, recompute_activations
+from policygrad.learners.local.recompute import differentiating, recompute_activations
 from policygrad.models.classifier import (
     context_length,
     encode,
@@ -24,12 +24,13 @@ from policygrad.models.loading import resolve, without_dropout
 from policygrad.models.precision import DTYPES
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.tasks.preferences import Pair, by_prompt, read_pairs, split_rows, without
-from policygrad.trackers import Display, change
+from policygrad.trackers import Tracker, change
+from policygrad.training.callbacks import Callback
 from policygrad.training.config.supervised import RewardModelConfig
-from policygrad.training.folder import configured
-from policygrad.training.setup import pick_device
+from policygrad.training.lifecycle import Result
+from policygrad.training.resources import pick_device
 from policygrad.training.sft import held_out_words
-from policygrad.training.supervised import Numbers, SupervisedResult, supervise
+from policygrad.training.supervised import Numbers, supervise
 
 
 def train_reward_model(
@@ -37,17 +38,27 @@ def train_reward_model(
     *,
     resume: str | Path | None = None,
     stop_after: int | None = None,
-    display: Display | None = None,
-) -> SupervisedResult:
+    display: Tracker | bool = True,
+    trackers: Sequence[Tracker] = (),
+    callbacks: Sequence[Callback] = (),
+) -> Result[Numbers | None]:
     """Trains a reward model on preferences, or goes on with the run in the folder `resume`.
 
-    stop_after: stop, resumably, after so many steps of this call.
+    stop_after: stop, resumably, after so many steps of this call. display, trackers, callbacks: see `Lifecycle`.
 
     Raises:
         PolicygradError: what cannot be trained, with the way out.
     """
-    chosen = configured(config, RewardModelConfig, resume)
-    return supervise(Preferences, chosen, resume=resume, stop_after=stop_after, display=display)
+    return supervise(
+        Preferences,
+        RewardModelConfig,
+        config,
+        resume=resume,
+        stop_after=stop_after,
+        display=display,
+        trackers=trackers,
+        callbacks=callbacks,
+    )
 
 
 class Preferences:
@@ -111,7 +122,7 @@ class Preferences:
                 margin = self.rewards(some).diff(dim=1).squeeze(1).neg()
                 each = torch.tensor([weight[i] for i in some], device=margin.device)
                 loss = (each * bradley_terry(margin)).sum()
-                loss.backward()
+                torch.autograd.backward(loss)
             collect()
             known, c = margin.detach().cpu().double(), each.cpu().double()
             sums += torch.stack([loss.detach().cpu().double(), (c * correct(known)).sum(), (c * known).sum()])

@@ -10,41 +10,56 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from policygrad.core.types import Batch
+from policygrad.core.batch import Batch
 from policygrad.errors import ModelError
 from policygrad.learners.local.forward import probe
-from policygrad.learners.local.learner import differentiating, recompute_activations
+from policygrad.learners.local.recompute import differentiating, recompute_activations
 from policygrad.models.chat import grown_ids
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.conversations import Demonstration, read_demonstrations
 from policygrad.tasks.preferences import split_rows, without
-from policygrad.trackers import Display, change
+from policygrad.trackers import Tracker, change
+from policygrad.training.callbacks import Callback
 from policygrad.training.config.supervised import SFTConfig
-from policygrad.training.folder import configured
-from policygrad.training.setup import pick_device
-from policygrad.training.supervised import Numbers, SupervisedResult, supervise
+from policygrad.training.lifecycle import Result
+from policygrad.training.resources import pick_device
+from policygrad.training.supervised import Numbers, supervise
 
 PORTION = 64
 """Rows measured at a time, so that progress shows."""
 
 
-def sft(
+def train_sft(
     config: SFTConfig | None = None,
     *,
     resume: str | Path | None = None,
     stop_after: int | None = None,
-    display: Display | None = None,
-) -> SupervisedResult:
+    display: Tracker | bool = True,
+    trackers: Sequence[Tracker] = (),
+    callbacks: Sequence[Callback] = (),
+) -> Result[Numbers | None]:
     """Fine-tunes a causal language model on demonstrations, or goes on with the run in the folder `resume`.
 
-    stop_after: stop, resumably, after so many steps of this call.
+    stop_after: stop, resumably, after so many steps of this call. display, trackers, callbacks: see `Lifecycle`.
 
     Raises:
         PolicygradError: what cannot be trained, with the way out.
     """
-    chosen = configured(config, SFTConfig, resume)
-    return supervise(FineTuning, chosen, resume=resume, stop_after=stop_after, display=display)
+    return supervise(
+        FineTuning,
+        SFTConfig,
+        config,
+        resume=resume,
+        stop_after=stop_after,
+        display=display,
+        trackers=trackers,
+        callbacks=callbacks,
+    )
+
+
+sft = train_sft
+"""The same, by its older name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +106,7 @@ class FineTuning:
         for part in self.scorer.packs(batch, torch.arange(len(rows)), self.config.learner.micro_tokens):
             with differentiating(self.model, self.config.learner.gradient_checkpointing):
                 share = -self.scorer(part.to(self.device)).sum() / total
-                share.backward()
+                torch.autograd.backward(share)
             collect()
             loss += float(share.detach())
         return {"loss": loss, "tokens": total}
@@ -157,8 +172,8 @@ def tokenise(row: Demonstration, tokenizer: Tokenizer) -> Row:
     whole, learnt = spans
     if tokenizer.context is not None and len(whole) > tokenizer.context:
         raise ModelError(
-            f"{row.source}: {len(whole)} tokens, more than the {tokenizer.context} positions of {tokenizer.name!r}: shorten it, "
-            "or leave the line out"
+            f"{row.source}: {len(whole)} tokens, more than the {tokenizer.context} positions of "
+            f"{tokenizer.name!r}: shorten it, or leave the line out"
         )
     size = len(prompt)
     return Row(prompt, torch.tensor(whole[size:], dtype=torch.int64), torch.tensor(learnt[size:], dtype=torch.bool))
@@ -210,7 +225,7 @@ def _said(row: Demonstration, tokenizer: Tokenizer, turn: list[int]) -> list[boo
         known = ", ".join(tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end)))
         raise ModelError(
             f"{row.source}: the chat template of {tokenizer.name!r} does not close the assistant's turn with an end token "
-            f"({known}), so the model would not learn to stop: the turn ends {closes!r}. Set `eos_token` in its tokenizer_config.json to "
-            "the token that closes a turn, or add it in the template"
+            f"({known}), so the model would not learn to stop: the turn ends {closes!r}. Set `eos_token` in its "
+            "tokenizer_config.json to the token that closes a turn, or add it in the template"
         )
     return [i <= ends[-1] for i in range(len(turn))]

@@ -120,7 +120,7 @@ def mlp(sizes: tuple[int, ...], gain: float, generator: torch.Generator) -> nn.S
     return nn.Sequential(*layers)
 
 
-class Policy(nn.Module):
+class ControlPolicy(nn.Module):
     """π_θ: states [n, d] to a distribution over actions at each; near uniform, or near N(0, 1), to begin with."""
 
     def __init__(self, spaces: Spaces, hidden: tuple[int, ...], generator: torch.Generator) -> None:
@@ -135,7 +135,7 @@ class Policy(nn.Module):
         return Gaussian(out, self.log_std + torch.zeros_like(out))  # numbers of its own: π_old must not move with θ
 
 
-class Value(nn.Module):
+class ControlValue(nn.Module):
     """V_φ: states [n, d] to [n]."""
 
     def __init__(self, spaces: Spaces, hidden: tuple[int, ...], generator: torch.Generator) -> None:

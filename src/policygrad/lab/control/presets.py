@@ -20,8 +20,8 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.critic import Critic
 from policygrad.core.loss_terms import ExactEntropy
 from policygrad.core.ratios import Token
-from policygrad.core.steps import FirstOrder
 from policygrad.core.trust_region import TrustRegion
+from policygrad.core.update_rules import FirstOrder
 from policygrad.core.values import GAE, NStep, Whiten
 
 GAMMA = 0.99
@@ -111,7 +111,7 @@ PRESETS: dict[str, Preset] = {
             replace(
                 A2C,
                 psi=(NStep(5, GAMMA),),
-                terms=(ExactEntropy(0.01),),  # type: ignore[arg-type]  # a term with a graph of its own
+                terms=(ExactEntropy(0.01),),  # a term with a graph of its own
                 critic=_critic,
             ),
             Settings(rollout=16, lr=1e-3),
@@ -170,6 +170,8 @@ def check(algorithm: Algorithm) -> None:
 def _problems(algorithm: Algorithm) -> Iterator[str]:
     if missing := sorted(algorithm.needs - FILLED):
         yield f"a part reads Batch.{missing[0]}, which episodes of an environment do not have: leave it out (shaping=(), terms=())"
+    if algorithm.behaviour == "sampler":
+        yield "behaviour='sampler' reads what an engine says of its tokens, and here the policy itself acts: leave 'recomputed'"
     if algorithm.filters:
         yield "filters look at the scores of a prompt's completions, and an environment has no prompts: set filters=()"
     critic = algorithm.critic
@@ -177,7 +179,7 @@ def _problems(algorithm: Algorithm) -> Iterator[str]:
         yield (
             "the critic is a network of its own and learns beside the policy: leave pretrain and features as they are in Critic()"
         )
-    if getattr(algorithm.step, "minibatches", 1) > 1 and not (
+    if algorithm.step.minibatches > 1 and not (
         isinstance(algorithm.ratio, Token) and isinstance(algorithm.aggregate, TokenMean)
     ):
         yield (

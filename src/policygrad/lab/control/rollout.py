@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policygrad.core.types import Batch
+from policygrad.core.batch import Batch
 from policygrad.lab.control.environments import Environments, Transition
 
 

@@ -45,7 +45,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class FreshEpisodes:
     """Returns of fresh episodes."""
 
     returns: tuple[float, ...]
@@ -72,7 +72,7 @@ class Trained:
 
     learner: ControlLearner
     algorithm: Algorithm
-    """Its parts having seen every rollout."""
+    """Its parts with the memory of every rollout."""
     curve: tuple[Update, ...]
 
 
@@ -97,6 +97,7 @@ def train(
             f"{steps} environment steps are less than one in each of {environments.number}: take more steps"
         )
     learner = ControlLearner(environments.spaces, algorithm, settings, seed)
+    memory = algorithm.init()
     collect, draws = Collector(environments, seed), torch.Generator().manual_seed(seed)
     recent: deque[float] = deque(maxlen=RECENT)
     curve, done, episodes, began = list[Update](), 0, 0, time.perf_counter()
@@ -107,10 +108,11 @@ def train(
     while (left := (steps - done) // environments.number) > 0:
         experience = collect(act, min(settings.rollout, left), whole=algorithm.critic is None)
         learner.slow(1 - done / steps)
-        batch = learner.score(experience, algorithm.needs)
-        psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
-        metrics = learner.update(experience, batch, psi, algorithm)
-        algorithm = algorithm.observe(batch, metrics)
+        now = algorithm.at(memory)
+        batch = learner.evaluate(experience, now.needs)
+        psi, batch = now.advantages(batch), now.with_targets(batch)
+        metrics = learner.update(experience, batch, psi, now)
+        memory = algorithm.update(memory, batch, metrics)
         if learner.normaliser is not None:
             learner.normaliser = learner.normaliser.observe(experience.observation[batch.mask])
         done, episodes = done + experience.steps, episodes + len(experience.finished)
@@ -118,7 +120,7 @@ def train(
         curve.append(_update(metrics, done, episodes, recent, time.perf_counter() - began))
         if watch is not None:
             watch(curve[-1])
-    return Trained(learner, algorithm, tuple(curve))
+    return Trained(learner, algorithm.at(memory), tuple(curve))
 
 
 def _update(metrics: Metrics, steps: int, episodes: int, recent: deque[float], seconds: float) -> Update:
@@ -138,7 +140,7 @@ def _update(metrics: Metrics, steps: int, episodes: int, recent: deque[float], s
 
 def evaluate(
     learner: ControlLearner, environments: Environments, episodes: int = 100, *, seed: int = 0, greedy: bool = False
-) -> Evaluation:
+) -> FreshEpisodes:
     """The returns of fresh episodes, as many in each environment as in any other: the first to end would be the short ones."""
     draws = torch.Generator().manual_seed(seed)
     number = environments.number
@@ -152,4 +154,4 @@ def evaluate(
         returns += playing[ended & (left > 0)].tolist()
         left -= ended.long()
         playing[ended] = 0
-    return Evaluation(tuple(returns), greedy)
+    return FreshEpisodes(tuple(returns), greedy)

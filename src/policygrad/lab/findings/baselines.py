@@ -11,7 +11,7 @@ from policygrad.algorithms import REINFORCE
 from policygrad.core.advantages import GroupMean, GroupStd, LeaveOneOut, OptimalBaseline
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.critic import Critic
-from policygrad.core.types import Advantage
+from policygrad.core.protocols import Advantage
 from policygrad.core.values import NStep
 from policygrad.lab.estimators import estimates
 from policygrad.lab.finding import Finding, percent, verdict

@@ -10,7 +10,7 @@ import torch
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.critic import Critic
-from policygrad.core.types import Advantage
+from policygrad.core.protocols import Advantage
 from policygrad.core.values import GAE, NStep
 from policygrad.lab.finding import Finding, tiny, verdict
 from policygrad.lab.groups import all_steps

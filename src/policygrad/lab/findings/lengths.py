@@ -10,7 +10,7 @@ from torch import Tensor
 
 from policygrad.core.advantages import LeaveOneOut
 from policygrad.core.aggregates import FixedLength, SequenceMean, SequenceSum, TokenMean
-from policygrad.core.types import Aggregation
+from policygrad.core.protocols import Aggregation
 from policygrad.core.values import NStep
 from policygrad.lab.calculus import derivative
 from policygrad.lab.estimators import estimates

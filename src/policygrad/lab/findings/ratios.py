@@ -10,8 +10,8 @@ from torch import Tensor
 
 from policygrad.core.advantages import RunningMean
 from policygrad.core.gates import Clip, Importance, SoftGate, WeightCap
+from policygrad.core.protocols import Gate, Ratio
 from policygrad.core.ratios import Sequence, SequenceProduct, Token
-from policygrad.core.types import Gate, Ratio
 from policygrad.lab.finding import Finding, percent, verdict
 from policygrad.lab.findings.baselines import EXACT, centred, measured
 from policygrad.lab.policies import Experts

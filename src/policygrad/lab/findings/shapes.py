@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from policygrad.core.gates import Clip, DualClip, Importance, OnPolicy, SoftGate, WeightCap
-from policygrad.core.types import Gate
+from policygrad.core.protocols import Gate
 from policygrad.lab.finding import Finding, verdict
 from policygrad.lab.mdp import improvement_bound, natural_gradient, random_mdp, softmax, solve, surrogate_value
 

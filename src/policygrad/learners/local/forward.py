@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from policygrad.core.types import Batch, Forward
+from policygrad.core.batch import Batch, Forward
+from policygrad.learners.local.network import Network
 from policygrad.learners.local.packing import CAP, Pack, pack
 from policygrad.models.precision import at_least_float32
 
@@ -45,24 +46,31 @@ def exact(logits: Tensor, old: Tensor | None, names: Sequence[str], temperature:
         if name == "entropy":
             out.append(-_times(logp.exp(), logp))
         else:
-            assert old is not None  # `Scorer.forward` asked for it
+            assert old is not None  # `Evaluator.forward` asked for it
             before = scaled(old, temperature).log_softmax(-1)
             out.append(_times(before.exp(), before - logp))
     return out
 
 
 @dataclass(frozen=True, eq=False)
-class Scorer:
+class Evaluator:
     """Log-probabilities under one model. Which short cuts the model allows was measured by `probe`, not assumed."""
 
-    model: nn.Module
+    network: Network
     temperature: float
-    split_head: bool
-    """The head applied to the last hidden states gives the model's logits, so it need only see predicted positions."""
     share_prompts: bool
     """The model takes a 4D mask, so a group's completions can share one row."""
     cap: int = CAP
     """Tokens in a shared row. Within the window of local attention: transformers take a 4D mask as it is for every layer."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The whole model."""
+        return self.network.model
+
+    def under(self, model: nn.Module) -> Evaluator:
+        """The same under another model of the same architecture."""
+        return replace(self, network=replace(self.network, model=model))
 
     def packs(self, batch: Batch, rows: Tensor, budget: int) -> Iterator[Pack]:
         """The completions `rows` in micro-batches this model can be given."""
@@ -72,23 +80,23 @@ class Scorer:
         """[b, T] nats with graph; 0 off the mask."""
         return self.forward(batch).logp
 
-    def forward(self, batch: Pack, needs: frozenset[str] = frozenset(), old: Scorer | None = None) -> Forward:
+    def forward(self, batch: Pack, needs: frozenset[str] = frozenset(), old: Evaluator | None = None) -> Forward:
         """log π [b, T] with graph, 0 off the mask, and what `needs` names, exact over the vocabulary: entropy, and kl_old =
-        KL(π_old‖π) with `old` the scorer of π_old.
+        KL(π_old‖π) with `old` the evaluator of π_old.
 
         Raises:
-            ValueError: a field that a scorer cannot give, or kl_old without `old`.
+            ValueError: a field that an evaluator cannot give, or kl_old without `old`.
         """
         names = sorted(needs)
         if unknown := set(names) - {"entropy", "kl_old"}:
-            raise ValueError(f"a scorer gives logp, entropy and kl_old, not {', '.join(sorted(unknown))}")
+            raise ValueError(f"an evaluator gives logp, entropy and kl_old, not {', '.join(sorted(unknown))}")
         if "kl_old" in names and old is None:
-            raise ValueError("kl_old compares with the policy before: pass its scorer as `old`")
-        columns, head = [self._states(batch)], self._head
+            raise ValueError("kl_old compares with the policy before: pass its evaluator as `old`")
+        columns, head = [self.network.states(batch)], self.network.logits
         if old is not None and "kl_old" in names:
             with torch.no_grad():
-                columns.append(old._states(batch))
-            before = old._head
+                columns.append(old.network.states(batch))
+            before = old.network.logits
 
         def part(tokens: Tensor, states: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             logits = head(states)
@@ -101,59 +109,16 @@ class Scorer:
         placed = (x.new_zeros(batch.mask.shape).masked_scatter(batch.mask, x) for x in found)
         return Forward(next(placed), **dict(zip(names, placed, strict=True)))
 
-    def _states(self, batch: Pack) -> Tensor:
-        """[n, ·] what the head turns into the logits that predict the sampled tokens; the logits themselves without a head."""
-        if self.split_head:
-            return predicting_states(backbone(self.model), batch)
-        logits = self.model(**inputs(batch), use_cache=False).logits
-        return _rows(logits.flatten(0, 1), batch.predictor[batch.mask])
-
-    @property
-    def _head(self) -> Callable[[Tensor], Tensor]:
-        head: Callable[[Tensor], Tensor] = self.model.get_output_embeddings() if self.split_head else _itself  # type: ignore[operator]
-        return head
-
     def _chunked(self, part: Callable[..., tuple[Tensor, ...]], tokens: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
         """`part` over chunks of tokens, its logits computed once more on the way back instead of being held."""
-        width = self._head.weight.shape[0] if self.split_head else columns[0].shape[1]  # type: ignore[attr-defined]
-        size = max(1, CHUNK // width)
+        size = max(1, CHUNK // self.network.width(columns[0]))
         if len(tokens) <= size:
             return part(tokens, *columns)
         recompute: Callable[..., tuple[Tensor, ...]] = part
         if torch.is_grad_enabled():
             recompute = lambda *x: checkpoint(part, *x, use_reentrant=False)  # noqa: E731
-        chunks = zip(*(x.split(size) for x in (tokens, *columns)), strict=True)
+        chunks = zip(*(torch.split(x, size) for x in (tokens, *columns)), strict=True)
         return tuple(torch.cat(x) for x in zip(*(recompute(*chunk) for chunk in chunks), strict=True))
-
-
-def _itself(logits: Tensor) -> Tensor:
-    return logits
-
-
-def inputs(batch: Pack) -> dict[str, Tensor | None]:
-    """What a transformers model is called with; without padding it needs no mask."""
-    whole = batch.attention.ndim == 2 and bool(batch.attention.all())
-    mask = None if whole else batch.attention
-    return {"input_ids": batch.input_ids, "attention_mask": mask, "position_ids": batch.positions}
-
-
-def predicting_states(network: nn.Module, batch: Pack) -> Tensor:
-    """[n, H] last hidden states at the positions that predict the sampled tokens, in the order of `batch.mask`."""
-    states = network(**inputs(batch), use_cache=False).last_hidden_state
-    return _rows(states.flatten(0, 1), batch.predictor[batch.mask])
-
-
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index]. The backward pass of indexing adds up atomically, in the threads' order, where an index repeats (a shared
-    prompt's last position does), so that a gradient would not be the same twice; that of `index_select` is, on the CPU."""
-    return x.index_select(0, index)
-
-
-def backbone(model: Any) -> nn.Module:
-    """The model without its head."""
-    return (
-        model.get_decoder() if hasattr(model, "get_decoder") and model.get_decoder() is not None else model.base_model
-    )
 
 
 def _window(model: Any) -> int:
@@ -164,13 +129,13 @@ def _window(model: Any) -> int:
 
 
 @torch.no_grad()
-def probe(model: Any, temperature: float) -> Scorer:
+def probe(model: nn.Module, temperature: float) -> Evaluator:
     """Tries both short cuts on a small made-up group and keeps those that leave every log-probability as it was.
 
     "As it was" is measured against how much a prompt matters to this model, so that a model of small logits hides nothing.
     """
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = Network(model).vocabulary
     prompts = torch.randint(vocabulary, (2, 4), generator=generator)
     batch = Batch(
         mask=torch.ones(3, 5, dtype=torch.bool),
@@ -181,24 +146,24 @@ def probe(model: Any, temperature: float) -> Scorer:
     )
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
 
-    def scores(scorer: Scorer, batch: Batch) -> Tensor:
+    def evaluated(evaluator: Evaluator, batch: Batch) -> Tensor:
         out = torch.zeros(3, 5)
-        for p in scorer.packs(batch, torch.arange(3), 10**6):
-            out[p.rows] = scorer(p.to(device)).cpu().float()
+        for p in evaluator.packs(batch, torch.arange(3), 10**6):
+            out[p.rows] = evaluator(p.to(device)).cpu().float()
         return out
 
-    plain = Scorer(model, temperature, split_head=False, share_prompts=False)
-    truth = scores(plain, batch)
-    effect = float((scores(plain, replace(batch, prompts=(prompts[1],))) - truth).abs().max())
+    plain = Evaluator(Network(model), temperature, share_prompts=False)
+    truth = evaluated(plain, batch)
+    effect = float((evaluated(plain, replace(batch, prompts=(prompts[1],))) - truth).abs().max())
     tolerance = (0.05 if dtype == torch.bfloat16 else 1e-4) * effect
 
-    def holds(scorer: Scorer) -> bool:
+    def holds(evaluator: Evaluator) -> bool:
         try:
-            return float((scores(scorer, batch) - truth).abs().max()) <= tolerance
+            return float((evaluated(evaluator, batch) - truth).abs().max()) <= tolerance
         except Exception:  # whatever an architecture says to a call it does not take: the plain path remains
             return False
 
-    split = replace(plain, split_head=True)
+    split = replace(plain, network=Network(model, split_head=True))
     best = split if holds(split) else plain
     shared = replace(best, share_prompts=True, cap=min(CAP, _window(model)))
     row = 4 + 3 * (5 - 1)  # a window that the made-up group does not fit into would leave sharing untried

@@ -1,53 +1,31 @@
-"""The learner: owns the weights. An in-process implementation for any `AutoModelForCausalLM`."""
+"""The learner in this process, for any `AutoModelForCausalLM`."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
-from policygrad.core.types import Batch, Forward
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.local.actor_critic import ActorCritic
 from policygrad.learners.local.curvature import Curvature
-from policygrad.learners.local.forward import Scorer, probe
+from policygrad.learners.local.curvature_problem import LocalProblem
+from policygrad.learners.local.forward import Evaluator, probe
 from policygrad.learners.local.optimizer import Optimizer, train_only
-from policygrad.learners.local.packing import Merged, Pack
-from policygrad.learners.local.problem import LocalProblem
+from policygrad.learners.local.packing import Merged
+from policygrad.learners.local.recompute import recompute_activations
 from policygrad.learners.local.score_norms import ScoreNorms
 from policygrad.learners.local.value_model import ValueModel, measure_values
 from policygrad.models.precision import at_least_float32
+from policygrad.models.replica import Build, copy_weights, replica
 from policygrad.weight_sync.base import Published
-
-
-class Learner(Protocol):
-    """Owns the weights; `loop.py` is given one and never asks which."""
-
-    def score(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """Fills only the Batch fields that `needs` names."""
-        ...
-
-    def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
-        """Hands `algorithm.step` a Problem: one rollout's worth of optimiser steps."""
-        ...
-
-    def publish(self) -> Published:
-        """The weights a sampler should use next."""
-        ...
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, JSON values): all that a resumed run needs."""
-        ...
-
-    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """The state of a checkpoint."""
-        ...
 
 
 class LocalLearner:
@@ -63,88 +41,114 @@ class LocalLearner:
         temperature: float = 1.0,
         config: LearnerConfig | None = None,
         optimizer: OptimizerConfig | None = None,
+        build: Build | None = None,
     ) -> None:
         """`steps`: rollouts of the run, for the schedule; `temperature`: the one completions are sampled at; `lr`: None where
-        the algorithm's step has no use for one.
+        the algorithm's step has no use for one; `build`: makes another instance of the model, for a reference, say, where
+        its configuration cannot.
 
         Raises:
             ValueError: no learning rate where one is needed; `config.trainable` fits no parameter.
+            ModelError: the model is needed twice, and there is no way to make it a second time.
         """
         if lr is None and algorithm.step.uses_lr:
             raise ValueError(f"{type(algorithm.step).__name__} needs a learning rate: give LocalLearner a number as lr")
-        config = config or LearnerConfig()
-        self.model, self.config, self.version, self.rollouts = model, config, 0, 0
-        self.device = next(model.parameters()).device
+        config, adam = config or LearnerConfig(), optimizer or OptimizerConfig()
+        self.model, self.config, self.build, self.rollouts = model, config, build, 0
         if config.gradient_checkpointing:
             recompute_activations(model)
         train_only(model, config.trainable)
-        self.scorer = probe(model, temperature)
-        self.optimizer = Optimizer(model, optimizer or OptimizerConfig(), lr or 0.0, steps * algorithm.step.updates)
-        curvature = Curvature(self.scorer, self.optimizer, config.micro_tokens, self.differentiating)
-        self.curvature = curvature if algorithm.step.uses_lr else curvature.checked()
-        self.norms = ScoreNorms.of(self.scorer, config) if "score_norm" in algorithm.needs else None
+        self.evaluator = probe(model, temperature)
+        self.optimizer = Optimizer(model, adam, lr or 0.0, steps * algorithm.step.updates)
         self.critic: ValueModel | None = None
         if algorithm.critic is not None:
             updates = (steps, algorithm.step.value_updates)
-            self.critic = ValueModel.of(
-                self.scorer, algorithm.critic, config, optimizer or OptimizerConfig(), lr, updates
-            )
-        self.old: Scorer | None = None  # the policy when a rollout's updates began, for an exact KL(π_old‖π_θ)
-        self.reference: Scorer | None = None
+            self.critic = ValueModel.of(self.evaluator, algorithm.critic, config, adam, lr, updates, build)
+        self.networks = ActorCritic(self.evaluator, self.optimizer, config, self.critic)
+        self.uses_lr = algorithm.step.uses_lr
+        curvature = Curvature(self.networks)
+        self.curvature = curvature if self.uses_lr else curvature.checked()
+        self.norms = ScoreNorms.of(self.evaluator, config) if "score_norm" in algorithm.needs else None
+        self.reference: Evaluator | None = None
         self.refreshed = False  # a reference that is no longer the initial model is part of a checkpoint
         if "logp_ref" in algorithm.needs:
-            frozen = copy.deepcopy(model).eval().requires_grad_(False)
-            self.reference = replace(self.scorer, model=frozen)
+            self.reference = self.evaluator.under(replica(model, build))
+
+    @property
+    def version(self) -> int:
+        """How many updates made the weights."""
+        return self.optimizer.taken
+
+    @property
+    def lr(self) -> float | None:
+        """The policy's peak learning rate, which the schedule multiplies; None where the step has no use for one. May be set
+        between updates: the critic keeps its own, and a checkpoint holds neither.
+
+        Raises:
+            ValueError: set to what is no rate, or where none is used.
+        """
+        return self.optimizer.lr if self.uses_lr else None
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        if not self.uses_lr:
+            raise ValueError("the algorithm's step has no learning rate: its length is set by algorithm.step")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"a learning rate must be at least 0 and finite, not {value}")
+        self.optimizer.lr = value
 
     @torch.no_grad()
-    def score(self, batch: Batch, needs: frozenset[str]) -> Batch:
+    def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """logp_old and score_norm from the policy, logp_ref from the reference, values from the critic; equal completions once."""
         if self.critic is not None and "values" in needs:
-            batch = self.critic.score(batch)
+            batch = self.critic.evaluate(batch)
         if self.norms is not None and "score_norm" in needs:
-            with self.differentiating():
-                batch = self.norms.score(batch)
-        scorers = {"logp_old": self.scorer, "logp_ref": self.reference}
-        wanted = {name: scorer for name, scorer in scorers.items() if name in needs and scorer is not None}
+            with self.networks.differentiating():
+                batch = self.norms.evaluate(batch)
+        models = {"logp_old": self.evaluator, "logp_ref": self.reference}
+        wanted = {name: evaluator for name, evaluator in models.items() if name in needs and evaluator is not None}
         if not wanted:
             return batch
         merged = Merged.of_texts(batch)
         filled: dict[str, Any] = {}
-        for name, scorer in wanted.items():
+        for name, evaluator in wanted.items():
             out = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
-            for part in scorer.packs(batch, merged.unique, self.config.micro_tokens):
-                out[part.rows] = scorer(part.to(self.device)).cpu()
+            for part in self.networks.packs(batch, merged.unique):
+                out[part.rows] = evaluator(part.to(self.networks.device)).cpu()
             filled[name] = merged.spread(out)
         return replace(batch, **filled)
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
-        """One rollout's optimiser steps, as `algorithm.step` takes them."""
+        """One rollout's updates, as `algorithm.step` takes them."""
         if "kl_old" in algorithm.forward_needs:
-            self._remember()
-        metrics = algorithm.step(LocalProblem(self, batch, psi, algorithm, seed=self.version))
+            self.remember()
+        metrics = algorithm.step(self.problem(batch, psi, algorithm))
         self.rollouts += 1
         if algorithm.reference is not None and self.reference is not None and algorithm.reference.due(self.rollouts):
-            self.reference.model.load_state_dict(self.model.state_dict())
+            copy_weights(self.model, self.reference.model)
             self.refreshed = True
             if algorithm.reference.reset:
                 self.optimizer.forget()
             metrics |= {"reference/refreshed": Sum(1.0)}
         return metrics if self.critic is None else metrics | measure_values(batch)
 
-    def _remember(self) -> None:
-        """Keeps the policy as it is now."""
-        if self.old is None:
-            self.old = replace(self.scorer, model=copy.deepcopy(self.model).eval().requires_grad_(False))
+    def problem(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> LocalProblem:
+        """What a step is handed: this rollout, with Ψ [B, T], on these weights."""
+        return LocalProblem(
+            networks=self.networks,
+            batch=batch,
+            psi=psi,
+            algorithm=algorithm,
+            seed=self.version,
+            curvature=self.curvature,
+        )
+
+    def remember(self) -> None:
+        """Keeps the policy as it is now, as π_old of an exact KL."""
+        if self.networks.old is None:
+            self.networks = replace(self.networks, old=self.evaluator.under(replica(self.model, self.build)))
         else:
-            self.old.model.load_state_dict(self.model.state_dict())
-
-    def forward(self, part: Pack, algorithm: Algorithm) -> Forward:
-        """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""
-        return self.scorer.forward(part.to(self.device), algorithm.forward_needs, self.old)
-
-    def differentiating(self) -> AbstractContextManager[None]:
-        """The mode for backward passes."""
-        return differentiating(self.model, self.config.gradient_checkpointing)
+            copy_weights(self.model, self.networks.old.model)
 
     def publish(self) -> Published:
         """The model's own tensors: a sampler that decodes with the same model copies nothing."""
@@ -152,7 +156,7 @@ class LocalLearner:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, values = self.optimizer.state()
-        state = {"version": self.version, "rollouts": self.rollouts, "refreshed": self.refreshed, "optimizer": values}
+        state = {"rollouts": self.rollouts, "refreshed": self.refreshed, "optimizer": values}
         if self.refreshed and self.reference is not None:
             tensors |= {f"reference/{n}": p.detach() for n, p in self.reference.model.named_parameters()}
         if self.critic is not None:
@@ -175,26 +179,4 @@ class LocalLearner:
                 f"it was made with other trainable parameters ({odd}, say): leave learner.trainable as it was"
             )
         self.optimizer.restore(mine, values["optimizer"])
-        self.version, self.rollouts, self.refreshed = values["version"], values["rollouts"], values["refreshed"]
-
-
-@contextmanager
-def differentiating(model: nn.Module, recompute: bool) -> Iterator[None]:
-    """Transformers recompute activations only in training mode, in which they keep no cache: sampling needs the other.
-
-    Dropout is 0 in both (see `load_model`).
-    """
-    model.train(recompute)
-    try:
-        yield
-    finally:
-        model.eval()
-
-
-def recompute_activations(model: Any) -> None:
-    """Under its name in transformers ≥ 5.2x, or the one before."""
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    if enable is not None:
-        enable()
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.rollouts, self.refreshed = values["rollouts"], values["refreshed"]

@@ -20,7 +20,8 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, lr: float, total: int) -> None:
-        self.config, self.lr, self.total, self.taken = config, lr, total, 0
+        self.config, self.lr, self.total = config, lr, total
+        self.taken = 0  # steps and moves: the version of the weights
         self.whole = True  # not in the midst of a step
         every_token_counts(model)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -73,6 +74,26 @@ class Optimizer:
         self.show()
         self.whole = True
         return norm, rate
+
+    def split(self, v: Tensor) -> dict[str, Tensor]:
+        """The share of every parameter in θ as one vector [P], the masters one after another: by name and in its shape."""
+        shares = torch.split(v, [m.numel() for m in self.masters.values()])
+        return {name: share.view_as(master) for (name, master), share in zip(self.masters.items(), shares, strict=True)}
+
+    def take_gradient(self) -> Tensor:
+        """[P] the gradients that were added up, which are cleared; 0 where there is none."""
+        masters = self.masters.values()
+        flat = torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten() for m in masters])
+        self.adam.zero_grad(set_to_none=True)
+        return flat
+
+    @torch.no_grad()
+    def move(self, delta: Tensor) -> None:
+        """θ ← θ + delta [P], an update of its own."""
+        for master, change in zip(self.masters.values(), self.split(delta).values(), strict=True):
+            master.add_(change)
+        self.show()
+        self.taken += 1
 
     @torch.no_grad()
     def show(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core import ragged
-from policygrad.core.types import PER_COMPLETION, PER_TOKEN, Batch
+from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
 
 CAP = 1024
 """Tokens in a row that several completions share: attention over it costs the square."""
@@ -100,7 +100,15 @@ class Merged:
     @classmethod
     def of(cls, batch: Batch, psi: Tensor, rows: Tensor, needs: frozenset[str] = frozenset()) -> Merged:
         """Equal in all that a gradient may depend on: see `merge_equal`."""
-        unique, index = merge_equal(batch, psi, rows, needs)
+        return cls._at(batch, rows, *merge_equal(batch, psi, rows, needs))
+
+    @classmethod
+    def apart(cls, batch: Batch, rows: Tensor) -> Merged:
+        """Every completion for itself, equal or not."""
+        return cls._at(batch, rows, rows, torch.arange(len(rows)))
+
+    @classmethod
+    def _at(cls, batch: Batch, rows: Tensor, unique: Tensor, index: Tensor) -> Merged:
         place = torch.zeros(len(batch.mask), dtype=torch.int64)
         place[unique] = torch.arange(len(unique))
         return cls(rows, unique, index, place)

@@ -1,22 +1,20 @@
-"""One rollout on a local learner, as the steps of core ask about it: gradients, the Fisher product, the constrained move."""
+"""One rollout on a local learner, as the first-order steps of core ask about it: gradients, updates, a β that adapts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch
 from policygrad.core.controllers import re_adapted
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.objective import measure, surrogate
-from policygrad.core.types import Batch
+from policygrad.learners.local.actor_critic import ActorCritic
 from policygrad.learners.local.packing import Merged, active
-
-if TYPE_CHECKING:
-    from policygrad.learners.local.learner import LocalLearner
 
 
 def average_objective(metrics: Metrics) -> Metrics:
@@ -25,31 +23,31 @@ def average_objective(metrics: Metrics) -> Metrics:
     return metrics if found is None else metrics | {"objective": Mean(found.value)}
 
 
-@dataclass(frozen=True, eq=False)
-class LocalProblem:
-    """A rollout's share of completions for one optimiser step, on a LocalLearner."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LocalGradientProblem:
+    """A rollout's share of completions for one optimiser step: all that a first-order step needs."""
 
-    learner: LocalLearner
+    networks: ActorCritic
     batch: Batch
     psi: Tensor
+    """[B, T]."""
     algorithm: Algorithm
     seed: int
+    """The weights' version."""
+    skip: bool = True
+    """Completions that cannot move the weights are not computed. Off only to measure what that saves; `merge` likewise."""
+    merge: bool = True
+    """Equal completions are computed once."""
 
-    def split(self, epoch: int, minibatches: int) -> list[LocalProblem]:
+    def split(self, epoch: int, minibatches: int) -> list[Self]:
         """Minibatches of whole groups, shuffled by (weights' version, epoch)."""
         if minibatches == 1:
             return [self]
-        groups = self.batch.group.unique()
+        groups = torch.unique(self.batch.group)
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed * 1009 + epoch))
         return [self._of(groups[chunk]) for chunk in order.tensor_split(minibatches) if len(chunk)]
 
-    def some(self, share: float) -> LocalProblem:
-        """This share of the groups with a sampled token, at least one, drawn by the weights' version."""
-        groups = self.batch.group[self.batch.mask.any(1)].unique()
-        order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))
-        return self._of(groups[order[: max(1, round(share * len(groups)))]])
-
-    def _of(self, groups: Tensor) -> LocalProblem:
+    def _of(self, groups: Tensor) -> Self:
         rows = torch.isin(self.batch.group, groups).nonzero().squeeze(1)
         return replace(self, batch=self.batch.select(rows), psi=self.psi[rows])
 
@@ -60,79 +58,63 @@ class LocalProblem:
 
     def accumulate(self) -> Metrics:
         """Forward and backward of the policy and of its critic; gradients add up in the learner."""
-        metrics = {} if self.pretraining else self._policy()
-        if self.learner.critic is not None and self.algorithm.critic is not None:
-            metrics |= self.learner.critic.accumulate(self.batch, self.algorithm.critic)
-        return metrics
+        return ({} if self.pretraining else self.policy()) | self.value()
 
-    @torch.no_grad()
-    def measured(self) -> Metrics:
-        """Of all sampled tokens, under the weights as they are."""
-        return {} if self.pretraining else self._policy(learning=False)
+    def value(self) -> Metrics:
+        """The critic's gradient; nothing without one."""
+        if self.networks.critic is None or self.algorithm.critic is None:
+            return {}
+        return self.networks.critic.accumulate(self.batch, self.algorithm.critic)
 
-    def adapted(self, metrics: Metrics) -> LocalProblem | None:
-        algorithm = re_adapted(self.algorithm, self.batch, metrics)
-        return None if algorithm is None else replace(self, algorithm=algorithm)
-
-    def _policy(self, learning: bool = True) -> Metrics:
-        """The policy's share, over the completions that can move the weights; over all of them when it only measures."""
-        learner, batch = self.learner, self.batch
+    def policy(self, learning: bool = True) -> Metrics:
+        """The policy's gradient, over the completions that can move the weights; or only what is measured, over all of them."""
+        networks, batch, device = self.networks, self.batch, self.networks.device
         coefficients = self.algorithm.all_coefficients(batch)
-        rows = (active(batch, self.psi, coefficients) if learning else batch.mask.any(1)).nonzero().squeeze(1)
-        merged = Merged.of(batch, self.psi, rows, self.algorithm.needs)
+        moving = active(batch, self.psi, coefficients) if learning and self.skip else batch.mask.any(1)
+        rows = moving.nonzero().squeeze(1)
+        merged = Merged.of(batch, self.psi, rows, self.algorithm.needs) if self.merge else Merged.apart(batch, rows)
         summed, count = tuple(map(merged.summed, coefficients)), merged.count.float()
         metrics: Metrics = {
             "completions/computed": Sum(float(len(merged.unique))),
             "completions/offered": Sum(float(batch.mask.any(1).sum())),
         }
         bare = replace(batch, prompts=None, tokens=None)  # the equation does not read them
-        for part in learner.scorer.packs(batch, merged.unique, learner.config.micro_tokens):
+        for part in networks.packs(batch, merged.unique):
             at = merged.place[part.rows]
-            share = bare.select(part.rows).to(learner.device)
-            psi, coef = self.psi[part.rows].to(learner.device), tuple(c[at].to(learner.device) for c in summed)
-            with learner.differentiating():
-                out = learner.forward(part, self.algorithm)
+            share = bare.select(part.rows).to(device)
+            psi, coef = self.psi[part.rows].to(device), tuple(c[at].to(device) for c in summed)
+            with networks.differentiating():
+                out = networks.forward(part, self.algorithm.forward_needs)
                 if learning:
-                    surrogate(out, share, psi, self.algorithm, coef).backward()
-            learner.optimizer.collect()
-            metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef, count[at].to(learner.device)))
-        if (
-            "clip_ratio/low" in metrics
-        ):  # completions that were skipped have Ψ = 0: their tokens are not clipped, but count
+                    torch.autograd.backward(surrogate(out, share, psi, self.algorithm, coef))
+            networks.optimizer.collect()
+            metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef, count[at].to(device)))
+        if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens are not clipped, but count
             skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))
             metrics = merge(metrics, {"clip_ratio/low": skipped, "clip_ratio/high": skipped})
         return average_objective(metrics)
 
     def descend(self) -> Metrics:
         """One AdamW step; without any gradient (no completion could move the weights) none is taken, and that is counted."""
-        norm, lr = self.learner.optimizer.step()  # first, for the critic has not moved when it refuses its gradient
-        self.learner.version += 1
-        metrics = {} if self.learner.critic is None else self.learner.critic.descend()
+        norm, lr = self.networks.optimizer.step()  # first, for the critic has not moved when it refuses its gradient
+        metrics = {} if self.networks.critic is None else self.networks.critic.descend()
         if self.pretraining:
             return metrics | {"value_pretraining": Mean(1.0)}
         if norm is None:
             return metrics | {"updates/skipped": Sum(1.0)}
         return metrics | {"grad_norm": Max(norm), "lr": Mean(lr), "updates/taken": Sum(1.0)}
 
-    def gradient(self) -> tuple[Tensor, Metrics]:
-        """[P] of the surrogate objective; 0 while the policy stands still."""
-        if self.pretraining:
-            return self.learner.curvature.take_gradient(), {"value_pretraining": Mean(1.0)}
-        metrics = self._policy()
-        return -self.learner.curvature.take_gradient(), metrics
 
-    def fisher(self, v: Tensor, sampled: bool) -> Tensor:
-        return self.learner.curvature.fisher(self.batch, v, sampled)
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LocalAdaptiveProblem(LocalGradientProblem):
+    """What dual descent asks besides: where the policy is now, and the same rollout under another β."""
 
-    def evaluate(self, delta: Tensor) -> tuple[float, float]:
-        return self.learner.curvature.evaluate(self.batch, self.psi, self.algorithm, delta)
+    @torch.no_grad()
+    def measured(self) -> Metrics:
+        """Of all sampled tokens, under the weights as they are."""
+        return {} if self.pretraining else self.policy(learning=False)
 
-    def commit(self, delta: Tensor) -> None:
-        self.learner.curvature.move(delta)
-        self.learner.version += 1
-
-    def fit(self) -> Metrics:
-        """The critic's gradient and one AdamW step of it."""
-        if self.learner.critic is None or self.algorithm.critic is None:
-            return {}
-        return self.learner.critic.accumulate(self.batch, self.algorithm.critic) | self.learner.critic.descend()
+    def adapted(self, metrics: Metrics) -> Self | None:
+        """With each β that adapts to KL(π_old‖π_θ) moved by `kl_old/last`; None once all are in their band."""
+        algorithm = re_adapted(self.algorithm, self.batch, metrics)
+        return None if algorithm is None else replace(self, algorithm=algorithm)

@@ -19,9 +19,9 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from policygrad.core import ragged
-from policygrad.core.types import Batch
+from policygrad.core.batch import Batch
 from policygrad.learners.config import LearnerConfig
-from policygrad.learners.local.forward import CHUNK, Scorer, backbone, selected_logp
+from policygrad.learners.local.forward import CHUNK, Evaluator, selected_logp
 from policygrad.learners.local.packing import Merged, Pack, pack
 from policygrad.models.precision import at_least_float32
 
@@ -33,7 +33,7 @@ Norms = Iterator[tuple[Tensor, Tensor]]
 class ScoreNorms:
     """Fills `Batch.score_norm`. Memory: gradients of at most `forward.CHUNK` elements, or those of one completion."""
 
-    scorer: Scorer
+    evaluator: Evaluator
     parameters: Mapping[str, nn.Parameter]
     """θ, by name."""
     micro_tokens: int
@@ -41,19 +41,19 @@ class ScoreNorms:
     """Gradients of several completions in one pass; measured when built, not assumed."""
 
     @classmethod
-    def of(cls, scorer: Scorer, config: LearnerConfig) -> ScoreNorms:
-        """For the model of `scorer`.
+    def of(cls, evaluator: Evaluator, config: LearnerConfig) -> ScoreNorms:
+        """For the model of `evaluator`.
 
         Raises:
             ValueError: `learner.score_parameters` matches no parameter that trains.
         """
-        chosen = matching(scorer.model, config.score_parameters)
-        plain = cls(scorer, chosen, config.micro_tokens, together=False)
+        chosen = matching(evaluator.model, config.score_parameters)
+        plain = cls(evaluator, chosen, config.micro_tokens, together=False)
         fast = replace(plain, together=True)
         return fast if not config.gradient_checkpointing and _agree(plain, fast) else plain
 
     @torch.no_grad()
-    def score(self, batch: Batch) -> Batch:
+    def evaluate(self, batch: Batch) -> Batch:
         """The batch with `score_norm` [B]: equal completions of one prompt once, 0 where nothing was sampled."""
         nothing = torch.zeros(len(batch.mask))  # rewards are no part of a score
         bare = Batch(mask=batch.mask, group=batch.group, reward=nothing, tokens=batch.tokens, prompts=batch.prompts)
@@ -64,23 +64,23 @@ class ScoreNorms:
         return replace(batch, score_norm=merged.spread(out))
 
     def _norms(self, batch: Batch, rows: Tensor) -> Norms:
-        vocabulary = self.scorer.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        each = max(sum(p.numel() for p in self.parameters.values()), batch.mask.shape[1] * vocabulary)
+        logits = batch.mask.shape[1] * self.evaluator.network.vocabulary
+        each = max(sum(p.numel() for p in self.parameters.values()), logits)
         size = CHUNK // each if self.together else 1
         return self._many(batch, rows, size) if size > 1 else self._one_by_one(batch, rows)
 
     def _one_by_one(self, batch: Batch, rows: Tensor) -> Norms:
-        device = next(self.scorer.model.parameters()).device
+        device = next(self.evaluator.model.parameters()).device
         for part in pack(batch, rows, 1, share=False):  # a budget of one token: one completion at a time
             with torch.enable_grad():
-                logp = self.scorer(part.to(device)).sum()
+                logp = self.evaluator(part.to(device)).sum()
             score = torch.autograd.grad(logp, list(self.parameters.values()), allow_unused=True)
             yield part.rows, _squared(score)[None]
 
     def _many(self, batch: Batch, rows: Tensor, size: int) -> Norms:
-        log_pi = _LogPi(self.scorer)
+        log_pi = _LogPi(self.evaluator)
         theta = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
-        device = next(self.scorer.model.parameters()).device
+        device = next(self.evaluator.model.parameters()).device
 
         def norm(*completion: Tensor) -> Tensor:
             def logp(values: dict[str, Tensor]) -> Tensor:
@@ -89,9 +89,9 @@ class ScoreNorms:
             return _squared(grad(logp)(theta).values())
 
         for part in pack(batch, rows, self.micro_tokens, share=False):
-            columns = [c.to(device).split(size) for c in _columns(part)]
+            columns = [torch.split(c.to(device), size) for c in _columns(part)]
             with sdpa_kernel(SDPBackend.MATH):  # the fused ones are not there for several gradients at once
-                for where, *completions in zip(part.rows.split(size), *columns, strict=True):
+                for where, *completions in zip(torch.split(part.rows, size), *columns, strict=True):
                     yield where, vmap(norm)(*completions)
 
 
@@ -99,22 +99,17 @@ class _LogPi(nn.Module):
     """log π(o) [] of one completion in operations of fixed shape. It stands at the start of its row: no token of a causal model
     sees the padding behind it, so there is no mask."""
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, evaluator: Evaluator) -> None:
         super().__init__()
-        self.scorer, self.model = scorer, scorer.model
+        self.evaluator, self.model = evaluator, evaluator.model
 
     def forward(self, ids: Tensor, where: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
         """ids [L], and the positions [T] that predict the tokens [T] that the mask [T] says were sampled."""
-        model: Any = self.model
         # One mask for all completions (`new_ones` would make one for each): without any, some models look for padding in the ids.
         everything = torch.ones(1, len(ids), dtype=torch.int64, device=ids.device)
-        row = {"input_ids": ids[None], "attention_mask": everything, "use_cache": False}
-        if self.scorer.split_head:
-            states = backbone(model)(**row).last_hidden_state[0]
-            logits = model.get_output_embeddings()(states.index_select(0, where))
-        else:
-            logits = model(**row).logits[0].index_select(0, where)
-        return ragged.masked(selected_logp(logits, tokens, self.scorer.temperature), mask).sum()
+        network = self.evaluator.network
+        logits = network.logits(network.states_at(where, {"input_ids": ids[None], "attention_mask": everything}))
+        return ragged.masked(selected_logp(logits, tokens, self.evaluator.temperature), mask).sum()
 
 
 def _columns(part: Pack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -149,7 +144,7 @@ def matching(model: nn.Module, pattern: str) -> dict[str, nn.Parameter]:
 
 def _agree(plain: ScoreNorms, fast: ScoreNorms) -> bool:
     """Whether both ways give the norms of a small made-up group, ragged so that there is padding."""
-    vocabulary = plain.scorer.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    vocabulary = plain.evaluator.network.vocabulary
     generator = torch.Generator().manual_seed(0)
     batch = Batch(
         mask=torch.arange(5) < torch.tensor([5, 2, 4])[:, None],
@@ -158,11 +153,11 @@ def _agree(plain: ScoreNorms, fast: ScoreNorms) -> bool:
         tokens=torch.randint(vocabulary, (3, 5), generator=generator),
         prompts=tuple(torch.randint(vocabulary, (n,), generator=generator) for n in (4, 2)),
     )
-    truth = plain.score(batch).score_norm
+    truth = plain.evaluate(batch).score_norm
     assert truth is not None
-    tolerance = 0.05 if next(plain.scorer.model.parameters()).dtype == torch.bfloat16 else 1e-3
+    tolerance = 0.05 if next(plain.evaluator.model.parameters()).dtype == torch.bfloat16 else 1e-3
     try:
-        tried = fast.score(batch).score_norm
+        tried = fast.evaluate(batch).score_norm
     except Exception:  # whatever an architecture says to a transform it does not take: the plain way remains
         return False
     return tried is not None and torch.allclose(tried, truth, rtol=tolerance, atol=0)

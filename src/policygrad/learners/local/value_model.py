@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -10,37 +9,43 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.core.aggregates import TokenMean
+from policygrad.core.batch import Batch
 from policygrad.core.critic import Critic, explained_variance
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
-from policygrad.core.types import Batch
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.learners.local.forward import Scorer, backbone, predicting_states
+from policygrad.learners.local.forward import Evaluator
+from policygrad.learners.local.network import Network, backbone, predicting_states
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.packing import Merged, Pack
+from policygrad.learners.local.recompute import recompute_activations
+from policygrad.models.replica import Build, replica
 
 
 class ValueNetwork(nn.Module):
-    """A head on last hidden states: of a copy of the policy's backbone, or of the policy itself, under stop-gradient.
+    """A head on last hidden states: of a backbone of its own, which starts as the policy's, or of the policy itself, under
+    stop-gradient.
 
     The head's last layer starts at 0, so V = 0. The policy is held in a closure: its parameters are none of the critic's.
     """
 
-    def __init__(self, policy: nn.Module, critic: Critic) -> None:
+    def __init__(self, policy: Network, critic: Critic, recompute: bool = False, build: Build | None = None) -> None:
         super().__init__()
-        first = next(policy.parameters())
-        width = policy.get_output_embeddings().weight.shape[1]  # type: ignore[operator]
+        first = next(policy.model.parameters())
         if critic.features == "own":
-            self.backbone = copy.deepcopy(backbone(policy)).requires_grad_(True)
+            whole = replica(policy.model, build)
+            if recompute:
+                recompute_activations(whole)
+            self.backbone = backbone(whole).requires_grad_(True)
             dtype, own = first.dtype, self.backbone
             self.states: Callable[[Pack], Tensor] = lambda part: predicting_states(own, part)
         else:  # a head is small: bf16 would save nothing
             dtype = first.dtype if first.dtype == torch.float64 else torch.float32
             self.states = lambda part: _fixed_states(policy, part).to(dtype)
-        self.head = _head(width, critic.hidden).to(first.device, dtype)
+        self.head = _head(policy.hidden_size, critic.hidden).to(first.device, dtype)
 
     def forward(self, part: Pack) -> Tensor:
         """[b, T] the value before each token is taken: at the position that predicts it. 0 off the mask."""
-        values = self.head(self.states(part)).squeeze(-1).float()
+        values: Tensor = self.head(self.states(part)).squeeze(-1).float()
         return values.new_zeros(part.mask.shape).masked_scatter(part.mask, values)
 
 
@@ -52,43 +57,44 @@ def _head(width: int, hidden: int) -> nn.Module:
 
 
 @torch.no_grad()
-def _fixed_states(policy: nn.Module, part: Pack) -> Tensor:
-    return predicting_states(backbone(policy), part)
+def _fixed_states(policy: Network, part: Pack) -> Tensor:
+    return policy.hidden(part)
 
 
 @dataclass(eq=False)
 class ValueModel:
-    """Scores and fits the value network, micro-batch by micro-batch, equal completions once."""
+    """Evaluates and fits the value network, micro-batch by micro-batch, equal completions once."""
 
     network: ValueNetwork
     optimizer: Optimizer
-    scorer: Scorer
+    evaluator: Evaluator
     config: LearnerConfig
 
     @classmethod
     def of(
         cls,
-        scorer: Scorer,
+        evaluator: Evaluator,
         critic: Critic,
         config: LearnerConfig,
         adam: OptimizerConfig,
         lr: float | None,
         updates: tuple[int, int],
+        build: Build | None = None,
     ) -> ValueModel:
         """A critic that starts from the policy's weights. `lr`: the policy's; `updates`: rollouts, and optimiser steps of the
         critic in each, for the schedule."""
         rollouts, each = updates
         total = (rollouts + min(rollouts, critic.pretrain) * (critic.pretrain_epochs - 1)) * each
-        network = ValueNetwork(scorer.model, critic)
-        return cls(network, Optimizer(network, adam, critic.rate(lr), total), scorer, config)
+        network = ValueNetwork(evaluator.network, critic, config.gradient_checkpointing, build)
+        return cls(network, Optimizer(network, adam, critic.rate(lr), total), evaluator, config)
 
     @torch.no_grad()
-    def score(self, batch: Batch) -> Batch:
+    def evaluate(self, batch: Batch) -> Batch:
         """The batch with `values` [B, T], float32."""
         merged = Merged.of_texts(batch)
         out = torch.zeros(batch.mask.shape)
         device = next(self.network.parameters()).device
-        for part in self.scorer.packs(batch, merged.unique, self.config.micro_tokens):
+        for part in self.evaluator.packs(batch, merged.unique, self.config.micro_tokens):
             out[part.rows] = self.network(part.to(device)).cpu()
         return replace(batch, values=merged.spread(out))
 
@@ -109,11 +115,11 @@ class ValueModel:
         device = next(self.network.parameters()).device
         metrics: Metrics = {}
         self.network.train(self.config.gradient_checkpointing)
-        for part in self.scorer.packs(batch, merged.unique, self.config.micro_tokens):
+        for part in self.evaluator.packs(batch, merged.unique, self.config.micro_tokens):
             share, c = bare.select(part.rows).to(device), coefficient[merged.place[part.rows]].to(device)
             assert share.returns is not None
             loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
-            loss.backward()
+            torch.autograd.backward(loss)
             self.optimizer.collect()
             metrics = merge(metrics, {"value_loss": Sum(loss.detach().double())})
         self.network.eval()

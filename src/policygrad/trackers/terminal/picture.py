@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from rich.box import ROUNDED
@@ -14,33 +13,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from policygrad.trackers.display import Sample
-from policygrad.trackers.terminal.curve import horizon, plot
+from policygrad.trackers.curve import horizon
+from policygrad.trackers.terminal.braille import plot
+from policygrad.trackers.view import View
 from policygrad.trackers.words import clean, duration, number
 
 ACCENT, GOOD, BAD, REMARK = "cyan", "green", "red", "yellow"
 CELL = 11  # columns of one metric
 CURVE_ROWS = 6  # at least; a tall terminal gets more
 SIDE_BY_SIDE = 104  # columns from which the curve and the sample stand beside each other
-
-
-@dataclass(frozen=True)
-class View:
-    """All that the live area shows; `left` and `elapsed` in seconds."""
-
-    total: int = 1
-    step: int = 0
-    share: float = 0.0  # done, from 0 to 1
-    words: str = "0/1"  # how far it is
-    elapsed: float = 0.0
-    left: float | None = None
-    phase: str = ""
-    phase_done: int = 0
-    phase_total: int = 0
-    metrics: Sequence[tuple[str, str]] = ()  # (label, value)
-    rewards: Sequence[tuple[int, float]] = ()
-    sample: Sample | None = None
-    sample_step: int = 0
 
 
 def draw(view: View, console: Console, width: int, height: int) -> list[RenderableType]:
@@ -74,7 +55,7 @@ def _progress(view: View, width: int) -> RenderableType:
         times.append(f"{duration(view.left)} left")
     if width < 40:
         times = []
-    words = Text.assemble("step ", (view.words, "bold"), *((f"  {part}", "dim") for part in times))
+    words = Text.assemble(f"{view.unit} ", (view.words, "bold"), *((f"  {part}", "dim") for part in times))
     return _bar(Text(), view.share, 1, words, width, ACCENT)
 
 
@@ -115,7 +96,7 @@ def _metrics(cells: Sequence[tuple[str, str]], width: int, most: int) -> tuple[T
 
 
 def _curve(view: View, width: int, rows: int) -> RenderableType:
-    end, gutter = horizon(view.step, view.total), 8
+    end, gutter, first = horizon(view.step, view.total), 8, f"{view.unit} 1"
     columns = width - gutter - 4
     picture, low, high = plot(view.rewards, end, columns, rows)
     labels = {0: number(high), rows // 2: "reward", rows - 1: number(low)}
@@ -126,7 +107,7 @@ def _curve(view: View, width: int, rows: int) -> RenderableType:
             text.append(char, GOOD if line else "dim")
         text.append("\n")
     text.append(f"{'':>{gutter}} └{'─' * columns}\n", "dim")
-    text.append(f"{'step 1':>{gutter + 7}}{end:>{columns - 5}}", "dim")
+    text.append(f"{'':{gutter + 1}}{first}{end:>{columns + 1 - len(first)}}", "dim")
     return text
 
 
@@ -149,7 +130,7 @@ def _sample(view: View, console: Console, width: int, height: int) -> Renderable
         Text("\n").join([*prompt, *gap, *completion]),
         box=ROUNDED,
         border_style="dim",
-        title=Text(f"a sample of step {view.sample_step}"),
+        title=Text(f"a sample of {view.unit} {view.sample_step}"),
         title_align="left",
         subtitle=mark,
         subtitle_align="right",

@@ -25,7 +25,7 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "loss_terms": "terms",
     "shaping": "shaping",
     "filters": "filters",
-    "steps": "step",
+    "update_rules": "step",
     "trust_region": "step",
     "reference": "reference",
 }

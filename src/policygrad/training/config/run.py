@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Annotated, Any
 
 import tyro
@@ -11,11 +12,14 @@ import tyro
 from policygrad.algorithms import GRPO
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.checks import check_rollout
+from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.rewards.process_rewards import check_pattern
 from policygrad.samplers.base import Sampling
 
+OBJECT = "object:"
+"""Begins what stands in a file for an object that was given in Python."""
 LR_TINY, LR = 3e-4, 1e-6
 """Default learning rates: the embedded model of 0.7M parameters, and models of the size people post-train."""
 
@@ -27,6 +31,16 @@ def optional(metavar: str, words: str) -> Any:
         return f"(default: {words if default in ('None', '') else default})"
 
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
+
+
+def named(metavar: str, kind: Any, words: str = "") -> Any:
+    """For what has a name on the command line and may be an object in Python."""
+
+    def hint(default: str) -> str:
+        known = default.strip("[]'")
+        return f"(default: {words if known in ('None', '') else known})"
+
+    return tyro.conf.arg(metavar=metavar, constructor=kind, help_behavior_hint=hint)
 
 
 @dataclass(frozen=True)
@@ -84,11 +98,14 @@ class Rewarding:
 class Options:
     """All that a run needs to know besides its algorithm."""
 
-    model: Annotated[str, tyro.conf.arg(metavar="ID|DIR")] = "tiny"
-    """Directory or hub id of a causal language model; tiny = the base model inside the package."""
-    task: Annotated[str, tyro.conf.arg(metavar="NAME|FILE")] = "embedded"
-    """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file."""
-    reward: Annotated[tuple[str, ...], optional("NAME", "the task's own")] = ()
+    model: Annotated[Any, named("ID|DIR", str)] = "tiny"
+    """Directory or hub id of a causal language model; tiny = the base model inside the package. From Python also a model."""
+    tokenizer: Annotated[Any, named("ID|DIR", str, "the model's own")] = None
+    """Directory or hub id of another tokenizer than the model's. From Python also a tokenizer."""
+    task: Annotated[Any, named("NAME|FILE", str)] = "embedded"
+    """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file. From Python also
+    rows, each a dict with `prompt`."""
+    reward: Annotated[tuple[Any, ...], named("NAME", tuple[str, ...], "the task's own")] = ()
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model, each with an optional
     weight (format*0.5)."""
     step_end: Annotated[str | None, optional("REGEX", "the task's own")] = None
@@ -171,7 +188,7 @@ class Run(Draft):
         self._check_rate()
         self._check_steps()
         self._check_stall()
-        minibatches = getattr(self.algorithm.step, "minibatches", 1)
+        minibatches = self.algorithm.step.minibatches
         if minibatches > self.prompts_per_step:
             raise ConfigError(
                 f"{minibatches} minibatches of whole groups need as many prompts per step, not {self.prompts_per_step}"
@@ -192,7 +209,9 @@ class Run(Draft):
         if step.uses_lr:
             return
         way_out = (
-            "algorithm.step.delta, in nats a token, sets how far it goes" if hasattr(step, "delta") else "it has none"
+            "algorithm.step.delta, in nats a token, sets how far it goes"
+            if isinstance(step, TrustRegion)
+            else "it has none"
         )
         if self.lr is not None:
             own = "; the critic's own rate is algorithm.critic.lr" if critic is not None else ""
@@ -224,16 +243,31 @@ class Run(Draft):
         if not isinstance(self.algorithm, Algorithm):
             way_out = f"pg.algorithm({self.algorithm!r})" if isinstance(self.algorithm, str) else "pg.GRPO"
             raise ConfigError(f"algorithm must be an Algorithm, such as {way_out}, not {self.algorithm!r}")
-        for reward in self.reward if not isinstance(self.reward, str) else ():
-            if not isinstance(reward, str):
-                raise ConfigError(
-                    "a run names its rewards, so that run.toml can hold them: 'module.function' or "
-                    f"'file.py:function', not {reward!r}"
-                )
         if isinstance(self.reward, str):
             raise ConfigError(
                 f"reward must be a tuple of names, reward=({self.reward!r},), not the text {self.reward!r}"
             )
+
+    @property
+    def objects(self) -> tuple[str, ...]:
+        """The options that are given as objects, which a file cannot hold: such a run goes on from Python only."""
+        names = ("model", "tokenizer", "task")
+        found = tuple(n for n in names if not isinstance(getattr(self, n), str | NoneType))
+        return found + (() if all(isinstance(reward, str) for reward in self.reward) else ("reward",))
+
+    def named(self, option: str) -> str:
+        """An option for people: its name, or its object's class."""
+        value = getattr(self, option)
+        return value if isinstance(value, str) else f"{type(value).__name__} object"
+
+    def without_objects(self) -> Run:
+        """The same with a word in the place of every object, for files and trackers."""
+
+        def word(value: Any) -> Any:
+            return value if isinstance(value, str) else OBJECT + str(getattr(value, "__name__", type(value).__name__))
+
+        changes: dict[str, Any] = {name: word(getattr(self, name)) for name in self.objects if name != "reward"}
+        return replace(self, **changes, reward=tuple(map(word, self.reward)))
 
     @property
     def group_size(self) -> int:
@@ -243,7 +277,7 @@ class Run(Draft):
     def resolved(self) -> Run:
         """With every open choice filled in: group size, learning rate, the generation budget in the parts that ask for it."""
         algorithm = replace(self.algorithm.with_budget(self.sampling.max_tokens), samples_per_prompt=self.group_size)
-        usual = LR_TINY if self.model == "tiny" else LR
+        usual = LR_TINY if isinstance(self.model, str) and self.model == "tiny" else LR
         if algorithm.critic is not None and not algorithm.step.uses_lr:  # there is no policy's rate for it to follow
             algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.rate(usual)))
         default = usual if algorithm.step.uses_lr else None

@@ -21,18 +21,19 @@ from policygrad.algorithms import algorithm as named
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.training.config.parts import check_place, nearest, part_class, part_names
-from policygrad.training.config.run import Draft, Run
+from policygrad.training.config.run import OBJECT, Draft, Run
+from policygrad.training.config.supervised import Supervised
 
 NOTHING = "none"
-AnyRun = typing.TypeVar("AnyRun", Draft, Run)
+AnyRun = typing.TypeVar("AnyRun", bound=Draft | Supervised)
 
 
-def dumps(run: Run) -> str:
+def dumps(run: Run | Supervised) -> str:
     """The whole configuration, enough to run it again."""
-    return tomli_w.dumps(_plain(run, Run()))
+    return tomli_w.dumps(_plain(run.without_objects() if isinstance(run, Run) else run))
 
 
-def load(path: Path | str, base: AnyRun | None = None) -> AnyRun:
+def load(path: Path | str, base: AnyRun) -> AnyRun:
     """`base` changed by what the file says.
 
     Raises:
@@ -47,7 +48,7 @@ def load(path: Path | str, base: AnyRun | None = None) -> AnyRun:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return from_dict(data, Run() if base is None else base, str(path))
+    return from_dict(data, base, str(path))
 
 
 def from_dict(data: Mapping[str, Any], base: AnyRun, where: str) -> AnyRun:
@@ -65,7 +66,7 @@ def algorithm_from_dict(data: Mapping[str, Any], where: str = "algorithm") -> Al
     return _read_algorithm(Algorithm(), data, where, "algorithm")
 
 
-def _plain(value: Any, default: Any = None) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, Algorithm):
         return _algorithm(value)
     if is_dataclass(value):
@@ -135,7 +136,15 @@ def _typed(value: Any, hint: Any, where: str, dotted: str) -> Any:
     options = (
         typing.get_args(hint) if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
     )
+    if isinstance(value, str) and value.startswith(OBJECT):
+        kind = value.removeprefix(OBJECT)
+        raise ConfigError(
+            f"{where}: {dotted!r} was a {kind} object given in Python, which no file can hold: go on from Python, "
+            "pg.train(run, resume=folder) with the same object, or write a name here"
+        )
     for option in options:
+        if option is Any and isinstance(value, str):  # by name here, where Python may give an object
+            return value
         if option is NoneType:
             continue
         if typing.get_origin(option) is tuple and isinstance(value, list):
@@ -162,7 +171,13 @@ def _typed_tuple(value: list[Any], kinds: tuple[Any, ...], where: str, dotted: s
 def _type_name(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         return f"a list of {_type_name(typing.get_args(kind)[0])}"
-    words = {"str": "text in quotes", "int": "a whole number", "float": "a number", "bool": "true or false"}
+    words = {
+        "Any": "text in quotes",
+        "str": "text in quotes",
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+    }
     name = getattr(kind, "__name__", str(kind))
     return words.get(name, name)
 

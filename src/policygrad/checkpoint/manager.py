@@ -1,0 +1,122 @@
+"""When a run's progress is saved: every so many steps, at its end, and when a step fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from policygrad.checkpoint import format as checkpoints
+from policygrad.errors import CheckpointError, NumericsError
+
+State = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors by name, and values that JSON can hold."""
+
+
+class Stepped(Protocol):
+    """What outlives a step."""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        ...
+
+
+P = TypeVar("P", bound=Stepped)
+
+
+class Checkpointer(Generic[P]):
+    """Saves what `pack` makes of the progress, the global random state beside it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every: int,
+        keep: int,
+        pack: Callable[[P], State],
+        version: Callable[[], int],
+        sync: Callable[[], None],
+        note: Callable[[str], None],
+        resume: str,
+    ) -> None:
+        """folder: the run's. version: of the weights, which counts updates. sync: waits until the run's logs are on the disk.
+        resume: the command that goes on, for messages."""
+        self.folder, self.every, self.keep = folder / "checkpoints", every, keep
+        self._pack, self._version, self._sync, self._note, self._resume = pack, version, sync, note, resume
+
+    def restore(self) -> checkpoints.Checkpoint | None:
+        """The newest intact checkpoint; the global random state is then its own.
+
+        Raises:
+            CheckpointError: checkpoints, and none of them intact.
+        """
+        saved = checkpoints.load_latest(self.folder, warn=self._note)
+        if saved is not None:
+            torch.set_rng_state(saved.tensors.pop("rng/torch"))
+        return saved
+
+    def begin(self, progress: P) -> None:
+        """The run goes on from here, and this much is saved, or is where it began."""
+        self.saved = progress.step
+        self._whole(progress)
+
+    def after(self, progress: P, *, final: bool) -> None:
+        """A step is done: a checkpoint, if it is time for one.
+
+        Raises:
+            CheckpointError: the final one cannot be written; that another cannot is a note.
+        """
+        if final or progress.step % self.every == 0:
+            try:
+                self._save(progress, self.keep)
+            except CheckpointError as error:
+                if final:
+                    raise
+                self._note(f"{error}. Training goes on, the next try is in {self.every} steps")
+        self._whole(progress)
+
+    def _whole(self, progress: P) -> None:
+        """Remembers where the last whole step ended."""
+        self.last, self.version = progress, self._version()
+
+    def _save(self, progress: P, keep: int) -> None:
+        self._sync()
+        tensors, values = self._pack(progress)
+        tensors["rng/torch"] = torch.get_rng_state()
+        checkpoints.save(self.folder, progress.step, tensors, values, keep=keep)
+        self.saved = progress.step
+
+    @contextmanager
+    def rescuing(self) -> Iterator[None]:
+        """An error in the midst of a step leaves a checkpoint of the last whole one, and a note that says how to go on.
+
+        Updates of the failed step that were taken before it failed are in the weights that are saved; a resumed run samples
+        that step anew, from them. A second Ctrl-C is not an error: it ends the run at once.
+        """
+        try:
+            yield
+        except CheckpointError:  # it says itself what is left
+            raise
+        except Exception as error:
+            said = self._rescue(isinstance(error, NumericsError))
+            error.add_note(said)
+            self._note(said)
+            raise
+
+    def _rescue(self, by_numbers: bool) -> str:
+        last, moved = self.last, self._version() - self.version
+        said = f"step {last.step + 1} failed"
+        try:
+            if last.step > self.saved:
+                self._save(last, max(2, self.keep))  # the one before stays, should this lead to the same end
+                said += f"; step {last.step} is saved"
+                said += f", with {moved} update{'s' * (moved > 1)} of the failed step in its weights" if moved else ""
+        except (RuntimeError, OSError) as failure:
+            said += f", and step {last.step} could not be saved ({failure})"
+        said += f": {self._resume} goes on from step {self.saved}"
+        return said + ("; the same samples would have the same gradient, so lower --lr or change --seed" * by_numbers)

@@ -1,0 +1,41 @@
+"""The trained model as others load it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import nn
+
+from policygrad.checkpoint.disk import install, is_full, sync
+from policygrad.errors import RunError
+
+
+def save_model(folder: Path, model: nn.Module, tokenizer: Any, command: str = "policygrad train") -> Path:
+    """`folder/model`, which the AutoModel class it came from and AutoTokenizer load; whole and on the disk, or as it was before.
+
+    tokenizer: transformers' own. command: what goes on with the run, for the message.
+
+    Raises:
+        RunError: a full disk, say; the checkpoint of the last step still holds the weights.
+    """
+    final, temporary = folder / "model", folder / ".tmp-model"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        model.save_pretrained(temporary)  # type: ignore[operator]
+        tokenizer.save_pretrained(temporary)
+        for path in (*temporary.rglob("*"), temporary):
+            sync(path)
+        old = install(temporary, final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        full = is_full(error)
+        reason, first = ("the disk is full", "free some space") if full else (str(error), "see to the cause")
+        raise RunError(
+            f"{final} was not written: {reason}; the trained weights are in the last checkpoint: {first}, then "
+            f"{command} --resume {folder}"
+        ) from error
+    shutil.rmtree(old, ignore_errors=True)
+    return final

@@ -1,0 +1,155 @@
+"""What flows through the equation: a batch of completions, and one forward pass over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policygrad.errors import ConfigError
+
+PER_TOKEN = (
+    "mask",
+    "tokens",
+    "logp_old",
+    "logp_ref",
+    "logp_sampler",
+    "values",
+    "returns",
+    "token_reward",
+    "step_end",
+    "weight",
+    "version",
+)
+PER_COMPLETION = ("group", "reward", "bootstrap", "truncated", "in_statistics", "score_norm")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Completions of a rollout, or one optimiser step's share of them; right-padded.
+
+    Shapes: B completions, T token positions. A position counts when `mask` is True; what stands elsewhere, NaN
+    included, is never read. A completion whose mask is all False (it failed, or was masked as overlong) leaves the
+    group statistics and every denominator.
+
+    Raises:
+        ConfigError: a field whose shape or dtype does not fit, named.
+    """
+
+    mask: Tensor
+    """[B, T] bool; True = sampled by the policy (tool output and padding are False)."""
+    group: Tensor
+    """[B] int64; which prompt a completion answers (an index into `prompts`)."""
+    reward: Tensor
+    """[B] floating; the completion's terminal reward (float64 stays float64)."""
+    tokens: Tensor | None = None
+    """[B, T] int64; the completion's token ids."""
+    prompts: tuple[Tensor, ...] | None = None
+    """One row of token ids per group; with `tokens` it is what a learner needs."""
+    logp_old: Tensor | None = None
+    """[B, T] nats, log π_old; None = the policy itself, so that every ratio is 1."""
+    logp_ref: Tensor | None = None
+    """[B, T] nats, log π_ref."""
+    logp_sampler: Tensor | None = None
+    """[B, T] nats, log μ: what the engine that sampled says."""
+    values: Tensor | None = None
+    """[B, T] critic's value before each token is taken."""
+    returns: Tensor | None = None
+    """[B, T] the critic's targets."""
+    bootstrap: Tensor | None = None
+    """[B] value after the last token of an episode that was cut off."""
+    token_reward: Tensor | None = None
+    """[B, T] rewards at tokens; a completion's total is `reward` plus their sum."""
+    step_end: Tensor | None = None
+    """[B, T] bool; where process rewards sit."""
+    weight: Tensor | None = None
+    """[B, T] multiplies the aggregation coefficients: γ^t, reweighting, merged duplicates."""
+    version: Tensor | None = None
+    """[B, T] int64; the version of the weights that drew each token; None = the policy's own, as it is now."""
+    truncated: Tensor | None = None
+    """[B] bool; stopped by the token budget, not by the policy."""
+    in_statistics: Tensor | None = None
+    """[B] bool; counts in group statistics. None = the completions whose mask has a True."""
+    score_norm: Tensor | None = None
+    """[B] ‖∇_θ log π_θ(o)‖², the squared norm of the completion's score; 0 where the mask is all False."""
+
+    def __post_init__(self) -> None:
+        if self.mask.ndim != 2 or self.mask.dtype != torch.bool:
+            raise ConfigError(
+                f"Batch.mask must be a bool tensor [B, T], not {self.mask.dtype} {list(self.mask.shape)}: "
+                "True where the policy sampled the token (mask.bool() converts 0/1)"
+            )
+        for names, shape, letters in (
+            (PER_TOKEN, self.mask.shape, "[B, T]"),
+            (PER_COMPLETION, self.mask.shape[:1], "[B]"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and value.shape != shape:
+                    raise ConfigError(
+                        f"Batch.{name} has shape {list(value.shape)}, expected {letters} = {list(shape)} as in Batch.mask"
+                    )
+        for name in ("step_end", "truncated", "in_statistics"):
+            value = getattr(self, name)
+            if value is not None and value.dtype != torch.bool:
+                raise ConfigError(f"Batch.{name} must be bool, not {value.dtype}: {name}.bool() converts 0/1")
+        if self.version is not None and self.version.dtype != torch.int64:
+            raise ConfigError(f"Batch.version must be int64, not {self.version.dtype}: version.long() converts it")
+        if not self.reward.is_floating_point():
+            raise ConfigError(f"Batch.reward must be floating, not {self.reward.dtype}: reward.float() converts it")
+        if self.group.is_floating_point() or self.group.dtype == torch.bool:
+            raise ConfigError(f"Batch.group must hold integers (which prompt), not {self.group.dtype}")
+
+    @property
+    def counted(self) -> Tensor:
+        """[B] bool; completions that count in group statistics."""
+        return self.mask.any(1) if self.in_statistics is None else self.in_statistics
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64; sampled tokens per completion."""
+        return self.mask.sum(1)
+
+    def select(self, rows: Tensor) -> Batch:
+        """The completions at `rows` (indices or a bool mask [B]); `prompts` stays whole, since `group` points into it."""
+        return self._map(lambda value: value[rows])
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        moved = self._map(lambda value: value.to(device))
+        return moved if self.prompts is None else replace(moved, prompts=tuple(row.to(device) for row in self.prompts))
+
+    def _map(self, f: Callable[[Tensor], Tensor]) -> Batch:
+        current = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: f(value) for name, value in current.items() if isinstance(value, Tensor)}
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """What one forward pass yields for the objective; a bare `logp` tensor is accepted in its place."""
+
+    logp: Tensor
+    """[B, T] nats, log π_θ of the tokens taken, with its graph."""
+    entropy: Tensor | None = None
+    """[B, T] nats, exact over the vocabulary; only when a term needs it."""
+    values: Tensor | None = None
+    """[B, T] the critic's values, with their graph."""
+    kl_old: Tensor | None = None
+    """[B, T] nats, exact KL(π_old‖π_θ) over the vocabulary."""
+
+
+def required(value: Tensor | None, part: object, name: str) -> Tensor:
+    """The batch field `name`, or an error that says which part asked for it."""
+    if value is None:
+        raise ConfigError(
+            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `score` does), or drop the part"
+        )
+    return value
+
+
+Coefficients = tuple[Tensor, ...]
+"""c [B, T] of the policy term, and of each further term."""

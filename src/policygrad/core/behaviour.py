@@ -1,0 +1,56 @@
+"""Which policy a rollout's samples are held to be from, said once: π_old as the learner sees it, or μ as the sampler says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch
+from policygrad.core.corrections import TruncatedIS
+from policygrad.core.metrics import Max, Mean, Metrics
+from policygrad.errors import ConfigError
+
+
+def behaviour(algorithm: Algorithm, batch: Batch, version: int) -> tuple[Algorithm, Batch]:
+    """(the algorithm for this rollout, its batch), before a learner fills what `algorithm.needs`; version: the learner's.
+
+    sampler: log π_old is what the sampler said. recomputed: π_old is the learner's policy, with nothing to change where it
+    drew every token itself; where it did not, π_old/μ is no longer 1 and w is corrected for it, by `TruncatedIS` unless the
+    algorithm has corrections: a rollout older than the weights never counts as on-policy.
+
+    Raises:
+        ConfigError: a sampler that has not said its log-probabilities, where they are needed.
+    """
+    if algorithm.behaviour == "sampler":
+        return algorithm, replace(batch, logp_old=_said(batch, "behaviour='sampler' reads them as π_old"))
+    lag = _lag(batch, version)
+    if lag is None or not bool((lag != 0).any()):
+        return algorithm, batch
+    if not algorithm.corrections:
+        _said(batch, "the samples are older than the weights, which is corrected for by π_old/μ")
+        algorithm = replace(algorithm, corrections=(TruncatedIS(),))
+    return algorithm, batch
+
+
+def staleness(batch: Batch, version: int) -> Metrics:
+    """staleness/mean and /max: by how many versions the weights are ahead of those that drew the tokens; nothing where nobody
+    has said which did."""
+    lag = _lag(batch, version)
+    if lag is None or not len(lag):
+        return {}
+    return {"staleness/mean": Mean(lag.sum().double(), float(len(lag))), "staleness/max": Max(float(lag.max()))}
+
+
+def _lag(batch: Batch, version: int) -> Tensor | None:
+    """[n] versions, of the sampled tokens."""
+    return None if batch.version is None else version - batch.version[batch.mask]
+
+
+def _said(batch: Batch, why: str) -> Tensor:
+    if batch.logp_sampler is None:
+        raise ConfigError(
+            f"Batch.logp_sampler is None, and {why}: let the sampler give the log-probability of each token it draws"
+        )
+    return batch.logp_sampler

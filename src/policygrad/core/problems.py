@@ -1,0 +1,99 @@
+"""What an update rule may ask of a learner about one rollout, or one minibatch of it, in three pieces.
+
+A rule names the piece that it needs, and a learner has those that it can give: `GradientProblem` is all that gradient steps
+take. A problem that has an attribute `learner` is called by that one's class in messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from policygrad.core.metrics import Metrics
+from policygrad.errors import ConfigError
+
+
+@runtime_checkable
+class GradientProblem(Protocol):
+    """First order: the learner's own gradients and optimiser."""
+
+    def split(self, epoch: int, minibatches: int) -> Sequence[GradientProblem]:
+        """The rollout's groups, shuffled for this epoch, as minibatches of whole groups."""
+        ...
+
+    def accumulate(self) -> Metrics:
+        """Adds this problem's gradient of the loss to the learner's; returns what was measured on the way."""
+        ...
+
+    def descend(self) -> Metrics:
+        """Clips the gradient, takes one optimiser step and clears it."""
+        ...
+
+
+@runtime_checkable
+class CurvatureProblem(Protocol):
+    """All that a trust region needs. θ is one vector of the P parameters that train, in the precision the learner keeps
+    them in, around θ_old, where it stands until `commit`."""
+
+    def some(self, share: float) -> CurvatureProblem:
+        """This share of the groups, at least one: the same ones whenever this problem is asked."""
+        ...
+
+    def gradient(self) -> tuple[Tensor, Metrics]:
+        """([P] gradient of the surrogate objective at θ_old, the direction in which it grows; what was measured on the way)."""
+        ...
+
+    def fisher(self, v: Tensor, sampled: bool) -> Tensor:
+        """[P] F v, where F is the Hessian of mean KL(π_old‖π_θ) at θ_old, E[∇log π ∇log πᵀ] under the policy.
+
+        The mean is over the sampled tokens' states; in each, the expectation is exact over the vocabulary, or, if
+        `sampled`, the token that was sampled stands for it.
+        """
+        ...
+
+    def evaluate(self, delta: Tensor) -> tuple[float, float]:
+        """(surrogate objective, mean KL(π_old‖π_θ) in nats a sampled token) at θ_old + delta. The parameters stay as they are."""
+        ...
+
+    def commit(self, delta: Tensor) -> None:
+        """Moves the parameters to θ_old + delta, to the bit where `evaluate` looked."""
+        ...
+
+    def fit(self) -> Metrics:
+        """One optimiser step of the critic alone; nothing without one."""
+        ...
+
+
+@runtime_checkable
+class AdaptiveProblem(GradientProblem, Protocol):
+    """First order, and β can be adapted before going on with the same rollout."""
+
+    def measured(self) -> Metrics:
+        """What `accumulate` would measure with the parameters as they are; nothing while a critic is fitted first."""
+        ...
+
+    def adapted(self, metrics: Metrics) -> AdaptiveProblem | None:
+        """The same rollout with each β that adapts to KL(π_old‖π_θ) moved by `kl_old/last`; None once all are in their band."""
+        ...
+
+
+Asked = TypeVar("Asked", GradientProblem, CurvatureProblem, AdaptiveProblem)
+
+
+def asked(problem: object, kind: type[Asked], rule: object) -> Asked:
+    """The problem, if it is of the kind that an update rule needs.
+
+    Raises:
+        ConfigError: it lacks methods, which are named, with the learner's class.
+    """
+    if isinstance(problem, kind):
+        return problem
+    methods = [name for name in dir(kind) if not name.startswith("_")]
+    missing = [name for name in methods if not callable(getattr(problem, name, None))]
+    learner = type(getattr(problem, "learner", problem)).__name__
+    raise ConfigError(
+        f"{type(rule).__name__} asks a learner for a {kind.__name__}, and {learner} lacks {', '.join(missing)}: give it these "
+        "(policygrad.core.problems says what they are), or take step=FirstOrder(), which needs split, accumulate and descend"
+    )

@@ -1,0 +1,43 @@
+"""How the parameters move, once the gradient is known. A rule is handed a problem and never sees a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from policygrad.core.metrics import Metrics, merge
+from policygrad.core.problems import GradientProblem, asked
+from policygrad.core.protocols import UpdateRule
+from policygrad.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class FirstOrder(UpdateRule):
+    """K = epochs × minibatches gradient steps per rollout; a minibatch is a share of whole groups."""
+
+    epochs: int = 1
+    minibatches: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "minibatches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"FirstOrder.{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def updates(self) -> int:
+        """K, optimiser steps per rollout."""
+        return self.epochs * self.minibatches
+
+    @property
+    def formula(self) -> str:
+        return "one gradient step" if self.updates == 1 else f"{self.epochs} epochs × {self.minibatches} minibatches"
+
+    def __call__(self, problem: object) -> Metrics:
+        problem = asked(problem, GradientProblem, self)  # type: ignore[type-abstract]
+        measured: Metrics = {}
+        this: Metrics = {}
+        for epoch in range(self.epochs):
+            this = {}
+            for minibatch in problem.split(epoch, self.minibatches):
+                this = merge(this, minibatch.accumulate(), minibatch.descend())
+            measured = merge(measured, this)
+        return measured | ({"kl_old/last": this["kl_old"]} if "kl_old" in this else {})

@@ -1,0 +1,121 @@
+"""The report as one HTML file that asks the network for nothing: text by a template, plots by `web/page.js`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any
+
+from policygrad.about import ABOUT
+from policygrad.algorithms import ALGORITHMS
+from policygrad.core.advantages import BatchStd, GroupStd
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.process import ProcessReward
+from policygrad.lab.finding import Finding
+from policygrad.lab.findings.shapes import GATES, weights
+from policygrad.lab.page.plots import plot_of
+from policygrad.lab.page.sections import sections
+from policygrad.lab.report import LabReport
+
+FAMILIES = ("a mean as baseline", "÷ standard deviation", "a value for each token", "your own")
+FIGURES = {
+    "scale": ("scale", "how long E g is along ∇J; a learning rate absorbs it"),
+    "bias": ("bias", "‖E g − ∇J‖/‖∇J‖, scale included"),
+    "cosine": ("cosine", "of E g and ∇J"),
+    "variance": ("variance", "tr Cov g/‖∇J‖²"),
+    "mse": ("MSE", "E‖g − ∇J‖²/‖∇J‖²"),
+    "snr": ("SNR", "‖E g‖²/tr Cov g"),
+    "best_mse": ("best", "the MSE at the best length; 1 = g says nothing"),
+}
+
+
+def page(
+    found: LabReport, algorithms: Mapping[str, Algorithm], matrix: Mapping[str, Mapping[str, Sequence[str]]]
+) -> str:
+    """The page.
+
+    algorithms: those that were measured, by the names in the report.
+    matrix: for each of them its parts by column, in words.
+    """
+    from jinja2 import Environment  # only this page is a template
+
+    findings = [with_own_gates(f, algorithms) if f.name == "gate_weights" else f for f in found.findings]
+    web = files("policygrad.lab.page") / "web"
+    html, style, script = ((web / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["typeset"] = typeset
+    told = found.to_dict()
+    columns = [
+        c
+        for c in dict.fromkeys(c for row in matrix.values() for c in row)
+        if any(row.get(c) for row in matrix.values())
+    ]
+    return environment.from_string(html).render(
+        style=style,
+        script=script,
+        data=_embedded({"algorithms": _rows(told, algorithms), "families": FAMILIES, "plots": _plots(findings)}),
+        found=found,
+        figures=FIGURES,
+        columns=columns,
+        matrix=matrix,
+        about=ABOUT,
+        sections=sections(found.findings),
+        plotted={f.name for f in found.findings if f.curves},
+        held=sum(f.holds for f in found.findings),
+        sampled=not all(m.exact for pair in found.rows for m in pair),
+    )
+
+
+def typeset(text: str) -> Any:
+    """Markup with π_ref and G^-0.5 as subscript and superscript."""
+    from markupsafe import Markup, escape
+
+    lowered = re.sub(r"(?<=[πA-Za-z])_(ref|old|π)\b", r"<sub>\1</sub>", str(escape(text)))
+    return Markup(re.sub(r"\^([-−]?[\d.]*\d)", r"<sup>\1</sup>", lowered))
+
+
+def with_own_gates(finding: Finding, algorithms: Mapping[str, Algorithm]) -> Finding:
+    """The weights of the library's gates, and beside them those of gates that are not the library's."""
+    known, ratios = (
+        [*GATES.values(), *(a.gate for a in ALGORITHMS.values())],
+        finding.curves["ratio"],
+    )  # not all have a hash
+    own = {name: a.gate for name, a in algorithms.items() if a.gate not in known}
+    curves = {f"{name} {way}": weights(g, ratios, s) for name, g in own.items() for way, s in (("up", 1), ("down", -1))}
+    return replace(finding, curves={**finding.curves, **curves})
+
+
+def family(name: str, algorithm: Algorithm) -> int:
+    """Which of `FAMILIES`."""
+    if name not in ALGORITHMS:
+        return 3
+    if algorithm.critic is not None or any(link.samples_values for link in algorithm.psi):
+        return 2
+    return int(any(isinstance(part, (GroupStd, BatchStd, ProcessReward)) for part in algorithm.psi))
+
+
+def _rows(told: dict[str, Any], algorithms: Mapping[str, Algorithm]) -> list[dict[str, Any]]:
+    sides = ("on_policy", "off_policy")
+    return [
+        {
+            "name": row["name"],
+            "family": family(row["name"], algorithms[row["name"]]),
+            "sides": [row[side]["figures"] for side in sides],
+            "errors": [row[side]["errors"] for side in sides],
+        }
+        for row in told["algorithms"]
+    ]
+
+
+def _plots(findings: Sequence[Finding]) -> dict[str, Any]:
+    plots = {finding.name: (plot_of(finding), finding) for finding in findings}
+    return {name: plot.drawn(finding) for name, (plot, finding) in plots.items() if plot is not None}
+
+
+def _embedded(data: Any) -> str:
+    """JSON that may stand in a script element: no `</script>` can be in it."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -1,0 +1,47 @@
+"""The networks that train, together: what a problem is made of, besides a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from policygrad.core.batch import Batch, Forward
+from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.forward import Evaluator
+from policygrad.learners.local.optimizer import Optimizer
+from policygrad.learners.local.packing import Pack
+from policygrad.learners.local.recompute import differentiating
+from policygrad.learners.local.value_model import ValueModel
+
+
+@dataclass(frozen=True, eq=False)
+class ActorCritic:
+    """The policy with its optimiser, the critic with its own, and the policy as it was."""
+
+    policy: Evaluator
+    optimizer: Optimizer
+    config: LearnerConfig
+    critic: ValueModel | None = None
+    old: Evaluator | None = None
+    """π_old, when the rollout's updates began; only where an exact KL(π_old‖π_θ) is asked for."""
+
+    @property
+    def device(self) -> torch.device:
+        """The policy's."""
+        return next(self.policy.model.parameters()).device
+
+    def packs(self, batch: Batch, rows: Tensor) -> Iterator[Pack]:
+        """The completions `rows` in micro-batches."""
+        return self.policy.packs(batch, rows, self.config.micro_tokens)
+
+    def forward(self, part: Pack, needs: frozenset[str]) -> Forward:
+        """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""
+        return self.policy.forward(part.to(self.device), needs, self.old)
+
+    def differentiating(self) -> AbstractContextManager[None]:
+        """The policy in the mode for backward passes."""
+        return differentiating(self.policy.model, self.config.gradient_checkpointing)

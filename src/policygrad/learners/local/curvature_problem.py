@@ -1,0 +1,49 @@
+"""One rollout on a local learner, as a trust region asks about it: the Fisher product, a look ahead, the constrained move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from policygrad.core.metrics import Mean, Metrics
+from policygrad.learners.local.curvature import Curvature
+from policygrad.learners.local.problem import LocalAdaptiveProblem
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LocalProblem(LocalAdaptiveProblem):
+    """All that any step asks."""
+
+    curvature: Curvature
+
+    def some(self, share: float) -> Self:
+        """This share of the groups with a sampled token, at least one, drawn by the weights' version."""
+        groups = torch.unique(self.batch.group[self.batch.mask.any(1)])
+        order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))
+        return self._of(groups[order[: max(1, round(share * len(groups)))]])
+
+    def gradient(self) -> tuple[Tensor, Metrics]:
+        """[P] of the surrogate objective; 0 while the policy stands still."""
+        metrics: Metrics = {"value_pretraining": Mean(1.0)} if self.pretraining else self.policy()
+        gradient = self.networks.optimizer.take_gradient()
+        return gradient if self.pretraining else -gradient, metrics
+
+    def fisher(self, v: Tensor, sampled: bool) -> Tensor:
+        """[P] F v, a mean over the sampled tokens."""
+        return self.curvature.fisher(self.batch, v, sampled)
+
+    def evaluate(self, delta: Tensor) -> tuple[float, float]:
+        """(surrogate objective, mean KL(π_old‖π_θ) in nats a sampled token) at θ + delta [P]."""
+        return self.curvature.evaluate(self.batch, self.psi, self.algorithm, delta)
+
+    def commit(self, delta: Tensor) -> None:
+        """θ ← θ + delta [P]."""
+        self.networks.optimizer.move(delta)
+
+    def fit(self) -> Metrics:
+        """The critic's gradient and one AdamW step of it."""
+        critic = self.networks.critic
+        return {} if critic is None or self.algorithm.critic is None else self.value() | critic.descend()

@@ -1,0 +1,109 @@
+"""A second model of the same architecture and weights, built from the configuration: a reference, π_old, a critic's backbone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from policygrad.errors import ModelError
+from policygrad.models.loading import without_dropout
+
+Build = Callable[[], nn.Module]
+"""Makes another instance of a model, whose weights are then replaced."""
+_WAY_OUT = "pass build=, a function that makes another instance of the model (its weights are copied)"
+
+
+def replica(model: nn.Module, build: Build | None = None) -> nn.Module:
+    """The model once more: equal parameters and buffers of its own, tied where the model's are, no dropout, in evaluation mode
+    and frozen. No random number is drawn.
+
+    build: makes the other instance; None = from the model's configuration, which a transformers model has, also under PEFT.
+
+    Raises:
+        ModelError: no configuration to build from; what was built has other parameters, or the model's own.
+    """
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        made = _built(model) if build is None else build().to(next(model.parameters()).device)
+    if {*map(id, model.parameters())} & {*map(id, made.parameters())}:
+        raise ModelError("build() gave back the model's own parameters: let it make another instance each time")
+    other = {n: t.shape for n, t in _tensors(made)}
+    wanted = {n: t.shape for n, t in _tensors(model)}
+    if odd := wanted.items() ^ other.items():
+        how = "its configuration" if build is None else "build()"
+        raise ModelError(
+            f"a second {type(model).__name__} made by {how} has other parameters ({min(odd)[0]}, say)"
+            + (f": {_WAY_OUT}" if build is None else "")
+        )
+    for module in made.modules():
+        without_dropout(module)
+    copy_weights(model, made)
+    return made.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Gives `target` the parameters and buffers of `source`, one tensor at a time, so that neither is ever held as a whole.
+
+    Raises:
+        ModelError: a tensor of another precision.
+    """
+    found = dict(_tensors(target))
+    for name, tensor in _tensors(source):
+        if found[name].dtype != tensor.dtype:
+            raise ModelError(f"{name} is {tensor.dtype} in the model and {found[name].dtype} in its copy")
+        found[name].copy_(tensor)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _built(model: nn.Module) -> nn.Module:
+    """From the configuration, without weights until there is a place for each, like the model's own in precision and device."""
+    with torch.device("meta"):
+        made = _with_adapters(model) if hasattr(model, "get_base_model") else _from_config(model)
+    memo: dict[Tensor, Tensor] = {}
+    others = dict(made.named_modules())
+    for name, module in model.named_modules():
+        for kind in ("_parameters", "_buffers"):
+            own = getattr(others.get(name), kind, {})
+            for key, tensor in getattr(module, kind).items():
+                if tensor is not None and own.get(key) is not None:
+                    own[key] = memo.setdefault(tensor, _empty(tensor))
+    return made
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, requires_grad=False)
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _from_config(model: Any) -> nn.Module:
+    make = getattr(type(model), "_from_config", None)
+    if make is None or not hasattr(model, "config"):
+        raise ModelError(f"{type(model).__name__} has no configuration to build a second one from: {_WAY_OUT}")
+    config = copy.deepcopy(model.config)
+    made: nn.Module = make(config, dtype=model.dtype, attn_implementation=config._attn_implementation)
+    return made
+
+
+def _with_adapters(model: Any) -> nn.Module:
+    """A PEFT model: the base from its configuration, with the same adapters."""
+    from peft import get_peft_model
+
+    if any(getattr(module, "merged", False) for module in model.modules()):
+        raise ModelError("the model's adapters are merged into its weights: call unmerge_adapter() first")
+    first, *rest = model.peft_config
+    base = _from_config(model.get_base_model())
+    made: Any = get_peft_model(base, copy.deepcopy(model.peft_config[first]), adapter_name=first)
+    for name in rest:
+        made.add_adapter(name, copy.deepcopy(model.peft_config[name]))
+    if rest:
+        made.base_model.set_adapter(list(model.active_adapters))
+    return made  # type: ignore[no-any-return]

@@ -1,0 +1,72 @@
+"""From episodes to tensors, and what a rollout measures of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from policygrad.core.batch import Batch
+from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
+from policygrad.core.ragged import Groups
+from policygrad.rollout.trajectory import Group, Trajectory
+
+
+def to_batch(groups: Sequence[Group]) -> Batch:
+    """Right-padded tensors; an episode without a reward (None) has an all-false mask: it takes no part in anything."""
+    rows = [t for g in groups for t in g.trajectories]
+
+    def padded(columns: list[Tensor]) -> Tensor:
+        return pad_sequence(columns, batch_first=True)
+
+    scored = torch.tensor([t.reward is not None for t in rows], dtype=torch.bool)
+    sizes = torch.tensor([len(g.trajectories) for g in groups], dtype=torch.int64)
+    return Batch(
+        mask=padded([t.mask for t in rows]) & scored[:, None],
+        group=torch.arange(len(groups)).repeat_interleave(sizes),
+        reward=torch.tensor([0.0 if t.reward is None else t.reward for t in rows]),
+        tokens=padded([t.tokens for t in rows]),
+        prompts=tuple(g.prompt for g in groups),
+        logp_sampler=padded([t.logp for t in rows]),
+        version=padded([t.version for t in rows]),
+        truncated=torch.tensor([t.truncated for t in rows], dtype=torch.bool),
+    )
+
+
+def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:
+    """Of everything sampled, what dynamic sampling set aside included: the policy's reward, not the training batch's.
+
+    What no episode could be measured for (every reward failed) is left out, rather than reported as 0.
+    """
+    rows = [t for groups, _ in rounds for g in groups for t in g.trajectories]
+    lengths = torch.tensor([t.sampled for t in rows], dtype=torch.float64)
+    found: dict[str, list[Tensor]] = {
+        "completions/mean_length": [lengths],
+        "completions/truncated_ratio": [torch.tensor([float(t.truncated) for t in rows])],
+        "entropy": [  # −log μ at the samples: an unbiased estimate of the policy's entropy
+            -s.logp for t in rows for s in t.segments if s.logp is not None
+        ],
+    }
+    for _, batch in rounds:
+        counted, per_group = batch.counted, Groups(batch.group, batch.counted)
+        values = {
+            "reward": batch.reward[counted],
+            "reward_std": per_group.std(batch.reward, 1)[counted],
+            "frac_reward_zero_std": per_group.no_spread(batch.reward)[counted],
+            "completions/failed_ratio": ~counted,
+        }
+        for name, value in values.items():
+            found.setdefault(name, []).append(value)
+    whole = {name: torch.cat(parts).double() for name, parts in found.items()}
+    metrics: Metrics = {name: Mean(float(x.sum()), float(len(x))) for name, x in whole.items() if len(x)}
+    metrics |= {"tokens/sampled": Sum(float(lengths.sum())), "completions/max_length": Max(float(lengths.max()))}
+    return merge(metrics, *map(_of_environment, rows))
+
+
+def _of_environment(row: Trajectory) -> Metrics:
+    """Turns, where there are several, and what the environment measured."""
+    turns = sum(s.sampled for s in row.segments)
+    metrics: Metrics = {f"environment/{name}": Mean(value) for name, value in row.metrics.items()}
+    return metrics | ({"environment/turns": Mean(float(turns))} if turns > 1 or metrics else {})

@@ -1,0 +1,158 @@
+"""Episodes of many environments at once: turn k of all that go on is one batch of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from policygrad.environments.base import Action, Environment, EnvironmentFactory, Observation, Step
+from policygrad.errors import EngineError
+from policygrad.models.chat import Tools
+from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
+from policygrad.samplers.base import Generation, Request, Sampler, Sampling
+from policygrad.tasks.types import Prompt
+
+
+class Encoder(Protocol):
+    """Text to tokens and back."""
+
+    @property
+    def context(self) -> int | None:
+        """Positions of the model, in tokens."""
+        ...
+
+    def encode(self, prompt: Prompt, max_tokens: int, source: str = ..., tools: Tools | None = ...) -> Tensor:
+        """[P] int64; refuses a prompt that leaves no room for max_tokens."""
+        ...
+
+    def decode(self, tokens: Any) -> str: ...
+
+    def continuation(
+        self, so_far: Prompt, reply: str, new: Prompt, source: str = ..., tools: Tools | None = ...
+    ) -> Tensor:
+        """[n] int64; what stands between a sampled turn and the next."""
+        ...
+
+
+class _Episode:
+    """One episode under way."""
+
+    def __init__(self, environment: Environment, start: Start, sample: int) -> None:
+        self.environment, self.start, self.sample = environment, start, sample
+        self.context = torch.empty(0, dtype=torch.int64)
+        self.conversation: Prompt = ""
+        """All that was said before this turn."""
+        self.tools: Tools | None = None
+        self.segments: list[Segment] = []
+        self.rewards: list[float | None] = []
+        self.metrics: Counter[str] = Counter()
+        self.left = start.max_tokens
+        self.over = self.truncated = False
+
+    def request(self, sampling: Sampling) -> Request:
+        turn = len(self.rewards)
+        key = (*self.start.key, self.sample, turn) if turn else (*self.start.key, self.sample)
+        return Request(self.context, key, sampling, self.left)
+
+    async def take(self, generation: Generation, encoder: Encoder) -> None:
+        """The turn that was sampled, and what the environment says to it."""
+        cut = generation.finish_reason == "length"
+        text = encoder.decode(generation.tokens)
+        step = await self.environment.step(Action(text, cut))
+        if not isinstance(step, Step):
+            name = type(self.environment).__name__
+            raise EngineError(f"{name}.step returned {type(step).__name__}: return a Step (pg.Step)")
+        self.segments.append(Segment.drawn(generation))
+        self.rewards.append(step.reward)
+        self.metrics.update(step.metrics)
+        self.left -= len(generation.tokens)
+        self.over = self.truncated = cut
+        if step.observation is None:
+            self.over = True
+        elif not cut:
+            self._hear(step.observation, text, encoder, generation.tokens)
+
+    def _hear(self, observation: Observation, text: str, encoder: Encoder, drawn: Tensor) -> None:
+        """The next turn's context is the ids so far, the sampled ids, and those of what is new."""
+        content = observation.content
+        new = encoder.continuation(self.conversation, text, content, self.start.where, self.tools)
+        if isinstance(self.conversation, str):
+            self.conversation += f"{text}{content}"
+        else:
+            self.conversation = (
+                *self.conversation,
+                {"role": "assistant", "content": text},
+                *(dict(m) for m in content if isinstance(m, dict)),
+            )
+        self.context = torch.cat([self.context, drawn, new])
+        room = self.left if encoder.context is None else min(self.left, encoder.context - len(self.context))
+        if room < 1:  # nothing more can be said, so what the environment said is left away
+            self.over = self.truncated = True
+            return
+        self.left = room
+        self.segments.append(Segment(new))
+
+    def trajectory(self, encoder: Encoder) -> Trajectory:
+        parts = [s.tokens for s in self.segments]
+        whole = torch.cat(parts if self.start.prefix is None else [self.start.prefix, *parts])
+        own = [reward for reward in self.rewards if reward is not None]
+        return Trajectory(
+            tuple(self.segments),
+            encoder.decode(whole),
+            self.truncated,
+            tuple(self.rewards),
+            sum(own) if own else None,
+            metrics=dict(self.metrics),
+        )
+
+
+async def play(
+    starts: Sequence[Start],
+    n: int,
+    sampling: Sampling,
+    *,
+    sampler: Sampler,
+    encoder: Encoder,
+    environment: EnvironmentFactory,
+) -> list[Group]:
+    """n episodes from each start, in their order."""
+    groups = [[_Episode(environment(start.example), start, j) for j in range(n)] for start in starts]
+    prompts = [await _begin(episodes, encoder) for episodes in groups]
+    going = [episode for episodes in groups for episode in episodes]
+    while going:
+        generations = await sampler.generate([episode.request(sampling) for episode in going])
+        if len(generations) != len(going):
+            asked, name = len(going), type(sampler).__name__
+            raise EngineError(
+                f"{name}.generate returned {len(generations)} generations for {asked} requests: one for each"
+            )
+        await asyncio.gather(*(e.take(g, encoder) for e, g in zip(going, generations, strict=True)))
+        going = [episode for episode in going if not episode.over]
+    return [
+        Group(start, prompt, tuple(episode.trajectory(encoder) for episode in episodes))
+        for start, prompt, episodes in zip(starts, prompts, groups, strict=True)
+    ]
+
+
+async def _begin(episodes: Sequence[_Episode], encoder: Encoder) -> Tensor:
+    """Resets the episodes of one start and gives them their context, one tensor for all; the prompt."""
+    start = episodes[0].start
+    seen = await asyncio.gather(*(episode.environment.reset() for episode in episodes))
+    if any(observation.content != seen[0].content for observation in seen):
+        name = type(episodes[0].environment).__name__
+        raise EngineError(
+            f"{name}.reset says different things to the samples of one example ({start.where}), and what they begin with is "
+            "read once: draw what differs in step(), or from the example"
+        )
+    room = start.max_tokens + (0 if start.prefix is None else len(start.prefix))
+    tools = seen[0].tools or None
+    prompt = encoder.encode(seen[0].content, room, start.where, tools)
+    context = prompt if start.prefix is None else torch.cat([prompt, start.prefix])
+    for episode in episodes:
+        episode.context, episode.conversation, episode.tools = context, seen[0].content, tools
+    return prompt

@@ -1,0 +1,185 @@
+"""Everything left of the batch: examples → environments ⇄ sampler → trajectories → rewards → batch. For training, evaluation
+and prefix values it is one pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch
+from policygrad.core.metrics import Metrics, Sum, merge
+from policygrad.environments import EnvironmentFactory, SingleTurn
+from policygrad.errors import ConfigError
+from policygrad.rollout.batching import measure, to_batch
+from policygrad.rollout.episodes import Encoder, play
+from policygrad.rollout.evaluation import EvaluationResult
+from policygrad.rollout.judging import Judged, Score, ScoreSteps, judge, judge_steps, marks_of
+from policygrad.rollout.reasoning_steps import with_steps
+from policygrad.rollout.trajectory import EVALUATE, TRAIN, Group, Start
+from policygrad.rollout.values import with_values
+from policygrad.samplers.base import Sampler, Sampling
+from policygrad.tasks.types import Example
+from policygrad.waiting import Waiter
+from policygrad.weight_sync.base import Published
+
+PORTION = 64
+"""Held-out examples at a time, so that progress shows."""
+Evaluate = Callable[[Batch, frozenset[str]], Batch]
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """A step's episodes, judged; what stands in text is for people and logs, the batch is what trains."""
+
+    batch: Batch
+    groups: tuple[Group, ...]
+    """Row by row those of the batch."""
+    position: int
+    """The task's next example."""
+    metrics: Metrics
+    messages: tuple[str, ...] = ()
+    """What went wrong with rewards, once per kind, and what dynamic sampling could not fill."""
+
+    @property
+    def prompts(self) -> tuple[Any, ...]:
+        """Per episode, as the task gave it."""
+        return tuple(g.start.example.prompt for g in self.groups for _ in g.trajectories)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Per episode."""
+        return tuple(t.text for g in self.groups for t in g.trajectories)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Per episode, tokens sampled; `batch.lengths` is 0 where a reward failed or a filter masked."""
+        return tuple(t.sampled for g in self.groups for t in g.trajectories)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollouter:
+    """Plays episodes about a task's examples and judges them. `examples(i)` is the task's i-th training example."""
+
+    examples: Callable[[int], Example]
+    tokenizer: Encoder
+    sampler: Sampler
+    score: Score | None
+    """The reward functions; None = the environment's own rewards are all there is."""
+    seed: int = 0
+    steps: ScoreSteps | None = None
+    """Where reasoning steps end and what they are worth; None = nobody looks at them."""
+    environment: EnvironmentFactory = SingleTurn
+    wait: Waiter = field(default_factory=Waiter)
+
+    def update(self, weights: Published) -> None:
+        """From now on episodes are played with these weights."""
+        self.wait(self.sampler.update(weights))
+
+    def play(self, starts: Sequence[Start], n: int, sampling: Sampling) -> list[Group]:
+        """n episodes from each start, not judged yet."""
+        players = {"sampler": self.sampler, "encoder": self.tokenizer, "environment": self.environment}
+        return self.wait(play(starts, n, sampling, **players))  # type: ignore[arg-type]  # each by its own name
+
+    def collect(
+        self,
+        algorithm: Algorithm,
+        sampling: Sampling,
+        *,
+        prompts: int,
+        samples: int,
+        step: int = 1,
+        position: int = 0,
+        evaluate: Evaluate | None = None,
+    ) -> Rollout:
+        """A step's worth of groups: `prompts` × `samples` episodes, from the task's example `position` on.
+
+        A filter that refills (dynamic sampling) sets groups aside and takes further prompts, for at most its `rounds`; what is
+        missing then is filled with groups set aside at weight 0, the others are reweighted, and that is reported. evaluate: a
+        learner's, for what filters read.
+        """
+        refilling = next((part for part in algorithm.filters if part.refill), None)
+        most = refilling.rounds if refilling else 1
+        worth = "token_reward" in algorithm.declared or "step_end" not in algorithm.declared
+        kept, aside, judged = list[Group](), list[Group](), Judged()
+        rounds: list[tuple[list[Group], Batch]] = []
+        while len(kept) < prompts and len(rounds) < most:
+            indices = range(position, position := position + prompts)
+            starts = [self._start(i, self.examples(i), sampling, TRAIN, step) for i in indices]
+            groups, said = judge(self.play(starts, samples, sampling), self.score)
+            groups, of_steps = judge_steps(groups, self.steps, self.tokenizer.decode, worth=worth)
+            judged, batch = judged | said | of_steps, to_batch(groups)
+            rounds.append((groups, batch))
+            out = (
+                refilling.dropped(_filled(batch, refilling.needs, evaluate))
+                if refilling
+                else torch.zeros(len(batch.group)) > 0
+            )
+            flat = out.view(prompts, samples).all(1).tolist()
+            kept += [group for group, dropped in zip(groups, flat, strict=True) if not dropped][: prompts - len(kept)]
+            aside += [group for group, dropped in zip(groups, flat, strict=True) if dropped]
+        missing = prompts - len(kept)
+        if missing:
+            kept += aside[:missing]
+            note = f"dynamic sampling: groups were still without spread after {most} rounds; the others are reweighted"
+            judged |= Judged(messages=(note,))
+        whole = len(rounds) == 1 and not missing
+        batch = _filled(rounds[0][1] if whole else to_batch(kept), algorithm.filter_needs, evaluate)
+        batch = algorithm.filtered(batch, refilled=True)
+        if self.steps is not None:
+            batch = with_steps(batch, marks_of(kept), scored=worth)
+        for link in algorithm.psi:
+            if link.samples_values:
+                batch, cost = self._with_values(batch, kept, sampling, link.samples, step)
+                judged |= cost
+        unfilled: Metrics = {"dynamic/unfilled": Sum(float(missing))} if refilling else {}
+        metrics = merge(measure(rounds), judged.metrics, unfilled)
+        return Rollout(batch, tuple(kept), position, metrics, judged.messages)
+
+    def _start(self, index: int, example: Example, sampling: Sampling, stream: int, step: int) -> Start:
+        return Start(example, (self.seed, stream, step, index), sampling.max_tokens)
+
+    def _with_values(
+        self, batch: Batch, groups: list[Group], sampling: Sampling, samples: int, step: int
+    ) -> tuple[Batch, Judged]:
+        if self.environment is not SingleTurn:
+            raise ConfigError(
+                "PrefixValue starts again in the midst of an answer, which an environment cannot: take the prompt-and-answer "
+                "tasks, or an advantage without it, such as GroupMean()"
+            )
+        return with_values(batch, groups, lambda s: judge(self.play(s, samples, sampling), self.score), step)
+
+    def evaluate(
+        self,
+        examples: Sequence[Example],
+        samples: int,
+        sampling: Sampling,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> EvaluationResult:
+        """`samples` episodes of each held-out example. The same random numbers every time, so that two evaluations differ by
+        the weights."""
+        found, judged = list[Group](), Judged()
+        for first in range(0, len(examples), PORTION):
+            some = enumerate(examples[first : first + PORTION], first)
+            starts = [self._start(i, example, sampling, EVALUATE, 0) for i, example in some]
+            groups, said = judge(self.play(starts, samples, sampling), self.score)
+            found, judged = [*found, *groups], judged | said
+            progress(len(found), len(examples))
+        rows = [t for g in found for t in g.trajectories]
+        return EvaluationResult(
+            tuple(tuple(t.reward or 0.0 for t in g.trajectories) for g in found),
+            tuple(tuple(t.text for t in g.trajectories) for g in found),
+            judged.failed,
+            sum(t.truncated for t in rows),
+            sum(t.sampled for t in rows),
+            judged.messages,
+        )
+
+
+def _filled(batch: Batch, needs: frozenset[str], evaluate: Evaluate | None) -> Batch:
+    """The batch with what filters read."""
+    return evaluate(batch, needs) if needs and evaluate is not None else batch

@@ -1,0 +1,121 @@
+"""What a rollout is made of: episodes as runs of tokens of one origin, each token with who wrote it and which weights drew it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policygrad.rollout.reasoning_steps import Marks
+from policygrad.samplers.base import Generation
+from policygrad.tasks.types import Example
+
+TRAIN, EVALUATE, VALUES = 0, 1, 2
+"""Streams of random numbers, the second entry of a start's key."""
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """Where the episodes of one group begin."""
+
+    example: Example
+    key: tuple[int, ...]
+    """(seed, stream, step, example), and of a prefix (…, sample, position); sample j draws from key + (j,), its turn k > 0 from
+    key + (j, k)."""
+    max_tokens: int
+    """Tokens that an episode may sample."""
+    prefix: Tensor | None = None
+    """[n] int64; an answer's beginning to go on from, as Monte-Carlo values do."""
+
+    @property
+    def where(self) -> str:
+        """For error messages."""
+        kind = "held-out" if self.key[1] == EVALUATE else "training"
+        return getattr(self.example, "source", "") or f"{kind} prompt {self.key[3]}"
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A run of tokens of one origin."""
+
+    tokens: Tensor
+    """[n] int64."""
+    logp: Tensor | None = None
+    """[n] nats under what was really sampled from; None = not sampled: a tool or the environment said them."""
+    version: Tensor | None = None
+    """[n] int64, of the weights that drew each token; None where none did."""
+
+    @classmethod
+    def drawn(cls, generation: Generation) -> Segment:
+        return cls(generation.tokens, generation.logp, generation.versions)
+
+    @property
+    def sampled(self) -> bool:
+        return self.logp is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One episode: what follows the prompt, and what it was worth."""
+
+    segments: tuple[Segment, ...]
+    """In order; a turn of the policy is one sampled segment."""
+    text: str
+    """Of all segments (and of a prefix before them), for reward functions and people."""
+    truncated: bool
+    """The token budget ended it, not the policy or the environment."""
+    turn_rewards: tuple[float | None, ...] = ()
+    """What the environment said of each turn."""
+    reward: float | None = None
+    """The turns' rewards and what the reward functions say, added up; None = it could not be judged and takes no part."""
+    marks: Marks | None = None
+    """Where its reasoning steps end; None where nobody looks."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the environment measured, its turns added up."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[n] int64."""
+        return torch.cat([s.tokens for s in self.segments])
+
+    @property
+    def mask(self) -> Tensor:
+        """[n] bool; True where the policy sampled the token."""
+        return torch.cat([torch.full(s.tokens.shape, s.sampled) for s in self.segments])
+
+    @property
+    def logp(self) -> Tensor:
+        """[n] nats, log μ; 0 where nothing was sampled."""
+        return torch.cat([torch.zeros(len(s.tokens)) if s.logp is None else s.logp.float() for s in self.segments])
+
+    @property
+    def version(self) -> Tensor:
+        """[n] int64; 0 where nothing was sampled."""
+        zero = torch.zeros_like
+        return torch.cat([zero(s.tokens) if s.version is None else s.version for s in self.segments])
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy drew."""
+        return sum(len(s.tokens) for s in self.segments if s.sampled)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The episodes of one example."""
+
+    start: Start
+    prompt: Tensor
+    """[P] int64; what all of them begin with."""
+    trajectories: tuple[Trajectory, ...]
+
+
+def samples_of(groups: list[Group]) -> tuple[list[Any], list[str], dict[str, list[Any]]]:
+    """What a reward function is given: prompts, texts and columns, one of each per episode."""
+    repeated = [(g.start.example, t.text) for g in groups for t in g.trajectories]
+    names = dict.fromkeys(name for example, _ in repeated for name in example.columns)
+    columns = {name: [example.columns.get(name) for example, _ in repeated] for name in names}
+    return [example.prompt for example, _ in repeated], [text for _, text in repeated], columns

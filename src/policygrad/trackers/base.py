@@ -1,0 +1,113 @@
+"""What follows a run and tells others of it: the run's files, a terminal, a notebook, a service.
+
+One protocol for reinforcement learning, fine-tuning, reward models and control. The calls of a run, in this order:
+
+    start, (phase | log_evaluation | log | note)*, finish, close
+
+`phase` and `note` may also come before `start`, such as while the model is loaded; `finish` is left out when the run fails; `close`
+comes always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run, for those who have not seen it yet: it ends with its last step, or with its token budget if that is first."""
+
+    title: str
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Name and value, for people: the model, the batch."""
+    steps: int = 1
+    """The last one's number."""
+    first_step: int = 1
+    """The first that this process does."""
+    history: Sequence[tuple[int, float]] = ()
+    """(step, reward) of those before it."""
+    tokens: int | None = None
+    """Sampled tokens after which the run ends; None = no such budget."""
+    sampled: int = 0
+    """Tokens sampled before the first step."""
+    unit: str = "step"
+    """What is counted, in one word: a step of training, an update of a controller."""
+    budget_unit: str = "tokens"
+    """What the budget counts, where there is one; the metric of how many a step took is `tokens/sampled` whatever they are."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The configuration as resolved, nested, of plain values."""
+    folder: Path | None = None
+    """Where the run keeps its files."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion to look at."""
+
+    prompt: str
+    completion: str
+    reward: float | None = None
+
+
+class Tracker:
+    """Does nothing at every call: override those that matter. One call at a time, all from the thread that trains.
+
+    A tracker that raises is dropped with a warning and the run goes on, unless it is `essential`. `with tracker:` closes it.
+    """
+
+    essential: ClassVar[bool] = False
+    """Whether the run ends with the error when this tracker raises; its own files are essential, a service is not."""
+
+    def start(self, info: RunInfo) -> None:
+        """What the run sets out to do, before its first step."""
+
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Step number `step` (from 1) is done.
+
+        metrics: all there are of this step; any may be absent, or not finite.
+        completions: a row each, with `prompt` (text, or messages with `role` and `content`), `completion` and `reward` (None where
+            every reward function failed), and where it is known `advantage`, `tokens`, `truncated` and more.
+        """
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What was measured on held-out data with the weights after step `step` (0 = before training); `log` does not repeat it."""
+
+    def note(self, text: str) -> None:
+        """A warning or a remark that has to stay readable."""
+
+    def phase(self, text: str, done: int = 0, total: int = 0) -> None:
+        """What happens now, such as an evaluation or a part of a long step, and how far it is where `total` is not 0.
+
+        It is over at `done == total > 0`, at the next `log`, and when the text is "".
+        """
+
+    def finish(self, summary: Mapping[str, str]) -> None:
+        """The run is over, or stopped resumably; `summary` is name and value, such as `change(before, after)`."""
+
+    def close(self) -> None:
+        """Gives back what is held, such as the terminal or a file; also after an error, and twice does no harm."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def pick_sample(step: int, completions: Sequence[Mapping[str, Any]]) -> Sample | None:
+    """The completion of this step that people are shown, another one of the batch at each step; None without any."""
+    if not completions:
+        return None
+    row = completions[step % len(completions)]
+    return Sample(in_words(row.get("prompt", "")), str(row.get("completion", "")), row.get("reward"))
+
+
+def in_words(prompt: str | Iterable[Mapping[str, Any]]) -> str:
+    """A prompt for people: chat messages as `role: content`."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)

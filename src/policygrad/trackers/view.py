@@ -1,0 +1,87 @@
+"""What a live display shows, and how it follows a run; how that looks is the terminal's and the notebook's affair."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from policygrad.trackers.base import RunInfo, Sample, Tracker, pick_sample
+from policygrad.trackers.progress import Pace, RunProgress
+from policygrad.trackers.words import clean, shown
+
+HOLD = 3.0  # seconds for which a sample stays, so that it can be read
+
+
+@dataclass(frozen=True)
+class View:
+    """All that the live area shows; `left` and `elapsed` in seconds."""
+
+    unit: str = "step"
+    total: int = 1
+    step: int = 0
+    share: float = 0.0  # done, from 0 to 1
+    words: str = "0/1"  # how far it is
+    elapsed: float = 0.0
+    left: float | None = None
+    phase: str = ""
+    phase_done: int = 0
+    phase_total: int = 0
+    metrics: Sequence[tuple[str, str]] = ()  # (label, value)
+    rewards: Sequence[tuple[int, float]] = ()
+    sample: Sample | None = None
+    sample_step: int = 0
+
+
+class LiveTracker(Tracker):
+    """Keeps a `View` up to date; a kind of display inherits from it and draws."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._pace = clock, Pace(clock)
+        self._progress, self._view = RunProgress(RunInfo("")), View()
+        self._rewards: list[tuple[int, float]] = []
+        self._started, self._sampled = clock(), -math.inf
+
+    @property
+    def view(self) -> View:
+        """As of now."""
+        return replace(self._view, elapsed=self._clock() - self._started, rewards=tuple(self._rewards))
+
+    def start(self, info: RunInfo) -> None:
+        self._rewards = []
+        for step, value in info.history:
+            self._reward(step, value)
+        self._sampled = -math.inf
+        self._progress = RunProgress(info)
+        self._view = self._placed(View(unit=info.unit, total=info.steps))
+        self._started = self._clock()
+        self._pace.begin()
+
+    def phase(self, text: str, done: int = 0, total: int = 0) -> None:
+        if done >= total:
+            self._pace.begin()
+        if done >= total > 0:
+            text, done, total = "", 0, 0
+        self._view = replace(self._view, phase=" ".join(clean(text).split()), phase_done=done, phase_total=total)
+
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._pace.end()
+        self._reward(step, metrics.get("reward"))
+        self._progress.advance(step, metrics)
+        left = None if self._progress.over else self._pace.left(self._progress.left)
+        view = replace(self._placed(self._view), metrics=shown(metrics), left=left, phase="")
+        sample = pick_sample(step, completions)
+        if sample is not None and (self._clock() - self._sampled >= HOLD or self._progress.over):
+            self._sampled = self._clock()
+            view = replace(view, sample=sample, sample_step=step)
+        self._view = view
+
+    def _placed(self, view: View) -> View:
+        progress = self._progress
+        return replace(view, step=progress.step, share=progress.share, words=progress.words.strip())
+
+    def _reward(self, step: int, value: float | None) -> None:
+        if value is not None and math.isfinite(value):
+            self._rewards.append((step, max(-1e30, min(1e30, float(value)))))  # the axis' length stays finite

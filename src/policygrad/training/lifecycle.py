@@ -1,0 +1,254 @@
+"""One training from beginning to end, whatever is trained: load, measure, step by step with checkpoints, measure again, save a
+model that others load. Reinforcement learning, fine-tuning and reward models fill in what differs.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from policygrad.checkpoint.disk import write_atomically
+from policygrad.checkpoint.format import Checkpoint
+from policygrad.checkpoint.manager import Checkpointer, State, Stepped
+from policygrad.checkpoint.model_folder import save_model
+from policygrad.errors import ConfigError
+from policygrad.models.tokenizer import Tokenizer
+from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers, default_tracker
+from policygrad.training.callbacks import Callback
+from policygrad.training.config.toml import dumps
+from policygrad.training.folder import check_resumable, new_folder
+from policygrad.training.stopping import Stopping
+
+C = TypeVar("C", bound=Any)  # a configuration: a frozen dataclass with `output` and `checkpoint`
+P = TypeVar("P", bound=Stepped)
+M = TypeVar("M")
+
+
+@dataclass(frozen=True)
+class Result(Generic[M]):
+    """What a training leaves."""
+
+    output: Path
+    steps: int
+    before: M
+    """Held-out measurement before training; None without one, or where every reward failed. Likewise `after`."""
+    after: M
+    model: Path | None
+    """None when the run was stopped before its last step; it can be resumed."""
+
+
+class Lifecycle(ABC, Generic[C, P, M]):
+    """One process's share of a training. Created once, trained once."""
+
+    kind: ClassVar[str]
+    """The command's name."""
+    file: ClassVar[str]
+    """The configuration in the run's folder."""
+    model: nn.Module
+    tokenizer: Tokenizer
+    progress: P
+    until: int
+
+    def __init__(
+        self,
+        config: C,
+        *,
+        display: Tracker | bool = True,
+        trackers: Sequence[Tracker] = (),
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        """display: where progress shows: a terminal, plain lines or a notebook, as it fits; False = nowhere. trackers: others
+        that follow the run. callbacks: what is called at every step, and may change the run."""
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(f"{callback!r} is no callback: pass instances of subclasses of policygrad.Callback")
+        self.config = config
+        self._display = display if isinstance(display, Tracker) else default_tracker() if display else Tracker()
+        self._others, self.callbacks = tuple(trackers), tuple(callbacks)
+        self.before: M | None = None
+        self.measured = False  # `before`
+
+    # what is trained
+
+    @abstractmethod
+    def build(self, stack: ExitStack) -> None:
+        """Loads everything; what is wrong is said now, before there is a folder."""
+
+    @abstractmethod
+    def start(self, saved: Checkpoint | None) -> P:
+        """Where training begins: at its beginning, or at a checkpoint, which is put back."""
+
+    @abstractmethod
+    def pack(self, progress: P) -> State:
+        """What a resumed run needs."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Of the weights: updates so far."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """The last step's number."""
+
+    @abstractmethod
+    def info(self, progress: P) -> RunInfo:
+        """The run, for trackers."""
+
+    @abstractmethod
+    def run(self, progress: P) -> P:
+        """Step after step, each followed by `log` and `keep_going`."""
+
+    def over(self, progress: P) -> bool:
+        """Whether the run is at its end."""
+        return progress.step >= self.steps
+
+    @property
+    @abstractmethod
+    def measures(self) -> bool:
+        """Whether there is anything to measure on."""
+
+    @abstractmethod
+    def measure(self, progress: Callable[[int, int], None]) -> tuple[M | None, Mapping[str, float]]:
+        """The held-out measurement, and its numbers for the log."""
+
+    @abstractmethod
+    def known(self, step: int) -> M | None:
+        """A measurement that the log already holds (a run killed after measuring) is not taken again."""
+
+    @abstractmethod
+    def summary(self, after: M | None) -> Mapping[str, str]:
+        """The measurements before and after, for people."""
+
+    @abstractmethod
+    def numbers(self, progress: P, after: M | None) -> Mapping[str, Any]:
+        """What result.json holds."""
+
+    # the same for all
+
+    def train(self, *, resume: str | Path | None = None, stop_after: int | None = None) -> Result[M | None]:
+        """From the beginning, or on with the run in the folder `resume`, from its newest intact checkpoint.
+
+        stop_after: stop, resumably, after so many steps of this call.
+
+        Raises:
+            PolicygradError: what cannot be trained, with the way out.
+        """
+        if stop_after is not None and stop_after < 1:
+            raise ConfigError(f"stop_after must be at least 1, not {stop_after}")
+        if resume is not None:
+            self.folder = check_resumable(Path(resume), self.kind)
+        else:
+            self.folder = new_folder(self.config.output, self.name)
+        self.config = replace(self.config, output=str(self.folder))
+        with ExitStack() as stack:
+            self.trackers = Trackers([self._display, *self._others])
+            stack.push(lambda *error: self.trackers.__exit__(*error))
+            self.trackers.phase("loading the model")
+            torch.manual_seed(
+                self.config.seed
+            )  # what a model or a reward may draw; completions have their own generators
+            self.build(stack)
+            self._open()
+            return self._train(resume is not None, stop_after)
+
+    @property
+    def name(self) -> str:
+        """What a new folder is called after."""
+        return self.kind
+
+    def _open(self) -> None:
+        """The folder; its configuration first of all, so that one with anything in it can be resumed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (self.folder / self.file).exists():
+            write_atomically(self.folder / self.file, dumps(self.config))
+        self.files = JsonlTracker(self.folder)
+        self.trackers.add(self.files)
+        self.stopping = Stopping(self.trackers.note)
+
+    def _train(self, resumed: bool, stop_after: int | None) -> Result[M | None]:
+        self.checkpointer = Checkpointer(
+            self.folder,
+            every=self.config.checkpoint.every,
+            keep=self.config.checkpoint.keep,
+            pack=self.pack,
+            version=lambda: self.version,
+            sync=self.files.sync,
+            note=self.trackers.note,
+            resume=f"policygrad {self.kind} --resume {self.folder}",
+        )
+        saved = self.checkpointer.restore() if resumed else None
+        self.progress = self.start(saved)
+        self.files.truncate_after(self.progress.step if saved else -1)
+        write_atomically(self.folder / self.file, dumps(self.config))
+        self.trackers.start(self.info(self.progress))
+        if self.measures and not self.measured:
+            self.before, self.measured = self.take(self.phase("before training"), self.progress.step), True
+        self.until = self.steps if stop_after is None else min(self.steps, self.progress.step + stop_after)
+        self.checkpointer.begin(self.progress)
+        for callback in self.callbacks:
+            callback.start(self)
+        with self.stopping, self.checkpointer.rescuing():
+            if self.progress.step < self.until and not self.over(self.progress):
+                self.progress = self.run(self.progress)
+        return self._finish() if self.over(self.progress) else self._stopped()
+
+    @abstractmethod
+    def phase(self, when: str) -> str:
+        """What measuring is called."""
+
+    def take(self, phase: str, step: int) -> M | None:
+        """Measures now, after so many steps, unless the log already holds it."""
+        known = self.known(step)
+        if known is not None:
+            return known
+        self.trackers.phase(phase)
+        found, values = self.measure(lambda done, total: self.trackers.phase(phase, done, total))
+        self.trackers.phase("")
+        if values:
+            self.trackers.log_evaluation(step, values)
+        return found
+
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
+        """A step is done: files first, so that what is shown is also on the disk."""
+        self.trackers.log(step, metrics, completions)
+        for callback in self.callbacks:
+            callback.step(self, step, metrics)
+
+    def keep_going(self, progress: P) -> bool:
+        """After every step: perhaps a checkpoint; whether to go on."""
+        self.progress = progress
+        going = progress.step < self.until and not self.over(progress) and not self.stopping.asked
+        self.checkpointer.after(progress, final=not going)
+        return going
+
+    def stop(self) -> None:
+        """Ends the run, resumably, after the step at hand."""
+        self.stopping.asked = True
+
+    def _finish(self) -> Result[M | None]:
+        after = self.take(self.phase("after training"), self.progress.step) if self.measures else None
+        model = save_model(self.folder, self.model, self.tokenizer.hf, f"policygrad {self.kind}")
+        numbers = self.numbers(self.progress, after)
+        write_atomically(self.folder / "result.json", json.dumps(numbers, indent=1) + "\n")
+        self.trackers.finish({**self.summary(after), "model": str(model), "run": str(self.folder)})
+        return Result(self.folder, self.progress.step, self.before, after, model)
+
+    def _stopped(self) -> Result[M | None]:
+        stopped = f"step {self.progress.step} of {self.steps}"
+        self.trackers.finish({"stopped after": stopped, "go on with": self.resume_words})
+        return Result(self.folder, self.progress.step, self.before, None, None)
+
+    @property
+    def resume_words(self) -> str:
+        """How to go on."""
+        return f"policygrad {self.kind} --resume {self.folder}"

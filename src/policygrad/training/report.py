@@ -1,0 +1,102 @@
+"""What a step of reinforcement learning tells the world: numbers, a row per completion, and notes where something is odd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from policygrad.training.loop import Done
+
+MISMATCH = 1.0
+"""Nats; bfloat16 rounding stays below, a model that decodes otherwise than it is trained does not."""
+Note = tuple[str, str]
+"""(what is odd, its kind): of one kind the first is said."""
+
+
+def values_of(done: Done) -> dict[str, float]:
+    """Every metric as a number."""
+    values = {name: metric.value for name, metric in done.metrics.items()}
+    elapsed = values["time/rollout"] + values["time/update"]
+    return values | {"tokens_per_second": values["tokens/sampled"] / elapsed if elapsed else 0.0}
+
+
+def rows_of(done: Done) -> list[dict[str, Any]]:
+    """A step's completions, for the log: prompt, completion, reward, advantage (of the first token), truncated, tokens.
+
+    Where answers are looked at in steps, also each step's [tokens up to its end, advantage].
+    """
+    batch, rollout = done.batch, done.rollout
+    counted, rewards = rollout.batch.counted.tolist(), rollout.batch.reward.tolist()
+    advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(counted)
+    truncated = batch.truncated.tolist() if batch.truncated is not None else [False] * len(counted)
+    rows: list[dict[str, Any]] = [
+        {
+            "prompt": prompt,
+            "completion": text,
+            "reward": reward if ok else None,
+            "advantage": advantage,
+            "tokens": tokens,
+            "truncated": cut,
+        }
+        for prompt, text, reward, ok, advantage, tokens, cut in zip(
+            rollout.prompts, rollout.texts, rewards, counted, advantages, rollout.lengths, truncated, strict=True
+        )
+    ]
+    for row, end, psi in zip(rows, batch.step_end, done.psi, strict=True) if batch.step_end is not None else ():
+        row["steps"] = [[t + 1, float(psi[t])] for t in end.nonzero().flatten().tolist()]
+    return rows
+
+
+def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:
+    """What people should know of this step. waiting: in the step before, the policy waited for its critic."""
+    step = done.step
+    notes = [(message, message.partition(" (completion ")[0]) for message in done.rollout.messages]
+    notes += _pretraining(done.step, values, waiting)
+    if values.get("trust_region/nonfinite"):
+        kept = "took a shorter step" if values.get("updates/taken") else "left the weights as they were"
+        notes += [(f"step {step}: the trust region met numbers that are not finite and {kept}", "nonfinite")]
+    elif not values.get("updates/taken") and "value_pretraining" not in values:
+        why = _why_nothing(done, values)
+        notes += [(f"step {step}: nothing was learned; {why}", why)]
+    if values.get("staleness/max"):
+        versions = f"up to {values['staleness/max']:.0f} versions older than the weights that learn from it"
+        notes += [(f"step {step}: the rollout is {versions}; it counts as off-policy (algorithm.behaviour)", "stale")]
+    elif values.get("mismatch/logp_max", 0.0) > MISMATCH:
+        gap = f"a token's log-probability differs by {values['mismatch/logp_max']:.1f} nats between sampler and learner"
+        told = f"step {step}: {gap}; the gradient is not the policy's. Try --learner.dtype fp32"
+        notes += [(told, "mismatch")]
+    if values.get("completions/truncated_ratio", 0.0) > 0.5:
+        cut = f"{values['completions/truncated_ratio']:.0%} of the completions were cut off by the token budget"
+        notes += [(f"step {step}: {cut}; --max-tokens raises it", "truncated")]
+    return notes
+
+
+def _pretraining(step: int, values: dict[str, float], waiting: bool) -> list[Note]:
+    """Says that the policy waits for its critic, and when the wait is over."""
+    if "value_pretraining" in values:
+        return [(f"step {step}: value pre-training, the policy waits for its critic", "value pre-training")]
+    if not waiting:
+        return []
+    explained = f"the values explain {values.get('explained_variance', 0.0):.0%} of the returns' variance"
+    return [(f"step {step}: value pre-training is over, {explained}", "value pre-training is over")]
+
+
+def _why_nothing(done: Done, values: dict[str, float]) -> str:
+    """Why no completion of a step could move the weights; how often it happens is the metric `updates/skipped`."""
+    if values.get("trust_region/flat"):
+        return (
+            "the Fisher products show no positive curvature along the step, which is rounding: raise algorithm.step.damping, or "
+            "take --learner.dtype fp32"
+        )
+    if values.get("trust_region/accepted") == 0.0:
+        return (
+            "no candidate of the line search raised the surrogate within the KL allowed: lower algorithm.step.delta, or raise "
+            "algorithm.step.tries"
+        )
+    truncated = done.batch.truncated
+    if values.get("completions/failed_ratio") == 1.0:
+        return "no completion has a reward: see the notes about the reward functions"
+    if values.get("frac_reward_zero_std") == 1.0:
+        return "in every group all rewards are equal: the task is too hard, too easy, or the samples too few"
+    if truncated is not None and bool(truncated.all()) and not bool(done.batch.mask.any()):
+        return "every completion was cut off by the token budget, and the overlong mask drops those: raise --max-tokens"
+    return "the filters left no completion that could move the weights"

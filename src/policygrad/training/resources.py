@@ -1,0 +1,250 @@
+"""What a run or an evaluation stands on: task, model, tokenizer, rewards, sampler, each refused with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from policygrad.environments import EnvironmentFactory, SingleTurn
+from policygrad.errors import RunError
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer, padding_id
+from policygrad.rewards import Reward, RewardPool, resolve
+from policygrad.rewards.process_rewards import StepEnd
+from policygrad.rollout.evaluation import EvaluationResult
+from policygrad.rollout.rollouter import Rollout, Rollouter
+from policygrad.samplers.base import Sampler, Sampling
+from policygrad.samplers.local import LocalSampler
+from policygrad.tasks import load_task
+from policygrad.tasks.types import Task
+from policygrad.training.config.run import Run
+from policygrad.waiting import Waiter
+
+SamplerFactory = Callable[[nn.Module, Tokenizer], Sampler]
+"""From the run's model and tokenizer to what samples: an engine, or a wrapper around one."""
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What is to be loaded, by name or as an object."""
+
+    model: Any
+    task: Any
+    max_tokens: int
+    tokenizer: Any = None
+    reward: tuple[Any, ...] = ()
+    needs: frozenset[str] | None = None
+    """The Batch fields an algorithm reads; None = an evaluation."""
+    step_end: str | None = None
+    """A pattern that ends a reasoning step."""
+    held_out: str | None = None
+    seed: int = 0
+    dtype: str = "fp32"
+    device: str = "auto"
+    workers: int = 2
+    budget: float = 10.0
+    sampler: Sampler | SamplerFactory | None = None
+    environment: EnvironmentFactory | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Resources:
+    """Everything loaded."""
+
+    task: Task
+    rewards: tuple[str, ...]
+    """In words."""
+    model: nn.Module
+    tokenizer: Tokenizer
+    rollouter: Rollouter
+
+
+def load(stack: ExitStack, needed: Needed) -> Resources:
+    """The reward workers, and the loop that awaits a sampler, live as long as `stack`.
+
+    Raises:
+        PolicygradError: what does not exist or does not fit, with the way out.
+    """
+    task = load_task(needed.task, seed=needed.seed, held_out=needed.held_out)
+    own = needed.environment is not None and not needed.reward  # the environment says what its turns are worth
+    chosen = () if own else choose_rewards(task, needed.reward, needed.needs, needed.step_end)
+    workers = (RewardPool(chosen, workers=needed.workers, budget=needed.budget),) if chosen else ()
+    pool = next(map(stack.enter_context, workers), None)  # its workers import meanwhile
+    model = load_model(needed.model, dtype=needed.dtype, device=pick_device(needed.device))
+    beside = (
+        needed.model if isinstance(needed.model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    )
+    tokenizer = load_tokenizer(needed.tokenizer or beside, model)
+    for example in task.rows:  # a prompt too long for the model is better found now than in a week
+        tokenizer.encode(example.prompt, needed.max_tokens, example.source or "a prompt")
+    rollouter = Rollouter(
+        task.train,
+        tokenizer,
+        _sampler(needed.sampler, model, tokenizer),
+        pool.score if pool else None,
+        needed.seed,
+        pool.steps if pool and any(reward.process_reward for reward in chosen) else None,
+        needed.environment or SingleTurn,
+        stack.enter_context(Waiter()),
+    )
+    names = tuple(_in_words(reward, needed.needs) for reward in chosen) or ("the environment's own",)
+    return Resources(task, names, model, tokenizer, rollouter)
+
+
+def _sampler(given: Sampler | SamplerFactory | None, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
+    if given is None:
+        return LocalSampler(model, tokenizer.end, padding_id(tokenizer))
+    return given if isinstance(given, Sampler) else given(model, tokenizer)
+
+
+def pick_device(name: str) -> str:
+    """auto: cuda where there is one.
+
+    Raises:
+        RunError: a device this machine does not have.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise RunError(f"learner.device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return name
+
+
+def reward_names(task: Task, chosen: tuple[str, ...]) -> tuple[str, ...]:
+    """The rewards asked for, or the task's own.
+
+    Raises:
+        RunError: a task without rewards of its own, and none chosen.
+    """
+    names = chosen or task.rewards
+    if not names:
+        raise RunError(
+            f"task {task.name!r} has no reward of its own: choose one, e.g. --reward exact_match or --reward math"
+        )
+    return tuple(names)
+
+
+def choose_rewards(
+    task: Task, chosen: tuple[str, ...], needs: frozenset[str] | None, step_end: str | None
+) -> tuple[Reward, ...]:
+    """The rewards of the outcome, then those of the steps where there are any: asked for, by a pattern, or the task's own.
+
+    Raises:
+        RunError: nothing to score the outcome, or nothing to say where steps end for an algorithm that asks; and what would
+            be ignored.
+    """
+    named = tuple(resolve(name) for name in chosen)
+    steps = tuple(reward for reward in named if reward.process_reward)
+    outcome = tuple(reward for reward in named if not reward.process_reward)
+    if steps and needs is None:
+        raise RunError(f"reward {steps[0].name!r} scores steps, and an evaluation is of outcomes: leave it away")
+    if steps and step_end is not None:
+        raise RunError(f"reward {steps[0].name!r} and step_end {step_end!r} both say where steps end: leave one away")
+    if not outcome and steps and not task.rewards:
+        raise RunError(
+            f"reward {steps[0].name!r} scores steps, and task {task.name!r} has no reward of its own for the outcome: name "
+            f"one too, e.g. --reward exact_match {steps[0].name}"
+        )
+    if step_end is not None:
+        steps = (Reward("step_end", StepEnd(step_end), process_reward=True),)
+    elif needs is not None and "step_end" in needs and not steps:
+        steps = tuple(resolve(name) for name in task.steps)
+        if not steps:
+            raise RunError(_no_steps(task, needs))
+    return (*(outcome or tuple(resolve(name) for name in reward_names(task, ()))), *steps)
+
+
+def _no_steps(task: Task, needs: frozenset[str]) -> str:
+    """The way out of a task without steps."""
+    pattern = "" if "token_reward" in needs else "; or --step-end '\\n' to end one at every line"
+    return (
+        f"the algorithm looks at an answer's steps, and task {task.name!r} does not say where they end: take --task "
+        "embedded_steps, or name a process reward, --reward exact_match mine.py:f with @reward(process=True)" + pattern
+    )
+
+
+def _in_words(reward: Reward, needs: frozenset[str] | None) -> str:
+    """A reward for people, with what is read of it."""
+    name = reward.name if reward.weight == 1 else f"{reward.name}*{reward.weight:g}"
+    if not reward.process_reward:
+        return name
+    if isinstance(reward.function, StepEnd):
+        return f"steps by {reward.function.pattern!r}"
+    only_ends = needs is not None and "step_end" in needs and "token_reward" not in needs
+    return f"{name} (only where steps end)" if only_ends else f"{name} (of steps)"
+
+
+def needed_for(
+    run: Run,
+    sampler: Sampler | SamplerFactory | None = None,
+    environment: EnvironmentFactory | None = None,
+) -> Needed:
+    """What a run is to load."""
+    return Needed(
+        run.model,
+        run.task,
+        run.sampling.max_tokens,
+        tokenizer=run.tokenizer,
+        reward=run.reward,
+        needs=run.algorithm.declared,
+        step_end=run.step_end,
+        held_out=run.held_out,
+        seed=run.seed,
+        dtype=run.learner.dtype,
+        device=run.learner.device,
+        workers=run.rewards.workers,
+        budget=run.rewards.budget,
+        sampler=sampler,
+        environment=environment,
+    )
+
+
+def collect(
+    run: Run | None = None,
+    *,
+    step: int = 1,
+    position: int = 0,
+    sampler: Sampler | SamplerFactory | None = None,
+    environment: EnvironmentFactory | None = None,
+) -> Rollout:
+    """One step's rollout of a run, without training: its batch, its texts, its metrics.
+
+    Raises:
+        PolicygradError: what does not exist or does not fit, with the way out.
+    """
+    run = (run or Run()).resolved()
+    with ExitStack() as stack:
+        found = load(stack, needed_for(run, sampler, environment))
+        sizes = {"prompts": run.prompts_per_step, "samples": run.group_size}
+        return found.rollouter.collect(run.algorithm, run.sampling, **sizes, step=step, position=position)
+
+
+def evaluate(
+    model: Any,
+    task: Any = "embedded",
+    *,
+    reward: tuple[Any, ...] = (),
+    problems: int = 256,
+    samples: int = 8,
+    sampling: Sampling | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    **options: Any,
+) -> EvaluationResult:
+    """Scores of a model on a task's held-out problems. options: the other fields of `Needed`, such as held_out, seed, device,
+    dtype, sampler, environment.
+
+    Raises:
+        PolicygradError: what does not exist or does not fit, with the way out.
+    """
+    sampling = sampling or Sampling()
+    with ExitStack() as stack:
+        needed = Needed(model, task, sampling.max_tokens, reward=reward, **options)
+        found = load(stack, needed)
+        return found.rollouter.evaluate(found.task.held_out(problems), samples, sampling, progress)

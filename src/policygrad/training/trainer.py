@@ -1,0 +1,278 @@
+"""Reinforcement learning: what the loop needs around it to be a run that can be stopped, resumed, measured and followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from policygrad.checkpoint.format import Checkpoint
+from policygrad.checkpoint.manager import State
+from policygrad.core.metrics import Mean, Metrics
+from policygrad.environments import EnvironmentFactory
+from policygrad.errors import RunError
+from policygrad.learners.base import Learner
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.samplers.base import Sampler
+from policygrad.tasks.types import Example
+from policygrad.trackers import RunInfo, Tracker, change
+from policygrad.training.callbacks import Callback
+from policygrad.training.config.run import Run
+from policygrad.training.config.toml import algorithm_to_dict, load
+from policygrad.training.lifecycle import Lifecycle, Result
+from policygrad.training.loop import Done, Progress, loop
+from policygrad.training.memory import peak_memory
+from policygrad.training.report import notes_of, rows_of, values_of
+from policygrad.training.resources import Resources, SamplerFactory, needed_for
+from policygrad.training.resources import load as load_resources
+
+LearnerFactory = Callable[[nn.Module, Run], Learner]
+"""From the run's model and its configuration to what learns: `local_learner`, or a wrapper around it."""
+
+
+def local_learner(model: nn.Module, run: Run) -> LocalLearner:
+    """The learner of a run in one process."""
+    return LocalLearner(
+        model,
+        run.algorithm,
+        lr=run.lr,
+        steps=run.steps,
+        temperature=run.sampling.temperature,
+        config=run.learner,
+        optimizer=run.optimizer,
+    )
+
+
+def train(
+    run: Run | None = None,
+    *,
+    resume: str | Path | None = None,
+    stop_after: int | None = None,
+    sampler: Sampler | SamplerFactory | None = None,
+    learner: LearnerFactory = local_learner,
+    environment: EnvironmentFactory | None = None,
+    display: Tracker | bool = True,
+    trackers: Sequence[Tracker] = (),
+    callbacks: Sequence[Callback] = (),
+) -> Result[float | None]:
+    """Trains as `run` says, or goes on with the run in the folder `resume`.
+
+    stop_after: stop, resumably, after so many steps of this call. The rest as in `Trainer`.
+
+    Raises:
+        PolicygradError: what cannot be trained, with the way out.
+    """
+    if run is None and resume is not None:
+        if not (Path(resume) / "run.toml").is_file():
+            raise RunError(f"{resume} is not a run's folder: it has no run.toml")
+        run = load(Path(resume) / "run.toml", Run())
+    trainer = Trainer(
+        run,
+        sampler=sampler,
+        learner=learner,
+        environment=environment,
+        display=display,
+        trackers=trackers,
+        callbacks=callbacks,
+    )
+    return trainer.train(resume=resume, stop_after=stop_after)
+
+
+class Trainer(Lifecycle[Run, Progress, float]):
+    """A run of reinforcement learning.
+
+    sampler: what draws completions, or a function of (model, tokenizer) that makes it; None = this process, with the learner's
+    own weights. learner: a function of (model, run). environment: a function of an example, called once per episode; None = the
+    prompt and one answer. display, trackers, callbacks: who follows it, see `Lifecycle`.
+    """
+
+    kind, file = "train", "run.toml"
+    resources: Resources
+    learner: Learner
+
+    def __init__(
+        self,
+        run: Run | None = None,
+        *,
+        sampler: Sampler | SamplerFactory | None = None,
+        learner: LearnerFactory = local_learner,
+        environment: EnvironmentFactory | None = None,
+        display: Tracker | bool = True,
+        trackers: Sequence[Tracker] = (),
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        super().__init__((run or Run()).resolved(), display=display, trackers=trackers, callbacks=callbacks)
+        self._sampler, self._learner, self._environment = sampler, learner, environment
+        self._said: set[str] = set()
+        self._waiting = False  # the policy, for its critic
+        self._binary = True  # every held-out score is 0 or 1
+        self._held_out: list[Example] = []
+
+    @property
+    def name(self) -> str:
+        return self.config.algorithm.name
+
+    def build(self, stack: ExitStack) -> None:
+        run = self.config
+        self.resources = found = load_resources(stack, needed_for(run, self._sampler, self._environment))
+        self.model, self.tokenizer = found.model, found.tokenizer
+        self.learner = self._learner(found.model, run)
+        self._held_out = found.task.held_out(run.evaluation.problems) if run.evaluation.problems else []
+        for example in self._held_out:  # before there is a folder: a prompt that leaves no room for the completion
+            found.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
+
+    @property
+    def version(self) -> int:
+        return self.learner.version
+
+    @property
+    def steps(self) -> int:
+        return self.config.steps
+
+    def over(self, progress: Progress) -> bool:
+        return progress.over(self.config)
+
+    def pack(self, progress: Progress) -> State:
+        tensors, values = self.learner.state()
+        return tensors, {
+            "learner": values,
+            "parts": progress.state,
+            "algorithm": algorithm_to_dict(self.config.algorithm),
+            "position": progress.position,
+            "tokens": progress.tokens,
+            "seconds": progress.seconds,
+            "before": self.before,
+            "measured": self.measured,
+            "binary": self._binary,
+        }
+
+    def start(self, saved: Checkpoint | None) -> Progress:
+        run, algorithm = self.config, self.config.algorithm
+        if saved is None:
+            return Progress(algorithm.init())
+        state = saved.state
+        try:
+            self.learner.restore(saved.tensors, state["learner"])
+        except KeyError as error:
+            raise RunError(
+                f"{saved.path} has no {error}, which {algorithm.name} needs: go on with the algorithm that the run began with, "
+                f"or train anew from its model, --model {self.folder}"
+            ) from error
+        except RuntimeError as error:
+            raise RunError(f"{saved.path} does not fit the model {run.model!r}: {error}") from error
+        self.before, self.measured, self._binary = state["before"], state["measured"], state["binary"]
+        parts = state["parts"]
+        if state["algorithm"] != algorithm_to_dict(algorithm):
+            self.trackers.note(
+                "the algorithm is not the one the checkpoint was made with: its parts start without their state"
+            )
+            parts = algorithm.init()
+        return Progress(parts, saved.step, state["position"], state["tokens"], state["seconds"])
+
+    def info(self, progress: Progress) -> RunInfo:
+        run = self.config
+        batch = f"{run.prompts_per_step} prompts × {run.group_size} samples, {run.steps} steps"
+        budget = "" if run.tokens is None else f" or {run.tokens:,} tokens, whichever is first"
+        facts = {
+            "model": f"{run.named('model')} ({sum(p.numel() for p in self.model.parameters()) / 1e6:.2f}M parameters)",
+            "batch": batch + budget,
+            "reward": ", ".join(self.resources.rewards),
+            "run": str(self.folder),
+        }
+        if self._held_out and self.resources.task.held_out_is_train:
+            facts["held out"] = "too few prompts to hold any out: measured on the training prompts"
+        if run.objects:
+            self.trackers.note(
+                f"{' and '.join(run.objects)} given as objects, which run.toml cannot hold: this run can be gone on with from "
+                "Python, pg.train(run, resume=folder), but not from the command line alone"
+            )
+        return RunInfo(
+            f"policygrad · {run.algorithm.name} on {run.named('task')}",
+            facts,
+            run.steps,
+            first_step=progress.step + 1,
+            history=self.files.history("reward"),
+            tokens=run.tokens,
+            sampled=progress.tokens,
+            config={**asdict(run.without_objects()), "algorithm": algorithm_to_dict(run.algorithm)},
+            folder=self.folder,
+        )
+
+    def run(self, progress: Progress) -> Progress:
+        return loop(self.config, self.resources.rollouter, self.learner, progress, self)
+
+    def record(self, done: Done) -> Metrics:
+        """After every step: its lines in the files, its picture on the display, and perhaps an evaluation."""
+        evaluation, step = self.config.evaluation, done.step
+        values = values_of(done)
+        for text, kind in notes_of(done, values, self._waiting):
+            self.note(text, kind)
+        self._waiting = "value_pretraining" in values
+        self.log(step, values, rows_of(done))
+        if evaluation.every and step % evaluation.every == 0 and step < self.steps and self._held_out:
+            score = self.take(f"evaluating at step {step}", step)
+            return {} if score is None else {"held_out": Mean(score)}
+        return {}
+
+    def note(self, text: str, kind: str | None = None) -> None:
+        """Shown the first time something of its kind is said."""
+        kind = text if kind is None else kind
+        if kind not in self._said:
+            self._said.add(kind)
+            self.trackers.note(text)
+
+    @property
+    def measures(self) -> bool:
+        return bool(self._held_out)
+
+    def phase(self, when: str) -> str:
+        return f"evaluating {when}"
+
+    def known(self, step: int) -> float | None:
+        return dict(self.files.history("held_out")).get(step)
+
+    def measure(self, progress: Callable[[int, int], None]) -> tuple[float | None, Mapping[str, float]]:
+        """Held-out mean, None when every reward failed."""
+        samples = self.config.evaluation.samples
+        found = self.resources.rollouter.evaluate(self._held_out, samples, self.config.sampling, progress)
+        for message in found.messages:
+            self.note(message, message.partition(" (completion ")[0])
+        if found.failed:
+            failed = (
+                f"{found.failed} of {len(self._held_out) * samples} held-out completions have no reward and count as 0"
+            )
+            self.note(failed, "held-out completions without a reward")
+        if not found.scored:
+            return None, {}
+        self._binary = self._binary and found.binary
+        return found.mean, {"held_out": found.mean, "held_out_stderr": found.standard_error()}
+
+    def summary(self, after: float | None) -> dict[str, str]:
+        before = self.before
+        if not self._held_out:
+            return {}
+        if before is None and after is None:
+            return {"held-out": "nothing could be scored, before or after: see the notes about the reward functions"}
+        name = f"held-out {'accuracy' if self._binary else 'reward'}"
+        if before is None or after is None:
+            first, last = ("not scored" if score is None else f"{score:.2f}" for score in (before, after))
+            return {name: f"{first} -> {last}"}
+        return {name: change(before, after)}
+
+    def numbers(self, progress: Progress, after: float | None) -> dict[str, Any]:
+        return {
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            "seconds": progress.seconds,
+            **peak_memory(),
+            "held_out_before": self.before,
+            "held_out_after": after,
+        }
+
+    @property
+    def resume_words(self) -> str:
+        return f"pg.train(run, resume={str(self.folder)!r})" if self.config.objects else super().resume_words

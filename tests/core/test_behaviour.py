@@ -1,0 +1,152 @@
+"""Which policy the samples are from, over the whole matrix: what is old is never taken for on-policy in silence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from random_batches import Shape, make, policy
+from torch import Tensor
+
+import policygrad as pg
+from policygrad.core.behaviour import behaviour, staleness
+from policygrad.core.objective import gate_weight, measure
+
+VERSION = 7
+ROWS = sorted(pg.ALGORITHMS)
+WITH_RATIO = [name for name in ROWS if pg.ALGORITHMS[name].ratio is not None]
+
+
+def drawn(lag: int = 2, seed: int = 3) -> tuple[pg.Batch, Tensor]:
+    """(a batch drawn `lag` versions ago by a policy about half a nat a token away, log π_θ now)."""
+    batch, logits = make(Shape((6, 6), 8, seed, binary=True), extra="steps")
+    version = torch.where(batch.mask, VERSION - lag, 10**6)  # what stands off the mask is never read
+    return replace(batch, version=version, score_norm=torch.ones(12).double()), policy(logits, batch.tokens, batch.mask)
+
+
+def scored(batch: pg.Batch, logp: Tensor, needs: frozenset[str]) -> pg.Batch:
+    """As a learner does: log π_old is its own policy's."""
+    return replace(batch, logp_old=logp.detach()) if "logp_old" in needs else batch
+
+
+def pulled(batch: pg.Batch) -> Tensor:
+    """Ψ of both signs at every token."""
+    rows = torch.arange(len(batch.mask))[:, None] + torch.arange(batch.mask.shape[1])
+    return torch.where(batch.mask, (-1.0) ** rows, 0).double()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_old_samples_are_corrected_for(name: str) -> None:
+    batch, logp = drawn()
+    algorithm, batch = behaviour(pg.ALGORITHMS[name], batch, VERSION)
+    assert "logp_old" in algorithm.needs
+    batch = scored(batch, logp, algorithm.needs)
+    weight, ratio = gate_weight(pg.Forward(logp), batch, pulled(batch), algorithm)
+    effective = algorithm.corrected(weight, batch)[batch.mask]
+    rho = (batch.logp_old - batch.logp_sampler).exp()[batch.mask].clamp(max=2)  # type: ignore[operator]
+    assert (ratio[batch.mask] == 1).all()  # π_old is the learner's policy, and nothing has moved yet
+    torch.testing.assert_close(effective, rho)
+    assert ((effective - 1).abs() > 1e-3).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_fresh_samples_change_nothing(name: str) -> None:
+    algorithm, (batch, _) = pg.ALGORITHMS[name], drawn(lag=0)
+    assert behaviour(algorithm, batch, VERSION) == (algorithm, batch)
+    unsaid = replace(batch, version=None)
+    assert behaviour(algorithm, unsaid, VERSION) == (algorithm, unsaid)
+
+
+@pytest.mark.parametrize("name", WITH_RATIO)
+def test_the_sampler_as_the_old_policy_reaches_every_gate(name: str) -> None:
+    chosen = replace(pg.ALGORITHMS[name], behaviour="sampler")
+    assert "logp_old" not in chosen.needs  # a learner must not put its own there
+    batch, logp = drawn()
+    algorithm, batch = behaviour(chosen, batch, VERSION)
+    assert algorithm == chosen
+    batch = scored(batch, logp, algorithm.needs)
+    assert batch.logp_old is batch.logp_sampler
+    psi = pulled(batch)
+    weight, ratio = gate_weight(pg.Forward(logp), batch, psi, algorithm)
+    assert ((weight[batch.mask] - 1).abs() > 1e-3).all()
+    torch.testing.assert_close(algorithm.corrected(weight, batch), weight, rtol=0, atol=0)
+    found = measure(pg.Forward(logp), batch, psi, algorithm, algorithm.all_coefficients(batch))
+    gate = algorithm.gate
+    if isinstance(gate, pg.Clip):
+        cut = (psi < 0) & (ratio < 1 - gate.low) | (psi > 0) & (ratio > 1 + gate.high)
+        assert (cut & batch.mask).any()
+        assert (weight[cut & batch.mask] == 0).all()
+        assert found["clip_ratio/low"].value + found["clip_ratio/high"].value > 0
+    elif isinstance(gate, pg.WeightCap):
+        assert (weight[batch.mask] == ratio.clamp(gate.low, gate.high)[batch.mask]).all()
+
+
+def test_a_part_of_a_rollout_that_is_old_is_enough() -> None:
+    batch, _ = drawn(lag=0)
+    assert batch.version is not None
+    row = int(batch.mask.any(1).nonzero()[0])
+    version = batch.version.clone()
+    version[row] -= 1
+    algorithm, _ = behaviour(pg.DAPO, replace(batch, version=version), VERSION)
+    assert algorithm.corrections == (pg.TruncatedIS(),)
+
+
+def test_corrections_of_ones_own_stay() -> None:
+    own = replace(pg.DAPO, corrections=(pg.MaskedIS(level="sequence"),))
+    batch, _ = drawn()
+    assert behaviour(own, batch, VERSION) == (own, batch)
+
+
+@pytest.mark.parametrize("algorithm", [pg.RLOO, replace(pg.GRPO, behaviour="sampler")], ids=["recomputed", "sampler"])
+def test_a_sampler_that_says_nothing_is_refused_where_it_is_needed(algorithm: pg.Algorithm) -> None:
+    batch = replace(drawn()[0], logp_sampler=None)
+    with pytest.raises(pg.ConfigError, match=r"Batch\.logp_sampler is None, and .*: let the sampler give"):
+        behaviour(algorithm, batch, VERSION)
+    behaviour(pg.RLOO, replace(batch, version=None), VERSION)
+
+
+def test_what_cannot_be_meant_with_the_sampler_as_the_old_policy() -> None:
+    with pytest.raises(pg.ConfigError, match=r"which OnPolicy ignores: leave 'recomputed'.*ratio=Token\(\)"):
+        replace(pg.RLOO, behaviour="sampler")
+    with pytest.raises(pg.ConfigError, match=r"TruncatedIS corrects for π_old/μ.*corrections=\(\)"):
+        replace(pg.GRPO, behaviour="sampler", corrections=(pg.TruncatedIS(),))
+    with pytest.raises(pg.ConfigError, match="behaviour must be 'recomputed' or 'sampler', not 'engine'"):
+        replace(pg.GRPO, behaviour="engine")  # type: ignore[arg-type]
+
+
+def test_staleness_is_counted_in_versions_over_the_sampled_tokens() -> None:
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    version = torch.tensor([[7, 6, 99], [3, -99, 99]])
+    batch = pg.Batch(mask=mask, group=torch.zeros(2).long(), reward=torch.ones(2), version=version)
+    found = staleness(batch, VERSION)
+    assert {name: metric.value for name, metric in found.items()} == {
+        "staleness/mean": pytest.approx(5 / 3),
+        "staleness/max": 4.0,
+    }
+    assert staleness(replace(batch, version=None), VERSION) == {}
+    assert staleness(replace(batch, mask=torch.zeros_like(mask)), VERSION) == {}
+    with pytest.raises(pg.ConfigError, match=r"Batch\.version must be int64, not torch\.float32"):
+        replace(batch, version=version.float())
+
+
+def test_what_a_filter_needs_is_there_or_it_is_refused() -> None:
+    class Unlikely(pg.Filter):
+        """A user's filter: drops what the policy would hardly have said."""
+
+        needs = frozenset({"logp_old"})
+
+        def __call__(self, batch: pg.Batch) -> pg.Batch:
+            assert batch.logp_old is not None
+            likely = torch.where(batch.mask, batch.logp_old, 0).sum(1) > -6
+            return replace(batch, mask=batch.mask & likely[:, None])
+
+    algorithm = replace(pg.DR_GRPO, filters=(Unlikely(),))
+    assert algorithm.filter_needs == algorithm.needs == {"logp_old"}
+    batch, logp = drawn()
+    with pytest.raises(pg.ConfigError, match=r"Unlikely needs Batch\.logp_old, which is None"):
+        algorithm.filtered(batch)
+    filled = replace(batch, logp_old=logp.detach())
+    kept = algorithm.filtered(filled).mask.any(1)
+    assert torch.equal(algorithm.filters[0].dropped(filled), batch.mask.any(1) & ~kept)
+    assert 0 < int(kept.sum()) < int(batch.mask.any(1).sum())

@@ -1,0 +1,60 @@
+"""Runs in which something goes wrong at a moment that a test chooses, given to the trainer as any sampler or learner is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.models.tokenizer import Tokenizer, padding_id
+from policygrad.samplers.base import Generation, Request
+from policygrad.samplers.local import LocalSampler
+from policygrad.training.config.run import Run
+from policygrad.training.trainer import local_learner
+
+
+class FailingSampler(LocalSampler):
+    """Its `at`-th call raises."""
+
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, at: int, error: BaseException) -> None:
+        super().__init__(model, tokenizer.end, padding_id(tokenizer))
+        self.left, self.error = at, error
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return await super().generate(requests)
+
+
+def learner_with_a_bad_gradient(model: nn.Module, run: Run, at: int) -> LocalLearner:
+    """Its `at`-th optimiser step finds a gradient of NaN."""
+    learner = local_learner(model, run)
+    step, left = learner.optimizer.step, [at]
+
+    def bad() -> tuple[float | None, float]:
+        left[0] -= 1
+        if left[0] == 0:
+            master = next(iter(learner.optimizer.masters.values()))
+            master.grad = torch.full_like(master, float("nan"))
+        return step()
+
+    learner.optimizer.step = bad  # type: ignore[method-assign]
+    return learner
+
+
+def learner_cut_short(model: nn.Module, run: Run, at: int) -> LocalLearner:
+    """Its `at`-th optimiser step is cut short in its midst."""
+    learner = local_learner(model, run)
+    step, left = learner.optimizer.adam.step, [at]
+
+    def broken() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("out of memory")
+        step()
+
+    learner.optimizer.adam.step = broken  # type: ignore[method-assign, assignment]
+    return learner

@@ -1,0 +1,60 @@
+"""The smallest policy there is: a table of logits, one row per (prompt, position). A stand-in for a model in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policygrad.samplers.base import Generation, Request
+from policygrad.samplers.draw import draw, uniforms
+from policygrad.weight_sync.base import Published
+
+
+class TabularSampler:
+    """Samples from π(token | prompt, t) = softmax(table[prompt, t]); token 0 ends a completion.
+
+    A prompt is its first token; what follows is a prefix of the answer, t counts on from there.
+    """
+
+    def __init__(self, prompts: int, length: int, vocabulary: int) -> None:
+        self.table, self.version = torch.zeros(prompts, length, vocabulary, dtype=torch.float64), 0
+
+    async def update(self, weights: Published) -> None:
+        """The learner's table."""
+        self.table, self.version = weights.tensors["table"].detach().clone(), weights.version
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        return [self._one(request) for request in requests]
+
+    def _one(self, request: Request) -> Generation:
+        start = len(request.tokens) - 1
+        budget = min(request.max_tokens, self.table.shape[1] - start)
+        u = uniforms([request.key], budget)[0]
+        tokens: list[Tensor] = []
+        logps: list[Tensor] = []
+        for t in range(budget):
+            token, logp = draw(self.table[request.tokens[0], start + t][None], u[t : t + 1], request.sampling)
+            tokens.append(token)
+            logps.append(logp)
+            if int(token) == 0:
+                break
+        reason = "stop" if int(tokens[-1]) == 0 else "length"
+        return Generation(torch.cat(tokens), torch.cat(logps), reason, self.version)  # type: ignore[arg-type]
+
+
+class TabularTokenizer:
+    """Prompts and completions are written as numbers: "3" is prompt 3, tokens are joined by spaces."""
+
+    context = None
+
+    def encode(self, prompt: Any, max_tokens: int, source: str = "", tools: Any = None) -> Tensor:
+        return torch.tensor([int(word) for word in prompt.split()])
+
+    def decode(self, tokens: Tensor) -> str:
+        return " ".join(str(int(t)) for t in tokens if int(t) != 0)
+
+    def continuation(self, so_far: Any, reply: str, new: Any, source: str = "", tools: Any = None) -> Tensor:
+        return self.encode(new, 0)

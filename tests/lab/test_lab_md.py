@@ -1,0 +1,59 @@
+"""docs/lab.md: every algorithm and every finding stands there, with today's figures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from policygrad.algorithms import ALGORITHMS
+from policygrad.lab.experiments import EXPERIMENTS
+from policygrad.lab.report import LabReport, report
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "lab.md").read_text(encoding="utf-8")
+
+
+def rows_of(block: str) -> list[tuple[str, str]]:
+    """(name, cells) of the tables between a block's marks."""
+    text = TEXT.split(f"<!-- {block}: begin -->")[1].split(f"<!-- {block}: end -->")[0]
+    return re.findall(r"^\| `(\w+)` \| (.+) \|$", text, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def found() -> LabReport:
+    return report({name: ALGORITHMS[name] for name in ("rloo", "grpo", "dapo")}, names=("z_score", "group_mean"))
+
+
+def test_the_table_is_that_of_the_matrix(found: LabReport) -> None:
+    rows = rows_of("table")
+    assert [name for name, _ in rows] == [*ALGORITHMS] * 2, "a row is missing or too many: python scripts/make_lab.py"
+    half = len(ALGORITHMS)
+    for side in (0, 1):
+        written = {name: [float(x) for x in cells.split("|")] for name, cells in rows[side * half : (side + 1) * half]}
+        for pair in found.rows:
+            f = pair[side].figures
+            now = [f.scale, f.bias, f.cosine, f.variance, f.mse, f.snr, f.best_mse]
+            assert written[pair[side].name] == pytest.approx(now, abs=6e-4), "python scripts/make_lab.py"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_figures_over_the_groups_size_are_todays(size: int) -> None:
+    rows = rows_of("sizes")
+    assert [name for name, _ in rows] == [*ALGORITHMS] * 2
+    found, half = report({name: ALGORITHMS[name] for name in ("rloo", "ppo")}, size, names=()), len(ALGORITHMS)
+    for side in (0, 1):
+        written = {name: cells.split("|") for name, cells in rows[side * half : (side + 1) * half]}
+        for pair in found.rows:
+            f, cells = pair[side].figures, written[pair[side].name]
+            at = (2, 4, 8).index(size)
+            assert [float(cells[at]), float(cells[3 + at])] == pytest.approx([f.bias, f.variance], abs=6e-4)
+            assert ["±" in cell for cell in cells] == [False, False, True] * 2
+
+
+def test_every_finding_stands_there(found: LabReport) -> None:
+    named = re.findall(r"`policygrad lab --experiment (\w+)`", TEXT)
+    assert named == [*EXPERIMENTS]
+    for finding in found.findings:
+        assert finding.claim in TEXT
+    assert found.findings[0].sentence in TEXT

@@ -1,0 +1,348 @@
+"""The local learner: schedule, clipping, bf16 masters, minibatches, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_packing import make_batch  # type: ignore[import-not-found]
+from torch import nn
+
+import policygrad as pg
+from doubles.drawing import Context, sample
+from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.local import network
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.optimizer import Optimizer
+from policygrad.learners.local.problem import LocalGradientProblem
+from policygrad.models.loading import load_model
+from policygrad.samplers.base import Sampling
+from policygrad.samplers.local import LocalSampler
+
+
+def learner_for(
+    folder: Path, algorithm: pg.Algorithm = pg.DR_GRPO, *, dtype: str = "fp32", **config: object
+) -> LocalLearner:
+    model = load_model(str(folder), dtype=dtype)
+    return LocalLearner(
+        model, algorithm, lr=1e-3, steps=4, config=LearnerConfig(dtype=dtype, **config), optimizer=OptimizerConfig()
+    )
+
+
+def float_batch(seed: int = 0) -> pg.Batch:
+    batch = make_batch(seed, holes=False)
+    return replace(batch, reward=batch.reward.float())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1, 1, 0.85355, 0.5, 0.14645]),
+    ],
+)
+def test_schedule(schedule: str, factors: list[float]) -> None:
+    config = OptimizerConfig(schedule=schedule, warmup=2)
+    assert [config.rate(step, 6) for step in range(6)] == pytest.approx(factors, abs=1e-5)
+
+
+def test_clips_to_the_norm_and_reports_it_before() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = Optimizer(model, OptimizerConfig(clip=1.0), lr=0.0, total=1)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    seen: list[torch.Tensor] = []
+    optimizer.adam.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))  # type: ignore[union-attr]
+    norm, rate = optimizer.step()
+    assert norm == pytest.approx(5.0)
+    assert rate == 0.0
+    assert torch.allclose(seen[0], torch.tensor([[0.6, 0.8]]), atol=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = Optimizer(model, OptimizerConfig(), lr=0.1, total=1)
+    model.weight.grad = torch.tensor([[float("nan"), 1.0]])
+    with pytest.raises(FloatingPointError, match="weights were left as they were"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is None
+
+
+def test_bf16_keeps_what_a_bf16_weight_cannot_hold() -> None:
+    """A hundred steps of 1e-5 on a weight of 1: in bf16 alone each would round to nothing."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = Optimizer(model, OptimizerConfig(clip=0), lr=1e-4, total=100)
+    for _ in range(100):
+        model.weight.grad = torch.ones(1, 1, dtype=torch.bfloat16)
+        optimizer.collect()
+        optimizer.step()
+    (master,) = optimizer.masters.values()
+    assert float(master.detach()) == pytest.approx(0.99, abs=1e-4)
+    assert model.weight.dtype == torch.bfloat16
+    assert float(model.weight.detach()) == float(master.detach().bfloat16())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_checkpointing": True}, {"micro_tokens": 20}, {"dtype": "bf16"}], ids=str
+)
+def test_update_moves_the_weights_alike(random_model: Path, options: dict[str, object]) -> None:
+    """Memory-saving options change the rounding, not the step."""
+    batch = float_batch()
+    plain, other = learner_for(random_model), learner_for(random_model, **options)  # type: ignore[arg-type]
+    algorithm = pg.DR_GRPO
+    psi = algorithm.advantages(batch)
+    norms = []
+    for learner in (plain, other):
+        problem = learner.problem(batch, psi, algorithm)
+        problem.accumulate()
+        masters = learner.optimizer.masters.values()
+        norms.append(torch.cat([m.grad.flatten() for m in masters if m.grad is not None]))
+        learner.update(batch, psi, algorithm)
+    cosine = torch.nn.functional.cosine_similarity(norms[0], norms[1], dim=0)
+    assert float(cosine) > (0.99 if options.get("dtype") == "bf16" else 1 - 1e-6)
+    assert other.version == 1
+
+
+def test_recomputed_activations_leave_the_cache_to_the_sampler(random_model: Path) -> None:
+    """Transformers recompute in training mode only, and keep no cache there; sampler and learner share one model."""
+    learner, batch = learner_for(random_model, gradient_checkpointing=True), float_batch()
+    calls: list[bool] = []
+    attention = learner.model.model.layers[0].self_attn  # type: ignore[union-attr, index]
+    attention.register_forward_hook(lambda *_: calls.append(learner.model.training))  # type: ignore[union-attr, operator]
+    learner.problem(batch, pg.DR_GRPO.advantages(batch), pg.DR_GRPO).accumulate()
+    assert calls == [True, True]  # once forward, once more on the way back
+    assert not learner.model.training
+    sampler = LocalSampler(learner.model, frozenset({1}), 0)
+    (group,) = sample(sampler, [Context(torch.tensor([3, 4]), (0,))], 2, Sampling(max_tokens=3))
+    assert len(group) == 2
+
+
+def test_minibatches_are_whole_groups_and_each_epoch_sees_every_group_once(random_model: Path) -> None:
+    batch = float_batch()
+    problem = learner_for(random_model).problem(batch, torch.ones(batch.mask.shape), pg.DR_GRPO)
+    orders = []
+    for epoch in range(6):
+        parts = problem.split(epoch, 2)
+        groups = [part.batch.group.unique().tolist() for part in parts]
+        assert sorted(g for share in groups for g in share) == [0, 1, 2]
+        assert sum(len(part.batch.mask) for part in parts) == len(batch.mask)
+        orders.append(str(groups))
+    assert len(set(orders)) > 1
+    assert problem.split(0, 1) == [problem]
+
+
+def test_first_order_updates_need_the_gradient_problem_alone(random_model: Path) -> None:
+    """A learner without curvature trains every algorithm that steps by gradients, to the same bit."""
+    batch, step = float_batch(), pg.FirstOrder(epochs=2, minibatches=2)
+    whole, part = learner_for(random_model), learner_for(random_model)
+    psi = pg.DR_GRPO.advantages(batch)
+    full = whole.problem(batch, psi, pg.DR_GRPO)
+    bare = LocalGradientProblem(networks=part.networks, batch=batch, psi=psi, algorithm=pg.DR_GRPO, seed=part.version)
+    assert not hasattr(bare, "fisher")
+    assert not hasattr(bare, "measured")
+    one, two = step(full), step(bare)
+    assert {k: m.value for k, m in one.items()} == {k: m.value for k, m in two.items()}
+    assert whole.version == part.version == 4
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), part.model.parameters(), strict=True))
+
+
+def test_the_learning_rate_can_change_between_updates(random_model: Path) -> None:
+    """It is the peak that the schedule multiplies; a step without one refuses it."""
+    batch, config = float_batch(), OptimizerConfig(schedule="linear")
+    psi = pg.DR_GRPO.advantages(batch)
+    learner = LocalLearner(load_model(str(random_model)), pg.DR_GRPO, lr=1e-3, steps=4, optimizer=config)
+    assert learner.lr == 1e-3
+    rates = []
+    for rate in (1e-3, 5e-4, 0.0):
+        learner.lr = rate
+        before = [p.detach().clone() for p in learner.model.parameters()]
+        rates.append(learner.update(batch, psi, pg.DR_GRPO)["lr"].value)
+        moved = not all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+        assert moved == (rate > 0)
+    assert rates == pytest.approx([1e-3, 5e-4 * 0.75, 0.0])
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="at least 0 and finite"):
+            learner.lr = wrong
+    natural = replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None)
+    learner = LocalLearner(load_model(str(random_model)), natural, lr=None, steps=1)
+    assert learner.lr is None
+    with pytest.raises(ValueError, match="has no learning rate"):
+        learner.lr = 1e-3
+
+
+def test_the_objective_does_not_grow_with_the_number_of_updates(random_model: Path) -> None:
+    """At a learning rate of 0 every epoch measures the same objective, and that is what a rollout reports."""
+    batch, values = float_batch(), []
+    for epochs in (1, 3):
+        algorithm = replace(pg.DR_GRPO, step=pg.FirstOrder(epochs=epochs))
+        learner = LocalLearner(load_model(str(random_model)), algorithm, lr=0.0, steps=1)
+        scored = learner.evaluate(batch, frozenset({"logp_old"}))
+        values.append(learner.update(scored, scored.reward[:, None] * batch.mask, algorithm)["objective"].value)
+    assert values[0] > 0.01
+    assert values[1] == pytest.approx(values[0], rel=1e-5)
+
+
+def test_holds_a_reference_only_when_a_part_needs_one(random_model: Path) -> None:
+    assert learner_for(random_model, pg.DR_GRPO).reference is None
+    learner = learner_for(random_model, pg.GRPO)
+    assert learner.reference is not None
+    batch = float_batch()
+    scored = learner.evaluate(batch, frozenset({"logp_ref"}))
+    assert scored.logp_old is None
+    assert scored.logp_ref is not None
+    learner.update(scored, pg.GRPO.advantages(scored), pg.GRPO)
+    again = learner.evaluate(batch, frozenset({"logp_ref", "logp_old"}))
+    assert torch.equal(again.logp_ref, scored.logp_ref)  # type: ignore[arg-type]  # the reference has not moved
+    assert not torch.allclose(again.logp_old, scored.logp_ref)  # type: ignore[arg-type]  # the policy has
+
+
+def test_without_any_gradient_no_step_is_taken(random_model: Path) -> None:
+    """Equal rewards in every group: AdamW's momentum must not move the weights on a step that says nothing."""
+    learner = learner_for(random_model)
+    batch = float_batch()
+    learner.update(batch, pg.DR_GRPO.advantages(batch), pg.DR_GRPO)
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    flat = replace(batch, reward=torch.full_like(batch.reward, 0.7))
+    metrics = learner.update(flat, pg.DR_GRPO.advantages(flat), pg.DR_GRPO)
+    assert metrics["updates/skipped"].value == 1
+    assert metrics["completions/computed"].value == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+
+
+def test_state_round_trip_continues_bit_for_bit(random_model: Path) -> None:
+    batch = float_batch()
+    psi = pg.DR_GRPO.advantages(batch)
+    one, two = learner_for(random_model), learner_for(random_model)
+    one.update(batch, psi, pg.DR_GRPO)
+    tensors, values = one.state()
+    two.restore({k: v.clone() for k, v in tensors.items()}, values)
+    for learner in (one, two):
+        learner.update(batch, psi, pg.DR_GRPO)
+    assert one.version == two.version == 2
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: OptimizerConfig(schedule="polynomial"), "schedule must be one of"),
+        (lambda: OptimizerConfig(clip=-1), "optimizer.clip"),
+        (lambda: LearnerConfig(dtype="fp16"), "fp32 or bf16"),
+        (lambda: LearnerConfig(micro_tokens=0), "micro_tokens"),
+    ],
+)
+def test_refuses(make: object, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()  # type: ignore[operator]
+
+
+def test_a_policy_step_never_moves_the_critic_nor_the_critic_the_policy(random_model: Path) -> None:
+    """Both start from one model; with either learning rate at 0 that one stands still while the other moves."""
+    batch = float_batch()
+    for policy_lr, critic_lr in ((1e-2, 0.0), (0.0, 1e-2)):
+        algorithm = replace(pg.PPO, shaping=(), critic=pg.Critic(lr=critic_lr))
+        model = load_model(str(random_model))
+        learner = LocalLearner(model, algorithm, lr=policy_lr, steps=4)
+        assert learner.critic is not None
+        network = learner.critic.network
+        before = [[p.detach().clone() for p in m.parameters()] for m in (model, network)]
+        scored = algorithm.with_targets(learner.evaluate(batch, algorithm.needs))
+        assert scored.values is not None
+        assert float(scored.values.abs().max()) == 0.0  # a head of zeros says V = 0
+        metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
+        after = [list(model.parameters()), list(network.parameters())]
+        moved = [
+            any(not torch.equal(a, b) for a, b in zip(x, y, strict=True)) for x, y in zip(before, after, strict=True)
+        ]
+        assert moved == [policy_lr > 0, critic_lr > 0]
+        assert {"value_loss", "explained_variance", "value"} <= metrics.keys()
+
+
+def test_a_critic_learns_the_returns_and_pretraining_ends_when_it_explains_them(random_model: Path) -> None:
+    """Rewards that depend on the prompt alone can be foreseen; the policy stands still until they are."""
+    batch = float_batch()
+    batch = replace(batch, reward=(batch.group % 2).float())
+    algorithm = replace(pg.PPO, shaping=(), critic=pg.Critic(lr=1e-2, lam=1.0, clip=0, pretrain=60, explained=0.9))
+    learner = LocalLearner(load_model(str(random_model)), algorithm, lr=1e-2, steps=60)
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    state = algorithm.init()
+    while state["critic"]["pretrain"]:
+        now = algorithm.at(state)
+        scored = now.with_targets(learner.evaluate(batch, now.needs))
+        metrics = learner.update(scored, now.advantages(scored), now)
+        assert "updates/taken" not in metrics
+        assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+        state = algorithm.update(state, scored, metrics)
+    assert metrics["explained_variance"].value >= 0.9
+
+
+def test_the_value_is_the_one_before_the_token_is_taken(random_model: Path) -> None:
+    """V_t reads the prompt and the tokens before t, not t itself: changing the last token changes no value."""
+    learner = learner_for(random_model, replace(pg.PPO, shaping=()))
+    assert learner.critic is not None
+    torch.nn.init.normal_(learner.critic.network.head.weight)
+    batch = float_batch(3)
+    last = batch.lengths.clamp(min=1) - 1
+    assert batch.tokens is not None
+    other = replace(batch, tokens=batch.tokens.scatter(1, last[:, None], 7))
+    values, again = learner.critic.evaluate(batch).values, learner.critic.evaluate(other).values
+    assert values is not None
+    assert torch.allclose(values, again, atol=1e-5)  # type: ignore[arg-type]
+    assert float(values.abs().max()) > 0.1
+
+
+def one_prompt(rows: int) -> pg.Batch:
+    """One-token completions of a single prompt: all their gradients are added up at one hidden state."""
+    g = torch.Generator().manual_seed(0)
+    return pg.Batch(
+        mask=torch.ones(rows, 1, dtype=torch.bool),
+        group=torch.zeros(rows, dtype=torch.int64),
+        reward=torch.rand(rows, generator=g),
+        tokens=torch.randint(40, (rows, 1), generator=g),
+        prompts=(torch.arange(5),),
+    )
+
+
+def a_step() -> pg.Batch:
+    batch = make_batch(3, groups=64, size=8, width=16, holes=False)
+    return replace(batch, reward=torch.rand(512, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize(("batch", "times"), [(a_step(), 2), (one_prompt(8192), 3)], ids=["a step", "one prompt"])
+def test_a_gradient_is_the_same_twice_to_the_last_bit(batch: pg.Batch, times: int) -> None:
+    """What a bitwise resume stands on, where several threads work on one sum: at the size of a real step, and with many terms
+    in one sum."""
+    from policygrad.models.loading import resolve
+
+    model = load_model(resolve("tiny"))
+    learner = LocalLearner(model, pg.DR_GRPO, lr=0.0, steps=1)
+    psi = pg.DR_GRPO.advantages(batch)
+
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        learner.problem(batch, psi, pg.DR_GRPO).accumulate()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    first = gradient()
+    assert all(torch.equal(first, gradient()) for _ in range(times))
+
+
+def test_hidden_states_that_many_tokens_read_get_the_same_gradient_every_time() -> None:
+    """400,000 terms in one sum: an order of addition that is left to the threads shows at every attempt."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(8, 32, generator=generator).requires_grad_()
+    index, above = torch.zeros(400_000, dtype=torch.int64), torch.randn(400_000, 32, generator=generator)
+
+    def gradient() -> torch.Tensor:
+        (found,) = torch.autograd.grad(network.rows(states[None], index), states, above)
+        return found
+
+    first = gradient()
+    assert float(first.abs().max()) > 100
+    assert all(torch.equal(first, gradient()) for _ in range(3))

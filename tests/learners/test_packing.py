@@ -1,0 +1,261 @@
+"""What is never computed does not change the gradient: packing, shared prompts, merged duplicates, skipped completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import policygrad as pg
+from policygrad.algorithms import ALGORITHMS
+from policygrad.core.batch import PER_COMPLETION, PER_TOKEN
+from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.forward import Evaluator, probe
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.network import Network
+from policygrad.learners.local.packing import merge_equal, pack
+from policygrad.models.loading import load_model
+
+VOCABULARY = 40
+
+
+def make_batch(seed: int, groups: int = 3, size: int = 4, width: int = 6, *, holes: bool = True) -> pg.Batch:
+    """Ragged completions with tool tokens in their midst, equal completions, an empty one, prompts of several lengths."""
+    g = torch.Generator().manual_seed(seed)
+    rows = groups * size
+    lengths = torch.randint(1, width + 1, (rows,), generator=g)
+    mask = torch.arange(width) < lengths[:, None]
+    tokens = torch.randint(VOCABULARY, (rows, width), generator=g)
+    reward = torch.randint(0, 2, (rows,), generator=g).double()
+    for row in range(0, rows - 1, size):  # each group's first two are the same
+        mask[row + 1], tokens[row + 1], reward[row + 1] = mask[row], tokens[row], reward[row]
+    if holes:
+        mask = mask & ((torch.rand(rows, width, generator=g) > 0.2) | (torch.arange(rows) % size < 2)[:, None])
+    mask[-1] = False
+    prompts = tuple(
+        torch.randint(VOCABULARY, (int(n),), generator=g) for n in torch.randint(1, 7, (groups,), generator=g)
+    )
+    return pg.Batch(
+        mask=mask, group=torch.arange(groups).repeat_interleave(size), reward=reward, tokens=tokens, prompts=prompts
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.booleans(), st.integers(1, 30))
+def test_every_completion_once_and_within_budget(seed: int, budget: int, share: bool, cap: int) -> None:
+    batch = make_batch(seed)
+    rows = batch.mask.any(1).nonzero().squeeze(1)
+    packs = list(pack(batch, rows, budget, share=share, cap=cap))
+    assert sorted(int(r) for p in packs for r in p.rows) == rows.tolist()
+    for p in packs:
+        height, width = p.input_ids.shape
+        assert height * width <= budget or height == 1
+        assert batch.tokens is not None
+        assert torch.equal(p.tokens, torch.where(batch.mask[p.rows], batch.tokens[p.rows], 0))
+        if not share:
+            assert p.attention.ndim == 2
+
+
+def test_rows_over_the_cap_stand_apart_and_padding_stays_small() -> None:
+    """A row over the cap keeps the plain mask, which a model may narrow to its window; uneven rows do not wait for the budget."""
+    batch = make_batch(5)
+    packs = list(pack(batch, batch.mask.any(1).nonzero().squeeze(1), 10_000, cap=8))
+    lengths = [(p.positions + 1).amax(1) for p in packs]
+    assert {p.attention.ndim for p in packs} == {2, 4}
+    assert all(p.input_ids.shape[1] <= 8 for p in packs if p.attention.ndim == 4)
+    assert all(int(n.min()) > 8 for p, n in zip(packs, lengths, strict=True) if p.input_ids.shape[1] > 8)
+    prompts = tuple(torch.zeros(n, dtype=torch.int64) for n in (100, 40, 38))
+    uneven = replace(make_batch(5), prompts=prompts)
+    rows = uneven.mask.any(1).nonzero().squeeze(1)
+    assert [p.input_ids.shape[0] for p in pack(uneven, rows, 600)] == [1, 2]
+    assert [p.input_ids.shape[0] for p in pack(uneven, rows, 10_000)] == [3]
+
+
+def naive_logp(model: nn.Module, batch: pg.Batch, temperature: float) -> Tensor:
+    """One completion at a time, with nothing shared: the definition."""
+    assert batch.tokens is not None
+    assert batch.prompts is not None
+    out = []
+    for i in range(len(batch.mask)):
+        prompt = batch.prompts[int(batch.group[i])]
+        ids = torch.cat([prompt, batch.tokens[i]])[None]
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
+        out.append(logits.log_softmax(-1).gather(-1, batch.tokens[i][:, None]).squeeze(1))
+    return torch.stack(out)
+
+
+@pytest.fixture(scope="module")
+def model(random_model: Path) -> nn.Module:
+    return load_model(str(random_model)).double()
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_log_probabilities_equal_the_definition(model: nn.Module, share: bool, split: bool, budget: int) -> None:
+    batch = make_batch(5)
+    truth = torch.where(batch.mask, naive_logp(model, batch, 0.8), 0)
+    got = torch.zeros_like(truth)
+    for p in pack(batch, batch.mask.any(1).nonzero().squeeze(1), budget, share=share):
+        got[p.rows] = Evaluator(Network(model, split), 0.8, share)(p)
+    assert torch.allclose(got, truth, atol=1e-10)
+
+
+def test_chunked_head_is_the_same(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(6)
+    evaluator = Evaluator(Network(model, split_head=True), 1.0, share_prompts=True)
+    (whole,) = pack(batch, torch.arange(5), 10_000)
+    expected = torch.autograd.grad(evaluator(whole).sum(), list(model.parameters()))
+    monkeypatch.setattr("policygrad.learners.local.forward.CHUNK", 3 * len(model.get_output_embeddings().weight))  # type: ignore[operator]
+    got = torch.autograd.grad(evaluator(whole).sum(), list(model.parameters()))
+    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(got, expected, strict=True))
+
+
+def test_probe_finds_both_short_cuts_and_notices_when_they_do_not_hold(model: nn.Module) -> None:
+    found = probe(model, 1.0)
+    assert found.network.split_head
+    assert found.share_prompts
+
+    class Scaled(nn.Module):
+        """A model whose logits are not its head's, and that ignores 4D masks."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def get_decoder(self) -> nn.Module:
+            return self.inner.get_decoder()  # type: ignore[operator, no-any-return]
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.inner.get_input_embeddings()  # type: ignore[operator, no-any-return]
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.inner.get_output_embeddings()  # type: ignore[operator, no-any-return]
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None, **rest: object) -> object:
+            mask = None if attention_mask is None or attention_mask.ndim == 4 else attention_mask
+            out = self.inner(input_ids=input_ids, attention_mask=mask, **rest)
+            out.logits = out.logits / 2
+            return out
+
+    refused = probe(Scaled(model), 1.0)
+    assert not refused.network.split_head
+    assert not refused.share_prompts
+
+
+def test_merges_only_what_is_equal() -> None:
+    batch = make_batch(1, holes=False)
+    psi = torch.ones(batch.mask.shape, dtype=torch.float64)
+    rows = torch.arange(12)
+    unique, index = merge_equal(batch, psi, rows)
+    assert index[0] == index[1]
+    assert index[4] == index[5]
+    other = psi.clone()
+    other[1] = 2.0
+    assert len(merge_equal(batch, other, rows)[0]) == len(unique) + 1
+    assert len(merge_equal(replace(batch, group=torch.arange(12)), psi, rows)[0]) == 12
+
+
+@dataclass(frozen=True)
+class Weighed(pg.Term):
+    """A user's term: k = one of the batch's fields, whichever it is called."""
+
+    field: str
+    aggregate: pg.SequenceSum = field(default_factory=pg.SequenceSum)
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({self.field} & {"logp_sampler"})  # the others tell completions apart unasked
+
+    def score(self, out: pg.Forward, batch: pg.Batch) -> Tensor:
+        value = getattr(batch, self.field).double()
+        return (value if value.ndim == 2 else value[:, None]).expand(batch.mask.shape)
+
+    def value(self, out: pg.Forward, batch: pg.Batch) -> Tensor:
+        return self.score(out, batch) * out.logp.detach()
+
+
+@pytest.mark.parametrize("name", sorted({*PER_TOKEN, *PER_COMPLETION} - {"mask", "group", "tokens"}))
+def test_equal_tokens_are_not_merged_where_a_part_could_tell_them_apart(model: nn.Module, name: str) -> None:
+    """Completions 0 and 1 have the same tokens and Ψ, and differ in one field, which a user's term reads."""
+    batch = make_batch(5, holes=False)
+    batch = replace(batch, mask=torch.ones_like(batch.mask))
+    whole = batch.mask if name in PER_TOKEN else batch.mask[:, 0]
+    bools = ("step_end", "truncated", "in_statistics")
+    kind = torch.bool if name in bools else torch.int64 if name == "version" else torch.float64
+    other = torch.zeros(whole.shape, dtype=kind)
+    other[1] = 1
+    batch, psi = replace(batch, **{name: other}), torch.zeros(batch.mask.shape, dtype=torch.float64)
+    algorithm = pg.Algorithm(terms=(Weighed(name),))
+    learner = LocalLearner(model, algorithm, lr=0.0, steps=1)
+    learner.optimizer.adam.zero_grad()
+    learner.problem(batch, psi, algorithm).accumulate()
+    got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss = pg.surrogate(naive_logp(model, batch, 1.0), batch, psi, algorithm)
+    expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    largest = max(float(e.abs().max()) for e in expected if e is not None)
+    assert largest > 1e-4
+    for g, e in zip(got, expected, strict=True):
+        assert e is None or float((g - e).abs().max()) <= 1e-6 * largest
+
+
+def test_what_a_tool_said_in_between_tells_completions_apart(model: nn.Module) -> None:
+    """Sampled alike after different tool output: the tokens behind it have other log-probabilities."""
+    batch = make_batch(5, holes=False)
+    mask, tokens = torch.ones_like(batch.mask), batch.tokens.clone()
+    mask[:2, 2] = False
+    tokens[1] = tokens[0]
+    tokens[1, 2] = (tokens[0, 2] + 1) % VOCABULARY
+    batch = replace(batch, mask=mask, tokens=tokens)
+    learner = LocalLearner(model, pg.PPO, lr=0.0, steps=1)
+    got = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
+    with torch.no_grad():
+        expected = naive_logp(model, batch, 1.0)
+    assert got is not None
+    assert float((got - expected)[mask].abs().max()) < 1e-5
+    assert float((expected[0, 3:] - expected[1, 3:]).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -> None:
+    """The learner's gradient, with every saving on, against autograd through the definition with none."""
+    algorithm = pg.algorithm(name).with_budget(6)
+    batch = make_batch(11)
+    with torch.no_grad():
+        noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        logp = naive_logp(model, batch, 1.0)
+        near = logp + 0.3 * noise
+        for row in range(0, 11, 4):
+            near[row + 1] = near[row]
+    batch = replace(batch, logp_old=near, logp_ref=near.flip(1), values=near / 9)
+    if "step_end" in algorithm.needs:  # a step per token; equal completions have equal steps
+        batch = replace(batch, step_end=batch.mask, token_reward=(batch.tokens % 3).double() * batch.mask)
+    batch = algorithm.filtered(batch)
+    psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
+    if algorithm.critic is not None:  # a policy that moves, also where its critic is fitted first
+        algorithm = replace(algorithm, critic=replace(algorithm.critic, pretrain=0))
+    learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30))
+    learner.optimizer.adam.zero_grad()
+    metrics = learner.problem(batch, psi, algorithm).accumulate()
+    got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss = pg.surrogate(torch.where(batch.mask, naive_logp(model, batch, 1.0), 0), batch, psi, algorithm)
+    expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    largest = max(float(e.abs().max()) for e in expected if e is not None)
+    assert largest > 1e-4
+    for g, e in zip(got, expected, strict=True):
+        assert e is None or float((g - e).abs().max()) <= 1e-6 * largest  # the model normalises in float32
+    plain = replace(learner.problem(batch, psi, algorithm), skip=False, merge=False)  # what a benchmark compares with
+    offered = plain.accumulate()["completions/computed"]
+    for p, g in zip(model.parameters(), got, strict=True):
+        assert p.grad is None or float((p.grad - g).abs().max()) <= 1e-6 * largest
+    assert offered.value == metrics["completions/offered"].value
+    value = pg.objective(torch.where(batch.mask, logp, 0), batch, psi, algorithm)
+    assert metrics["objective"].value == pytest.approx(float(value), abs=1e-6)
+    assert metrics["completions/computed"].value < metrics["completions/offered"].value

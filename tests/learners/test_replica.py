@@ -1,0 +1,176 @@
+"""A model a second time: equal to the bit where it can be built again, refused with a way out where it cannot."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from test_architectures import CONFIGS  # type: ignore[import-not-found]
+from test_learner import float_batch  # type: ignore[import-not-found]
+from torch import Tensor, nn
+
+import policygrad as pg
+from policygrad.errors import ModelError
+from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.models.loading import load_model, resolve, without_dropout
+from policygrad.models.replica import copy_weights, replica
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    ids = torch.randint(3, 30, (2, 20), generator=torch.Generator().manual_seed(0))
+    found: Tensor = model(input_ids=ids, use_cache=False).logits
+    return found
+
+
+def small(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = tf.AutoModelForCausalLM.from_config(CONFIGS[name]()).to(dtype).eval()
+    for module in model.modules():
+        without_dropout(module)
+    return model
+
+
+def with_adapters(names: tuple[str, ...] = ("default",)) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.1)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(load_model(resolve("tiny")), config)
+    for name in names[1:]:
+        model.add_adapter(name, config)
+    model.base_model.set_adapter(list(names))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: lambda name=name: small(name) for name in CONFIGS},  # type: ignore[misc]
+    "bf16": lambda: small("qwen3", torch.bfloat16),
+    "float64": lambda: small("gemma3", torch.float64),
+    "lora": with_adapters,
+    "two adapters": lambda: with_adapters(("default", "other")),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_what_deepcopy_makes_without_sharing_a_tensor_or_drawing_a_number(name: str) -> None:
+    model = MODELS[name]()
+    truth, random = copy.deepcopy(model), torch.get_rng_state()
+    made = replica(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    for ours, theirs in ((made.named_parameters, truth.named_parameters), (made.named_buffers, truth.named_buffers)):
+        expected, found = dict(theirs()), dict(ours())  # type: ignore[operator]
+        assert found.keys() == expected.keys()  # tied weights once
+        for key, tensor in expected.items():
+            assert found[key].dtype == tensor.dtype
+            assert torch.equal(found[key], tensor)
+    assert not {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in made.parameters()}
+    assert not any(p.requires_grad for p in made.parameters())
+    assert not any(module.training for module in made.modules())
+    assert torch.equal(logits(made), logits(truth))
+
+
+def test_weights_are_copied_again_where_the_model_has_moved() -> None:
+    model = small("qwen3")
+    made = replica(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    assert not torch.equal(logits(made), logits(model))
+    copy_weights(model, made)
+    assert torch.equal(logits(made), logits(model))
+
+
+class Wrapped(nn.Module):
+    """A model of one's own: no configuration."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def get_decoder(self) -> nn.Module:
+        return self.inner.get_decoder()  # type: ignore[operator, no-any-return]
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.inner.get_input_embeddings()  # type: ignore[operator, no-any-return]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.inner.get_output_embeddings()  # type: ignore[operator, no-any-return]
+
+    def forward(self, **inputs: object) -> object:
+        return self.inner(**inputs)
+
+
+def test_a_model_without_a_configuration_is_built_by_its_owner(random_model: Path) -> None:
+    """For the reference, π_old and the critic's backbone alike; without `build` the message names it."""
+    algorithm = replace(pg.PPO, terms=(pg.KLToReference(0.1), pg.ExactKLToOld(0.1)), shaping=())
+    batch = float_batch()
+
+    def learner(build: Callable[[], nn.Module] | None) -> LocalLearner:
+        return LocalLearner(Wrapped(load_model(str(random_model))), algorithm, lr=1e-3, steps=2, build=build)
+
+    def again() -> nn.Module:  # other weights, as a constructor would draw them
+        model = load_model(str(random_model))
+        torch.manual_seed(1)
+        nn.init.normal_(model.get_input_embeddings().weight)  # type: ignore[operator]
+        return Wrapped(model)
+
+    with pytest.raises(ModelError, match=r"Wrapped has no configuration.*pass build="):
+        learner(None)
+    made = learner(again)
+    scored = made.evaluate(batch, algorithm.needs | {"logp_old", "logp_ref"})
+    assert torch.equal(scored.logp_old, scored.logp_ref)  # type: ignore[arg-type]
+    scored = algorithm.with_targets(scored)
+    metrics = made.update(scored, algorithm.advantages(scored), algorithm)
+    assert "kl_old" in metrics
+    same = load_model(str(random_model))
+    assert made.networks.old is not None
+    assert all(torch.equal(a, b) for a, b in zip(made.networks.old.model.parameters(), same.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: MODEL, "the model's own parameters"),
+        (lambda: small("gpt2"), r"build\(\) has other parameters"),
+        (lambda: small("qwen3", torch.bfloat16), r"float32 in the model and torch.bfloat16 in its copy"),
+    ],
+)
+def test_what_is_no_second_model_is_refused(build: Callable[[], nn.Module], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        replica(MODEL, build)
+
+
+MODEL = small("qwen3")
+
+
+def test_merged_adapters_are_refused() -> None:
+    model = with_adapters()
+    model.merge_adapter()  # type: ignore[operator]
+    with pytest.raises(ModelError, match="unmerge_adapter"):
+        replica(model)
+
+
+def test_a_critics_backbone_recomputes_its_activations_where_the_policy_does(random_model: Path) -> None:
+    algorithm, batch = replace(pg.PPO, shaping=()), float_batch()
+    calls = {}
+    for recompute in (False, True):
+        config = LearnerConfig(gradient_checkpointing=recompute)
+        learner = LocalLearner(load_model(str(random_model)), algorithm, lr=0.0, steps=1, config=config)
+        scored = algorithm.with_targets(learner.evaluate(batch, algorithm.needs))
+        assert learner.critic is not None
+        seen: list[bool] = []
+        attention = learner.critic.network.backbone.layers[0].self_attn  # type: ignore[union-attr, index]
+        attention.register_forward_hook(lambda *_, seen=seen: seen.append(True))  # type: ignore[union-attr, operator]
+        assert algorithm.critic is not None
+        learner.critic.accumulate(scored, algorithm.critic)
+        calls[recompute] = len(seen)
+    assert calls[True] == 2 * calls[False]

@@ -1,0 +1,193 @@
+"""Many trackers at once: each hears everything, and one that fails leaves alone."""
+
+import pytest
+from followed import SAMPLE, Clock, follow, metrics
+
+from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers
+from policygrad.trackers.base import pick_sample
+
+CALLS = ("start", "log", "log_evaluation", "note", "phase", "finish", "close")
+
+
+class Listener(Tracker):
+    """Remembers every call; raises at one, if told so."""
+
+    def __init__(self, fails_at: str = "", error: type[BaseException] = OSError, calls: list | None = None) -> None:
+        self.calls = [] if calls is None else calls
+        self.fails_at, self.error = fails_at, error
+
+    def __getattribute__(self, name: str) -> object:
+        if name not in CALLS:
+            return super().__getattribute__(name)
+
+        def hear(*args: object) -> None:
+            self.calls.append((name, args))
+            if name == self.fails_at:
+                raise self.error("no connection")
+
+        return hear
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+class Essential(Listener):
+    essential = True
+
+
+def every_call(tracker: Tracker) -> None:
+    tracker.start(RunInfo("a run"))
+    tracker.phase("evaluating", 1, 2)
+    tracker.log_evaluation(0, {"held_out": 0.5})
+    tracker.log(1, {"reward": 1.0}, [SAMPLE])
+    tracker.note("a remark")
+    tracker.finish({"model": "m"})
+    tracker.close()
+
+
+def test_each_hears_everything_in_the_order_given():
+    calls: list = []
+    one, two = Listener(calls=calls), Listener(calls=calls)
+    every_call(Trackers([one, two]))
+    alone = Listener()
+    every_call(alone)
+    assert calls[::2] == calls[1::2] == alone.calls
+    assert {name for name, _ in alone.calls} == set(CALLS)
+
+
+def test_the_order_is_the_one_given_and_closing_goes_backwards():
+    order: list[str] = []
+
+    class Named(Tracker):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def note(self, text: str) -> None:
+            order.append(self.name)
+
+        def close(self) -> None:
+            order.append(f"close {self.name}")
+
+    with Trackers([Named("a"), Named("b")]) as both:
+        both.note("x")
+    assert order == ["a", "b", "close b", "close a"]
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_one_that_fails_is_dropped_with_a_warning_and_the_others_go_on(method):
+    before, failing, after = Listener(), Listener(method), Listener()
+    said = rf"Listener\.{method} failed \(OSError: no connection\); the run goes on without"
+    with pytest.warns(UserWarning, match=said):
+        every_call(Trackers([before, failing, after]))
+    assert failing.names().count(method) == 1  # asked no more
+    assert failing.names().count("close") == 1
+    assert failing.names()[-1] == "close"
+    alone = Listener()
+    every_call(alone)
+    for other in (before, after):
+        told = [args[0] for name, args in other.calls if name == "note" and args != ("a remark",)]
+        assert len(told) == 1
+        assert "Listener" in told[0]
+        assert [call for call in other.calls if call != ("note", (told[0],))] == alone.calls
+
+
+def test_all_may_fail_even_at_the_note_about_another():
+    with pytest.warns(UserWarning, match="failed") as caught:
+        every_call(Trackers([Listener("log"), Listener("note"), Listener("note")]))
+    assert len(caught) == 3
+
+
+def test_closing_what_failed_may_fail_too():
+    class Broken(Tracker):
+        def note(self, text: str) -> None:
+            raise ValueError("no disk")
+
+        def close(self) -> None:
+            raise OSError("no file")
+
+    with pytest.warns(
+        UserWarning, match=r"Broken.note failed .*no disk.*, and closing it failed too \(OSError: no file\)"
+    ):
+        Trackers([Broken()]).note("x")
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_an_essential_one_raises_through_all_levels(method):
+    others = Listener(), Listener()
+    trackers = Trackers([others[0], Trackers([Essential(method)]), others[1]])
+    with pytest.raises(OSError, match="no connection"):
+        every_call(trackers)
+    if method == "close":
+        assert [other.names()[-1] for other in others] == ["close", "close"]  # the terminal is given back all the same
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_program_goes_through(error):
+    with pytest.raises(error):
+        Trackers([Listener("log", error)]).log(1, {})
+
+
+def test_a_failed_run_closes_all_and_keeps_its_own_error():
+    listener = Listener()
+    with pytest.raises(ZeroDivisionError) as caught, Trackers([listener, Essential("close")]):
+        raise ZeroDivisionError
+    assert listener.names() == ["close"]
+    assert caught.value.__notes__ == ["afterwards, closing what follows the run failed: OSError: no connection"]
+
+
+def test_an_essential_one_that_cannot_be_closed_is_an_error_of_its_own():
+    with pytest.raises(OSError, match="no connection"), Trackers([Essential("close")]):
+        pass
+
+
+def test_equal_trackers_are_told_apart():
+    class Equal(Listener):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None
+
+    good, bad = Equal(), Equal("log")
+    trackers = Trackers([good, bad])
+    with pytest.warns(UserWarning, match="Equal.log"):
+        trackers.log(1, {})
+    trackers.log(2, {})
+    assert good.names() == ["log", "note", "log"]
+    assert bad.names() == ["log", "close"]
+
+
+@pytest.mark.parametrize("wrong", [Listener, None, "wandb"])
+def test_what_is_no_tracker_is_refused_at_once(wrong):
+    with pytest.raises(TypeError, match="is no tracker: pass instances"):
+        Trackers([wrong])
+
+
+def test_none_at_all_and_the_base_class_take_every_call():
+    for tracker in (Trackers(), Tracker(), Trackers([Tracker()])):
+        follow(tracker, Clock(), 3)
+        every_call(tracker)
+
+
+def test_the_runs_files_among_others_are_what_they_are_alone(tmp_path):
+    with JsonlTracker(tmp_path / "alone") as alone:
+        alone.metrics(1, metrics(1))
+        alone.completions(1, [SAMPLE])
+        alone.metrics(1, {"held_out": 0.5})
+    with Trackers([Listener("log"), JsonlTracker(tmp_path / "many"), Listener()]) as many:
+        with pytest.warns(UserWarning, match=r"Listener\.log"):
+            many.log(1, metrics(1), [SAMPLE])
+        many.log_evaluation(1, {"held_out": 0.5})
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        assert (tmp_path / "many" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes() != b""
+
+
+def test_a_sample_for_people_is_another_row_at_each_step():
+    chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
+    rows = [{"prompt": f"p{i}", "completion": f"c{i}", "reward": None} for i in range(3)] + [{"prompt": chat}]
+    assert [pick_sample(step, rows).prompt for step in (1, 2, 3, 4)] == [
+        "p1",
+        "p2",
+        "system: Be brief.\nuser: Hi",
+        "p0",
+    ]
+    assert pick_sample(3, []) is None

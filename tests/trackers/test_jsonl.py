@@ -1,0 +1,150 @@
+"""A run's JSON lines, after every kind of stop."""
+
+import errno
+import json
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from policygrad.trackers import JsonlTracker
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text("utf-8").split("\n")[:-1]]
+
+
+def test_lines_are_strict_json(tmp_path):
+    with JsonlTracker(tmp_path / "new" / "run") as files:
+        files.metrics(1, {"reward": 0.1 + 0.2, "kl": math.nan, "grad_norm": math.inf, "tokens": 2**70, "ok": True})
+        files.metrics(2, {"reward": torch.tensor(0.5), "kl": np.float32(0.25), "parts": {"a": [1, (None, -math.inf)]}})
+        files.completions(
+            1, [{"prompt": "2+2", "completion": "4 \ud800\u2028\n\x00 日本", "reward": 1}, {"truncated": False}]
+        )
+        files.completions(2, [])
+        assert lines(files.folder / "metrics.jsonl") == [
+            {"step": 1, "reward": 0.1 + 0.2, "kl": None, "grad_norm": None, "tokens": 2**70, "ok": True},
+            {"step": 2, "reward": 0.5, "kl": 0.25, "parts": {"a": [1, [None, None]]}},
+        ]
+        assert lines(files.folder / "completions.jsonl") == [
+            {"step": 1, "prompt": "2+2", "completion": "4 \ud800\u2028\n\x00 日本", "reward": 1},
+            {"step": 1, "truncated": False},
+        ]
+        assert files.history("reward") == [(1, 0.1 + 0.2), (2, 0.5)]
+        assert files.history("kl") == [(2, 0.25)]
+        files.sync()
+
+
+def test_a_line_is_on_its_way_at_once(tmp_path):
+    files = JsonlTracker(tmp_path)
+    files.metrics(1, {"reward": 1.0})
+    assert len(lines(tmp_path / "metrics.jsonl")) == 1  # before close
+    files.close()
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, torch.ones(2), b"bytes"])
+def test_what_json_cannot_hold_is_named_and_nothing_is_written(tmp_path, value):
+    with JsonlTracker(tmp_path) as files:
+        with pytest.raises(TypeError, match=r"completions.jsonl: 'parts'.format is a .*pass plain numbers"):
+            files.completions(1, [{"prompt": "fine"}, {"parts": {"format": value}}])
+        assert (tmp_path / "completions.jsonl").read_bytes() == b""
+
+
+def write(folder: Path, steps: range) -> None:
+    with JsonlTracker(folder) as files:
+        for step in steps:
+            files.metrics(step, {"reward": step / 7, "note": "né\n"})
+            files.completions(step, [{"prompt": f"p{i}", "completion": "x" * i} for i in range(3)])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)), data=st.data())
+@example(cuts=(1.0, 1.0), data=None)
+def test_a_run_cut_anywhere_and_resumed_equals_one_never_stopped(tmp_path_factory, cuts, data):
+    """Both files are cut at any byte; the run goes on from any step whose lines are whole."""
+    unbroken, broken = tmp_path_factory.mktemp("unbroken"), tmp_path_factory.mktemp("broken")
+    write(unbroken, range(1, 7))
+    write(broken, range(1, 6))
+    whole = 5
+    for (name, text), cut in zip(sorted(contents(broken).items()), cuts, strict=True):
+        size = round(cut * len(text))
+        os.truncate(broken / name, size)
+        per_step = 3 if name == "completions.jsonl" else 1
+        whole = min(whole, text[:size].count(b"\n") // per_step)
+    step = data.draw(st.integers(0, whole)) if data else 5
+    with JsonlTracker(broken) as files:
+        files.truncate_after(step)
+    write(broken, range(step + 1, 7))
+    assert contents(broken) == contents(unbroken)
+
+
+def test_every_torn_last_line_is_repaired_on_opening(tmp_path):
+    write(tmp_path, range(1, 3))
+    text = (tmp_path / "metrics.jsonl").read_bytes()
+    end_of_first = text.index(b"\n") + 1
+    for size in range(end_of_first, len(text) + 1):
+        (tmp_path / "metrics.jsonl").write_bytes(text[:size])
+        with JsonlTracker(tmp_path) as files:
+            files.metrics(9, {})
+        expected = text if size >= len(text) - 1 else text[:end_of_first]
+        assert (tmp_path / "metrics.jsonl").read_bytes() == expected + b'{"step": 9}\n'
+
+
+@pytest.mark.parametrize("torn", [b"\x00" * 5000, b'{"step": 3, "x": "' + b"y" * 200_000, b"\xff\xfe", b"[1]"])
+def test_strange_tails(tmp_path, torn):
+    write(tmp_path, range(1, 3))
+    text = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(text + torn)
+    JsonlTracker(tmp_path).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == text
+
+
+def test_truncation_counts_and_drops_unreadable_lines(tmp_path):
+    write(tmp_path, range(1, 4))
+    path = tmp_path / "metrics.jsonl"
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + b"torn{\n" + b"".join(rest))
+    with JsonlTracker(tmp_path) as files:
+        assert files.truncate_after(2) == 2 + 3
+        assert files.truncate_after(2) == 0
+        assert [row["step"] for row in lines(path)] == [1, 2]
+        files.metrics(3, {})
+    assert [row["step"] for row in lines(path)] == [1, 2, 3]
+
+
+def test_truncation_is_all_or_nothing(tmp_path, monkeypatch):
+    write(tmp_path, range(1, 4))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with JsonlTracker(tmp_path) as files:
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            files.truncate_after(1)
+        monkeypatch.undo()
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        files.truncate_after(1)
+    assert len(lines(tmp_path / "metrics.jsonl")) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_names_the_file(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    files = JsonlTracker(tmp_path)
+    with pytest.raises(OSError, match=r"see to it, then --resume .* goes on.*metrics.jsonl") as caught:
+        files.metrics(1, {"reward": 0.5})
+    assert caught.value.errno == errno.ENOSPC
+    with suppress(OSError):
+        files.close()

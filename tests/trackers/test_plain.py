@@ -1,0 +1,86 @@
+"""The lines of a log: what they say and how often they come."""
+
+import io
+import math
+
+import pytest
+from followed import Clock, budgeted, follow
+
+from policygrad.trackers import PlainTracker, RunInfo
+
+
+def plain(total: int = 200, first: int = 1, seconds: float = 1.0) -> list[str]:
+    clock, stream = Clock(), io.StringIO()
+    follow(PlainTracker(stream, clock), clock, total, first, seconds)
+    return stream.getvalue().split("\n")[:-1]
+
+
+def test_plain_lines():
+    out = plain()
+    steps = [line for line in out if line.startswith("step")]
+    assert 20 <= len(steps) <= 40
+    assert len(out) <= 50
+    assert steps[0].startswith("step   1/200  reward 0.005  kl 0.003  entropy 0.61  length 14.2  21k tok/s  left 3m19s")
+    assert steps[-1] == "step 200/200  reward 1.00   kl 0.003  entropy 0.61  length 14.2  21k tok/s"
+    assert out[:3] == ["a run", "  model: tiny", "evaluating before training"]
+    assert "    completion  Two and three\\nmake [red]5[/red].  (reward 1.00)" in out
+    assert 4 <= sum("completion  " in line for line in out) <= 6
+    assert out[-3:] == [
+        "done at step 200/200 after 8m20s",
+        "  held-out accuracy  0.31 -> 0.74  (+0.43)",
+        "  model              runs/a/model",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("total", "first", "seconds", "least", "most"),
+    [
+        (1, 1, 1, 1, 1),
+        (5, 1, 1, 5, 5),
+        (200, 190, 1, 11, 11),
+        (100_000, 1, 0.001, 20, 40),
+        (30, 1, 600, 30, 30),
+        (200, 1, 70, 200, 200),  # more than a minute a step: each is told
+    ],
+)
+def test_how_often_plain_lines_come(total, first, seconds, least, most):
+    steps = [int(line[4:].split("/")[0]) for line in plain(total, first, seconds) if line.startswith("step")]
+    assert least <= len(steps) <= most
+    assert steps[0] == first
+    assert steps[-1] == total
+
+
+def test_plain_on_an_ascii_stream_and_with_metrics_missing():
+    clock, raw = Clock(), io.BytesIO()
+    stream = io.TextIOWrapper(raw, "ascii", newline="\n")
+    tracker = PlainTracker(stream, clock)
+    tracker.start(RunInfo("über", {}, 3))
+    tracker.note("\x1b[2J 日本 \ud800")
+    tracker.log(1, {"reward": math.nan, "completions/truncated_ratio": 0.25})
+    tracker.log(2, {})
+    assert raw.getvalue().decode().split("\n")[:-1] == [
+        "?ber", "note: ?[2J ?? ?", "step 1/3  reward nan  25% cut off  left 0s", "step 2/3  left 0s",
+    ]  # fmt: skip
+
+
+def test_what_happens_at_every_step_is_not_said_every_time():
+    stream = io.StringIO()
+    tracker = PlainTracker(stream, Clock())
+    tracker.start(RunInfo("t", {}, 3))
+    for step in (1, 2, 3):
+        tracker.phase("sampling")
+        tracker.phase("updating")
+        tracker.log(step, {})
+    assert stream.getvalue().count("sampling") == stream.getvalue().count("updating") == 1
+
+
+def test_a_token_budget_that_ends_before_the_steps_sets_the_time_left():
+    clock, stream = Clock(), io.StringIO()
+    budgeted(PlainTracker(stream, clock), clock)
+    steps = [line for line in stream.getvalue().split("\n") if line.startswith("step")]
+    assert 20 <= len(steps) <= 60
+    assert steps[0].startswith("step   1/500  10/1.0k tokens")
+    assert steps[0].endswith("left 1m39s")
+    assert "left" not in steps[-1]
+    assert steps[-1].startswith("step 100/500  1.0k/1.0k tokens")
+    assert "\ndone at step 100/500  1.0k/1.0k tokens after 1m40s" in stream.getvalue()
