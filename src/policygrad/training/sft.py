@@ -88,7 +88,7 @@ class FineTuning:
         self.config, self.device = config, next(self.model.parameters()).device
         self.rows = [tokenise(row, self.tokenizer) for row in [*kept, *others]]
         split = None if others else split_rows(kept)
-        self.units = [(i,) for i in (split.train if split else range(len(kept)))]
+        self.units: list[tuple[int, ...]] = [(i,) for i in (split.train if split else range(len(kept)))]
         self.held_out = list(split.held_out) if split else list(range(len(kept), len(self.rows)))
         self.facts: dict[str, str] = {
             "held out": held_out_words(len(self.held_out), split is not None and split.held_out_is_train)
