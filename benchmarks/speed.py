@@ -48,24 +48,24 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     model = load_model(args.model)
-    codec = load_tokenizer(args.model, model)
-    sampler = LocalSampler(model, codec.end, padding_id(codec))
+    tokenizer = load_tokenizer(args.model, model)
+    sampler = LocalSampler(model, tokenizer.end, padding_id(tokenizer))
     task = load_task(args.task)
     sampling = Sampling(max_tokens=args.max_tokens)
     with RewardPool(task.rewards) as pool:
-        rollouter = Rollouter(task.train, codec, sampler, pool.score)
+        rollouter = Rollouter(task.train, tokenizer, sampler, pool.score)
         rollout = rollouter.collect(pg.DR_GRPO, sampling, prompts=args.prompts, samples=args.samples)
     tokens = int(rollout.batch.mask.sum())
     print(f"{args.prompts} prompts × {args.samples} samples, {tokens} sampled tokens, torch {torch.__version__}")
-    _rollout(args, model, codec, rollouter, sampling, tokens)
+    _rollout(args, model, tokenizer, rollouter, sampling, tokens)
     _learner(model, rollout.batch, args.repeats, tokens)
 
 
-def _rollout(args, model, codec, rollouter, sampling, tokens) -> None:  # type: ignore[no-untyped-def]
+def _rollout(args, model, tokenizer, rollouter, sampling, tokens) -> None:  # type: ignore[no-untyped-def]
     starts = [Start(rollouter.examples(i), (0, TRAIN, 1, i), sampling.max_tokens) for i in range(args.prompts)]
-    prompts = [codec.encode(start.example.prompt, sampling.max_tokens) for start in starts]
+    prompts = [tokenizer.encode(start.example.prompt, sampling.max_tokens) for start in starts]
     width = max(map(len, prompts))
-    ids = torch.full((args.prompts, width), padding_id(codec))
+    ids = torch.full((args.prompts, width), padding_id(tokenizer))
     for i, prompt in enumerate(prompts):
         ids[i, width - len(prompt) :] = prompt
     ids = ids.repeat_interleave(args.samples, 0)
@@ -74,13 +74,13 @@ def _rollout(args, model, codec, rollouter, sampling, tokens) -> None:  # type: 
     def generate() -> None:
         out = model.generate(
             input_ids=ids,
-            attention_mask=(ids != padding_id(codec)).long(),
+            attention_mask=(ids != padding_id(tokenizer)).long(),
             do_sample=True,
             top_k=0,
             max_new_tokens=sampling.max_tokens,
-            pad_token_id=padding_id(codec),
+            pad_token_id=padding_id(tokenizer),
         )
-        made.append(int((out[:, width:] != padding_id(codec)).sum()))
+        made.append(int((out[:, width:] != padding_id(tokenizer)).sum()))
 
     ours = median_seconds(lambda: rollouter.play(starts, args.samples, sampling), args.repeats)
     theirs = median_seconds(generate, args.repeats)

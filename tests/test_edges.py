@@ -111,7 +111,7 @@ def test_an_unknown_task_is_told_in_sentences():
 
 def test_a_full_disk_while_the_model_is_saved_names_the_way_to_go_on(random_model: Path, tmp_path: Path, monkeypatch):
     model = load_model(str(random_model))
-    codec = load_tokenizer(str(random_model), model)
+    tokenizer = load_tokenizer(str(random_model), model)
 
     def full(folder, *args, **kwargs):
         Path(folder).mkdir()
@@ -119,7 +119,7 @@ def test_a_full_disk_while_the_model_is_saved_names_the_way_to_go_on(random_mode
 
     monkeypatch.setattr(model, "save_pretrained", full)
     with pytest.raises(RunError, match=r"model was not written: the disk is full; .*--resume"):
-        model_folder.save_model(tmp_path, model, codec.tokenizer)
+        model_folder.save_model(tmp_path, model, tokenizer.hf)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -199,14 +199,14 @@ def test_a_chat_template_that_raises_is_refused_with_the_line(random_model: Path
     (model / "chat_template.jinja").write_text(
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system role.') }}{% endif %}{{ messages[0].nobody.x }}"
     )
-    codec = load_tokenizer(str(model), load_model(str(model)))
+    tokenizer = load_tokenizer(str(model), load_model(str(model)))
     system = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
     with pytest.raises(
         ModelError, match=r"rows\.jsonl:7: the chat template of .* \(roles: system, user\): no system role\. C"
     ):
-        codec.encode(system, 4, "rows.jsonl:7")
+        tokenizer.encode(system, 4, "rows.jsonl:7")
     with pytest.raises(ModelError, match=r"rows\.jsonl:8: .* Change the messages, or give the prompt as a string"):
-        codec.encode(system[1:], 4, "rows.jsonl:8")
+        tokenizer.encode(system[1:], 4, "rows.jsonl:8")
 
 
 def test_an_end_token_that_only_the_architecture_names_is_no_end_token(random_model: Path, tmp_path: Path):
@@ -245,8 +245,8 @@ def test_what_a_model_or_a_tokenizer_lacks_is_named(random_model: Path, tmp_path
 
 def test_a_model_is_on_the_disk_before_the_old_one_goes(random_model: Path, tmp_path: Path, monkeypatch):
     model = load_model(str(random_model))
-    codec = load_tokenizer(str(random_model), model)
-    final = model_folder.save_model(tmp_path, model, codec.tokenizer)
+    tokenizer = load_tokenizer(str(random_model), model)
+    final = model_folder.save_model(tmp_path, model, tokenizer.hf)
     (final / "mark").write_text("old")
     synced: list[str] = []
     real_sync, real_replace = model_folder.sync, disk.os.replace
@@ -259,12 +259,12 @@ def test_a_model_is_on_the_disk_before_the_old_one_goes(random_model: Path, tmp_
 
     monkeypatch.setattr(disk.os, "replace", fails_when_installed)
     with pytest.raises(RunError, match="Input/output error"):
-        model_folder.save_model(tmp_path, model, codec.tokenizer)
+        model_folder.save_model(tmp_path, model, tokenizer.hf)
     assert (final / "mark").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
     monkeypatch.setattr(disk.os, "replace", real_replace)
     os.replace(final, tmp_path / "model.old")  # killed between the two renames
-    model_folder.save_model(tmp_path, model, codec.tokenizer)
+    model_folder.save_model(tmp_path, model, tokenizer.hf)
     assert not (final / "mark").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
     assert {p.name for p in final.iterdir()} | {".tmp-model"} <= set(synced)

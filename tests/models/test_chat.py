@@ -77,7 +77,7 @@ def play(name: str, first: str, turns: list[tuple[str, str]], **options: Any) ->
     ids = prompt_ids(own, messages, **options)
     for reply, answer in turns:
         new = [says("user", answer)]
-        ids += own.tokenizer(reply, add_special_tokens=False)["input_ids"] + list(own.end)
+        ids += own.hf(reply, add_special_tokens=False)["input_ids"] + list(own.end)
         ids += continuation(own, messages, reply, new, **options)
         messages += [says("assistant", reply), *new]
     return ids, messages
@@ -93,7 +93,7 @@ def test_a_conversation_in_ids_is_what_the_template_makes_of_it(
     own = tokenizer(name)
     sampled = [(f" {reply}" if name == "mistral" else reply, answer) for reply, answer in turns]
     ids, messages = play(name, first, sampled)
-    assert own.tokenizer.decode(ids) == render(own, messages, generation_prompt=True)
+    assert own.hf.decode(ids) == render(own, messages, generation_prompt=True)
 
 
 @pytest.mark.parametrize("reply", ["", " 2", "2\n\n", "one PLACEHOLDER0X two", "<b>{{ x }}</b>", "\\n \"'"])
@@ -102,7 +102,7 @@ def test_a_reply_is_never_rewritten(name: str, reply: str) -> None:
     """White space at its ends stays as it was sampled, also where a template would trim it."""
     own = tokenizer(name)
     ids, messages = play(name, "1 + 1 =", [(reply, "go on")])
-    text = own.tokenizer.decode(ids)
+    text = own.hf.decode(ids)
     assert f"{reply}{ENDS[name]}" in text
     assert "".join(text.split()) == "".join(render(own, messages, generation_prompt=True).split())
 
@@ -111,7 +111,7 @@ def test_the_first_ids_are_sampling_s_own_and_stay() -> None:
     ids, messages = play("chatml", "1 + 1 =", [("2", "2 + 2 =")])
     prompt = tokenizer("chatml").encode(messages[:1], 0).tolist()
     assert ids[: len(prompt)] == prompt
-    assert tokenizer("chatml").tokenizer.decode(ids[len(prompt) :]) == (
+    assert tokenizer("chatml").hf.decode(ids[len(prompt) :]) == (
         "2<|im_end|>\n<|im_start|>user\n2 + 2 =<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -129,11 +129,11 @@ def test_reasoning_stays_while_tools_answer_and_is_refused_when_the_user_speaks_
     own = tokenizer("reasoning")
     messages, call = [says("user", "1 + 1 =")], "<think>\nadd\n</think>\n\n<tool_call>add</tool_call>"
     ids = prompt_ids(own, messages, tools=TOOLS)
-    ids += own.tokenizer(call)["input_ids"] + list(own.end)
+    ids += own.hf(call)["input_ids"] + list(own.end)
     ids += continuation(own, messages, call, [says("tool", "2")], tools=TOOLS)
     messages += [says("assistant", call), says("tool", "2")]
-    assert own.tokenizer.decode(ids) == render(own, messages, generation_prompt=True, tools=TOOLS)
-    assert '"name": "add"' in own.tokenizer.decode(ids)
+    assert own.hf.decode(ids) == render(own, messages, generation_prompt=True, tools=TOOLS)
+    assert '"name": "add"' in own.hf.decode(ids)
     with pytest.raises(ModelError, match="rewrites earlier turns"):
         continuation(own, messages, "It is 2.", [says("user", "2 + 2 =")], tools=TOOLS)
 
@@ -142,18 +142,16 @@ def test_an_end_token_that_the_template_does_not_write_is_left_where_it_was_samp
     """Closed by <eos> where the template writes <|im_end|>: only what was really sampled is taken away."""
     own = tokenizer("chatml")
     new = [says("user", "2")]
-    ends = [own.tokenizer.eos_token_id]
+    ends = [own.hf.eos_token_id]
     ids = continuation(own, [says("user", "1")], "a", new, end_ids=ends)
-    assert own.tokenizer.decode(ids).startswith("<|im_end|>\n<|im_start|>user")
+    assert own.hf.decode(ids).startswith("<|im_end|>\n<|im_start|>user")
     both = continuation(own, [says("user", "1")], "a", new, end_ids=[*ends, *own.end])
-    assert own.tokenizer.decode(both).startswith("\n<|im_start|>user")
+    assert own.hf.decode(both).startswith("\n<|im_start|>user")
 
 
 def test_text_goes_on_as_text() -> None:
     own = tokenizer("chatml")
-    assert (
-        continuation(own, "1 +", " 1 =", "\nnext: ") == own.tokenizer("\nnext: ", add_special_tokens=False)["input_ids"]
-    )
+    assert continuation(own, "1 +", " 1 =", "\nnext: ") == own.hf("\nnext: ", add_special_tokens=False)["input_ids"]
     for so_far, new in (("1 +", [says("user", "2")]), ([says("user", "2")], "text")):
         with pytest.raises(DataError, match="what began as text goes on as text"):
             continuation(own, so_far, "a", new)

@@ -28,7 +28,7 @@ def test_a_module_is_used_as_it_is_without_dropout(random_model: Path) -> None:
 def test_a_tokenizer_is_used_as_it_is_with_the_ends_that_were_written_for_its_model(random_model: Path) -> None:
     network, own = load_model(str(random_model)), AutoTokenizer.from_pretrained(random_model)
     found = load_tokenizer(own, network)
-    assert found.tokenizer is own
+    assert found.hf is own
     assert found.end == {own.eos_token_id}
     assert (found.name, found.context) == (str(random_model), 256)
     network.generation_config = GenerationConfig(eos_token_id=[3, 4])  # type: ignore[assignment]

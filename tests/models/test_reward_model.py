@@ -76,19 +76,19 @@ def config(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> pg.R
 def test_text_is_prompt_and_completion_closed_by_the_end_token(judge: Path) -> None:
     tokenizer = load_tokenizer(str(judge))
     ids = encode(tokenizer, "2 + 3 =\n", "5")
-    assert tokenizer.tokenizer.decode(ids) == "2 + 3 =\n5<eos>"
+    assert tokenizer.hf.decode(ids) == "2 + 3 =\n5<eos>"
     assert encode(tokenizer, "2 + 3 =\n", "5<eos>") == ids  # closed already
 
 
 def test_chat_messages_go_through_the_reward_models_own_template(judge: Path) -> None:
     tokenizer = load_tokenizer(str(judge))
-    tokenizer.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+    tokenizer.hf.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
     ids = encode(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
-    assert tokenizer.tokenizer.decode(ids) == "[user]2 + 3 =;[assistant]5;"
-    tokenizer.tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert tokenizer.hf.decode(ids) == "[user]2 + 3 =;[assistant]5;"
+    tokenizer.hf.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(ModelError, match=r"chat template of .* refuses the messages \(roles: user, assistant\): no"):
         encode(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
-    tokenizer.tokenizer.chat_template = None
+    tokenizer.hf.chat_template = None
     with pytest.raises(ModelError, match="no chat template: set `chat_template`"):
         encode(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
 
@@ -224,7 +224,7 @@ def test_the_gradient_counts_every_prompt_once_whatever_the_micro_batches(
     assert len(calls) > 1
     found = {n: p.grad.clone() for n, p in objective.model.named_parameters() if p.grad is not None}
     objective.model.zero_grad()
-    tokenizer = objective.codec.tokenizer
+    tokenizer = objective.tokenizer.hf
 
     def reward(prompt: Any, completion: str) -> torch.Tensor:
         ids = tokenizer(prompt + completion)["input_ids"] + [tokenizer.eos_token_id]
@@ -313,7 +313,7 @@ def test_a_model_without_a_padding_token_gets_one(config: pg.RewardModelConfig, 
         values = json.loads(path.read_text())
         path.write_text(json.dumps({k: v for k, v in values.items() if not k.startswith("pad_token")}))
     objective = Preferences(replace(config, model=str(folder)).resolved())
-    assert objective.codec.tokenizer.pad_token == "<eos>"
+    assert objective.tokenizer.hf.pad_token == "<eos>"
     assert objective.model.config.pad_token_id == 1  # type: ignore[union-attr]
     batch = objective.rewards([0, 1, 2]).detach()
     alone = torch.cat([objective.rewards([i]).detach() for i in range(3)])

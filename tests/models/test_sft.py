@@ -58,7 +58,7 @@ def config(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SFTC
 
 
 @pytest.fixture
-def codec(random_model: Path) -> Tokenizer:
+def tokenizer(random_model: Path) -> Tokenizer:
     return load_tokenizer(str(random_model), load_model(str(random_model)))
 
 
@@ -66,43 +66,43 @@ def read(tmp_path: Path, row: Any) -> Demonstration:
     return read_demonstrations(write(tmp_path / "one.jsonl", [row]))[0]
 
 
-def learnt(row: Any, codec: Tokenizer) -> list[str]:
+def learnt(row: Any, tokenizer: Tokenizer) -> list[str]:
     """The runs of tokens that carry a loss, as text."""
-    found = tokenise(row, codec)
+    found = tokenise(row, tokenizer)
     runs: list[list[int]] = []
     for i, (token, said) in enumerate(zip(found.tokens.tolist(), found.learnt.tolist(), strict=True)):
         if said and (i == 0 or not found.learnt[i - 1]):
             runs.append([])
         if said:
             runs[-1].append(token)
-    return [codec.tokenizer.decode(run) for run in runs]
+    return [tokenizer.hf.decode(run) for run in runs]
 
 
 # --- which tokens are learnt
 
 
-def test_of_text_the_completion_and_the_end_token(codec: Tokenizer, tmp_path: Path) -> None:
+def test_of_text_the_completion_and_the_end_token(tokenizer: Tokenizer, tmp_path: Path) -> None:
     row = read(tmp_path, ROWS[9])
-    assert learnt(row, codec) == ["<answer>4</answer><eos>"]
-    found = tokenise(row, codec)
-    assert found.prompt.tolist() == codec.encode(row.prompt, 0).tolist()
-    assert learnt(read(tmp_path, {"prompt": "1 + 1 =\n", "completion": ""}), codec) == ["<eos>"]
+    assert learnt(row, tokenizer) == ["<answer>4</answer><eos>"]
+    found = tokenise(row, tokenizer)
+    assert found.prompt.tolist() == tokenizer.encode(row.prompt, 0).tolist()
+    assert learnt(read(tmp_path, {"prompt": "1 + 1 =\n", "completion": ""}), tokenizer) == ["<eos>"]
 
 
 @pytest.mark.parametrize("template", [None, QWEN])
-def test_of_a_chat_the_assistants_turns(codec: Tokenizer, tmp_path: Path, template: str | None) -> None:
+def test_of_a_chat_the_assistants_turns(tokenizer: Tokenizer, tmp_path: Path, template: str | None) -> None:
     """With their end tokens, without what the template writes behind those; the prompt is what sampling would see."""
-    codec.tokenizer.chat_template = template or codec.tokenizer.chat_template
+    tokenizer.hf.chat_template = template or tokenizer.hf.chat_template
     row = read(tmp_path, {"messages": CHAT})
-    found = tokenise(row, codec)
-    assert learnt(row, codec) == ["2<eos>", "4<eos>"]
-    assert found.prompt.tolist() == codec.encode(CHAT[:2], 0).tolist()
-    text = codec.tokenizer.apply_chat_template(CHAT[:5], tokenize=False)
-    assert codec.tokenizer.decode([*found.prompt, *found.tokens]) == text
+    found = tokenise(row, tokenizer)
+    assert learnt(row, tokenizer) == ["2<eos>", "4<eos>"]
+    assert found.prompt.tolist() == tokenizer.encode(CHAT[:2], 0).tolist()
+    text = tokenizer.hf.apply_chat_template(CHAT[:5], tokenize=False)
+    assert tokenizer.hf.decode([*found.prompt, *found.tokens]) == text
     same = read(tmp_path, {"prompt": CHAT[:4], "completion": "4"})
-    assert learnt(same, codec) == ["2<eos>", "4<eos>"]  # an answer in the prompt is an answer
+    assert learnt(same, tokenizer) == ["2<eos>", "4<eos>"]  # an answer in the prompt is an answer
     same = read(tmp_path, {"prompt": CHAT[:2], "completion": [CHAT[2]]})
-    assert learnt(same, codec) == ["2<eos>"]
+    assert learnt(same, tokenizer) == ["2<eos>"]
 
 
 @pytest.mark.parametrize(
@@ -121,21 +121,21 @@ def test_of_a_chat_the_assistants_turns(codec: Tokenizer, tmp_path: Path, templa
     ],
 )
 def test_a_template_that_cannot_be_learnt_from(
-    codec: Tokenizer, tmp_path: Path, template: str | None, says: str
+    tokenizer: Tokenizer, tmp_path: Path, template: str | None, says: str
 ) -> None:
-    codec.tokenizer.chat_template = template
+    tokenizer.hf.chat_template = template
     with pytest.raises(ModelError, match=says) as caught:
-        tokenise(read(tmp_path, {"messages": CHAT}), codec)
+        tokenise(read(tmp_path, {"messages": CHAT}), tokenizer)
     assert "one.jsonl:1" in str(caught.value)
 
 
-def test_a_prompt_that_joins_its_completion_is_refused(codec: Tokenizer, tmp_path: Path) -> None:
+def test_a_prompt_that_joins_its_completion_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """`The answer ` + `is` is one token where the prompt's end and the completion's beginning were to be two."""
     row = read(tmp_path, {"prompt": "The answer", "completion": " is 2"})
     with pytest.raises(ModelError, match=r"one.jsonl:1: the tokenizer .* joins the end of 'prompt'.*'The answer'"):
-        tokenise(row, codec)
+        tokenise(row, tokenizer)
     with pytest.raises(ModelError, match=r"one.jsonl:1: \d+ tokens, more than the 256 positions"):
-        tokenise(read(tmp_path, {"prompt": "a", "completion": "b" * 2000}), codec)
+        tokenise(read(tmp_path, {"prompt": "a", "completion": "b" * 2000}), tokenizer)
 
 
 # --- the loss

@@ -22,14 +22,14 @@ TEXTS = ["What is 7 + 8?\n", "a", "Sort: 3 1 2\nNow, please!\n", "Hello world\n"
 @pytest.fixture(scope="module")
 def sampler(random_model: Path) -> LocalSampler:
     model = load_model(str(random_model))
-    codec = load_tokenizer(str(random_model), model)
-    return LocalSampler(model, codec.end, padding_id(codec))
+    tokenizer = load_tokenizer(str(random_model), model)
+    return LocalSampler(model, tokenizer.end, padding_id(tokenizer))
 
 
 @pytest.fixture(scope="module")
 def prompts(random_model: Path) -> list[Context]:
-    codec = load_tokenizer(str(random_model), load_model(str(random_model)))
-    return [Context(codec.encode(text, 16), (3, 0, 1, i)) for i, text in enumerate(TEXTS)]
+    tokenizer = load_tokenizer(str(random_model), load_model(str(random_model)))
+    return [Context(tokenizer.encode(text, 16), (3, 0, 1, i)) for i, text in enumerate(TEXTS)]
 
 
 def _rows(groups: list[list[Generation]]) -> list[list[int]]:
@@ -122,8 +122,8 @@ def test_restarts_from_a_prefix(sampler: LocalSampler, prompts: list[Context]) -
 
 def test_update_copies_other_weights_and_counts_versions(random_model: Path) -> None:
     model, other = load_model(str(random_model)), load_model(str(random_model))
-    codec = load_tokenizer(str(random_model), model)
-    sampler = LocalSampler(model, codec.end, padding_id(codec))
+    tokenizer = load_tokenizer(str(random_model), model)
+    sampler = LocalSampler(model, tokenizer.end, padding_id(tokenizer))
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)

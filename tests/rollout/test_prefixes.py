@@ -253,14 +253,14 @@ def test_values_of_no_steps_are_refused() -> None:
 @pytest.fixture(scope="module")
 def local(random_model: Path) -> tuple[LocalSampler, Any]:
     model = load_model(str(random_model))
-    codec = load_tokenizer(str(random_model), model)
-    return LocalSampler(model, codec.end, padding_id(codec)), codec
+    tokenizer = load_tokenizer(str(random_model), model)
+    return LocalSampler(model, tokenizer.end, padding_id(tokenizer)), tokenizer
 
 
 def test_a_models_sampler_restarts_from_prefixes_within_their_budgets(local: tuple[LocalSampler, Any]) -> None:
     """Longer and shorter rests side by side: each row stops at its own, and draws what it draws alone."""
-    sampler, codec = local
-    text = codec.encode("1 + 2 =\n", 8)
+    sampler, tokenizer = local
+    text = tokenizer.encode("1 + 2 =\n", 8)
     prompts = [
         Context(torch.cat([text, torch.full((n,), 40)]), (0, VALUES, 1, 0, 0, n), 8 - n) for n in (0, 3, 7, 6, 1)
     ]
@@ -271,7 +271,7 @@ def test_a_models_sampler_restarts_from_prefixes_within_their_budgets(local: tup
         for a, b in zip(group, alone, strict=True):
             assert 1 <= len(a.tokens) <= prompt.budget(sampling)
             truncated = a.finish_reason == "length"
-            assert truncated is (int(a.tokens[-1]) not in codec.end)
+            assert truncated is (int(a.tokens[-1]) not in tokenizer.end)
             assert len(a.tokens) == prompt.budget(sampling) or not truncated
             assert torch.equal(a.tokens, b.tokens)
             assert torch.allclose(a.logp, b.logp, atol=1e-5)
@@ -282,9 +282,9 @@ def test_a_row_that_waits_stays_within_learned_positions(local: tuple[LocalSampl
     """GPT-2 has a vector per position and no more: a long prefix beside a short one must not run past the last."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    _, codec = local
+    _, tokenizer = local
     torch.manual_seed(0)
-    size = len(codec.tokenizer)
+    size = len(tokenizer.hf)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=size, n_positions=24, n_embd=16, n_layer=1, n_head=2)).eval()
     sampler = LocalSampler(model, frozenset({size + 1}), 0)  # an end that never comes
     prompts = [Context(torch.full((n,), 40), (0, VALUES, 1, 0, 0, n), 24 - n) for n in (22, 4, 4, 4, 4, 4)]

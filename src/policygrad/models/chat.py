@@ -19,7 +19,7 @@ class ChatTokenizer(Protocol):
     """What is needed of a `Tokenizer` here."""
 
     @property
-    def tokenizer(self) -> Any: ...
+    def hf(self) -> Any: ...
     @property
     def name(self) -> str: ...
     @property
@@ -41,14 +41,14 @@ def render(
     Raises:
         ModelError: no chat template, or one that refuses the messages.
     """
-    if getattr(tokenizer.tokenizer, "chat_template", None) is None:
+    if getattr(tokenizer.hf, "chat_template", None) is None:
         raise ModelError(
             f"{source} is a list of chat messages and the tokenizer of {tokenizer.name!r} has no chat template: set "
             "`chat_template` in its tokenizer_config.json, or give the prompts as strings"
         )
     given = {} if tools is None else {"tools": list(tools)}
     try:
-        text = tokenizer.tokenizer.apply_chat_template(
+        text = tokenizer.hf.apply_chat_template(
             [dict(m) for m in messages], tokenize=False, add_generation_prompt=generation_prompt, **given
         )
     except Exception as error:  # a template is a program of the model's: it may raise anything
@@ -83,7 +83,7 @@ def prompt_ids(
     """What the model is to continue: text as it stands, with what its tokenizer puts before it, or chat messages rendered."""
     if not isinstance(prompt, str):
         return rendered_ids(tokenizer, prompt, generation_prompt=True, tools=tools, source=source)
-    ids = list(tokenizer.tokenizer(prompt, add_special_tokens=True)["input_ids"])
+    ids = list(tokenizer.hf(prompt, add_special_tokens=True)["input_ids"])
     closed = len(ids) > 1 and ids[-1] in tokenizer.end  # some tokenizers close every text; a prompt is not closed
     return ids[:-1] if closed else ids
 
@@ -155,7 +155,7 @@ def _after_end(tokenizer: ChatTokenizer, tail: str, end_ids: Collection[int]) ->
     """The ids of what stands behind the end token, which was sampled. It is tokenised behind that token, where a tokenizer may
     see it otherwise than at the beginning of a text."""
     for end in sorted(end_ids):
-        text = str(tokenizer.tokenizer.convert_ids_to_tokens(end))
+        text = str(tokenizer.hf.convert_ids_to_tokens(end))
         if tail.lstrip().startswith(text):
             tail = tail.lstrip().removeprefix(text)
             ids = _plain_ids(tokenizer, text + tail)
@@ -164,7 +164,7 @@ def _after_end(tokenizer: ChatTokenizer, tail: str, end_ids: Collection[int]) ->
 
 
 def _plain_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
-    return list(tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer.hf(text, add_special_tokens=False)["input_ids"])
 
 
 def _absent_from(text: str) -> str:

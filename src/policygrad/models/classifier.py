@@ -35,9 +35,9 @@ def encode(tokenizer: Tokenizer, prompt: str | Messages, completion: str, source
     if not isinstance(prompt, str):
         messages = [*prompt, {"role": "assistant", "content": completion}]
         return rendered_ids(tokenizer, messages, generation_prompt=False, source=source)
-    ids = list(tokenizer.tokenizer(prompt + completion)["input_ids"])
-    end = tokenizer.tokenizer.eos_token_id
-    return ids if end is None or ids[-1:] == [end] or _is_closed(tokenizer.tokenizer, ids) else [*ids, end]
+    ids = list(tokenizer.hf(prompt + completion)["input_ids"])
+    end = tokenizer.hf.eos_token_id
+    return ids if end is None or ids[-1:] == [end] or _is_closed(tokenizer.hf, ids) else [*ids, end]
 
 
 def _is_closed(tokenizer: Any, ids: list[int]) -> bool:

@@ -20,7 +20,8 @@ from policygrad.models.loading import cannot_load, context_length, resolve
 class Tokenizer:
     """Text to token ids and back, by the model's own tokenizer."""
 
-    tokenizer: Any
+    hf: Any
+    """The object of transformers."""
     end: frozenset[int]
     """Ids that end a completion."""
     name: str
@@ -63,7 +64,7 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         """The text, without end and padding tokens."""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self.hf.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def load_tokenizer(model: str | object, network: nn.Module) -> Tokenizer:
@@ -129,5 +130,5 @@ def _written_ends(path: str) -> Iterator[Any]:
 
 def padding_id(tokenizer: Tokenizer) -> int:
     """What fills a row: the pad token, or an end token where there is none (padded positions are never read)."""
-    pad = tokenizer.tokenizer.pad_token_id
+    pad = tokenizer.hf.pad_token_id
     return int(pad) if pad is not None else min(tokenizer.end)

@@ -237,7 +237,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
 
     def _finish(self) -> Result[M | None]:
         after = self.take(self.phase("after training"), self.progress.step) if self.measures else None
-        model = save_model(self.folder, self.model, self.tokenizer.tokenizer, f"policygrad {self.kind}")
+        model = save_model(self.folder, self.model, self.tokenizer.hf, f"policygrad {self.kind}")
         numbers = self.numbers(self.progress, after)
         write_atomically(self.folder / "result.json", json.dumps(numbers, indent=1) + "\n")
         self.trackers.finish({**self.summary(after), "model": str(model), "run": str(self.folder)})

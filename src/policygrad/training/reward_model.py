@@ -106,7 +106,7 @@ class Preferences:
     def rewards(self, pairs: Sequence[int]) -> Tensor:
         """r [n, 2] float32 with graph: chosen and rejected of each pair, in one forward pass."""
         texts = [text for i in pairs for text in self.texts[i]]
-        return forward(self.model, texts).reshape(len(pairs), 2)
+        return forward(self.model, texts).view(len(pairs), 2)
 
     def micro_batches(self, pairs: Sequence[int]) -> list[list[int]]:
         """The pairs by length, as many at a time as `learner.micro_tokens` allows."""
@@ -193,7 +193,7 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
     tokenizer = load_tokenizer(path)
     for module in model.modules():
         without_dropout(module)
-    _choose_padding(model, tokenizer.tokenizer)
+    _choose_padding(model, tokenizer.hf)
     return model.requires_grad_(True), replace(tokenizer, name=config.model, context=context_length(model))
 
 

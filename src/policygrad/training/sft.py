@@ -158,48 +158,50 @@ def to_batch(rows: Sequence[Row]) -> Batch:
     )
 
 
-def tokenise(row: Demonstration, codec: Tokenizer) -> Row:
+def tokenise(row: Demonstration, tokenizer: Tokenizer) -> Row:
     """Token ids exactly as in sampling: the prompt's own, then the answer's, closed by an end token.
 
     Raises:
         ModelError: text whose prompt is no prefix of the whole in token ids; a template that changes earlier turns or does not
             close the assistant's; more tokens than the model reads.
     """
-    prompt = codec.encode(row.prompt, 0, row.source)
-    spans = _text(row, codec, prompt.tolist()) if isinstance(row.rest, str) else _chat(row, codec, prompt.tolist())
+    prompt = tokenizer.encode(row.prompt, 0, row.source)
+    spans = (
+        _text(row, tokenizer, prompt.tolist()) if isinstance(row.rest, str) else _chat(row, tokenizer, prompt.tolist())
+    )
     whole, learnt = spans
-    if codec.context is not None and len(whole) > codec.context:
+    if tokenizer.context is not None and len(whole) > tokenizer.context:
         raise ModelError(
-            f"{row.source}: {len(whole)} tokens, more than the {codec.context} positions of {codec.name!r}: shorten it, or leave "
-            "the line out"
+            f"{row.source}: {len(whole)} tokens, more than the {tokenizer.context} positions of "
+            f"{tokenizer.name!r}: shorten it, or leave the line out"
         )
     size = len(prompt)
     return Row(prompt, torch.tensor(whole[size:], dtype=torch.int64), torch.tensor(learnt[size:], dtype=torch.bool))
 
 
-def _text(row: Demonstration, codec: Tokenizer, prompt: list[int]) -> tuple[list[int], list[bool]]:
+def _text(row: Demonstration, tokenizer: Tokenizer, prompt: list[int]) -> tuple[list[int], list[bool]]:
     """Prompt + completion as plain text, with the end token behind it."""
     assert isinstance(row.prompt, str)
     assert isinstance(row.rest, str)
-    whole = list(codec.tokenizer(row.prompt + row.rest)["input_ids"])
-    if len(whole) == len(prompt) or whole[-1] not in codec.end:
-        whole.append(end_token(codec))
+    whole = list(tokenizer.hf(row.prompt + row.rest)["input_ids"])
+    if len(whole) == len(prompt) or whole[-1] not in tokenizer.end:
+        whole.append(end_token(tokenizer))
     if whole[: len(prompt)] != prompt:
         raise ModelError(
-            f"{row.source}: the tokenizer of {codec.name!r} joins the end of 'prompt' with the beginning of 'completion', so the "
-            "model would learn other tokens than it is prompted with: move the space or newline between them from one to "
+            f"{row.source}: the tokenizer of {tokenizer.name!r} joins the end of 'prompt' with the beginning of 'completion', so "
+            "the model would learn other tokens than it is prompted with: move the space or newline between them from one to "
             f"the other (the prompt ends {row.prompt[-12:]!r}, the completion begins {row.rest[:12]!r})"
         )
     return whole, [i >= len(prompt) for i in range(len(whole))]
 
 
-def end_token(codec: Tokenizer) -> int:
+def end_token(tokenizer: Tokenizer) -> int:
     """The tokenizer's own end token, or the first of those that the model names."""
-    own = codec.tokenizer.eos_token_id
-    return int(own) if own in codec.end else min(codec.end)
+    own = tokenizer.hf.eos_token_id
+    return int(own) if own in tokenizer.end else min(tokenizer.end)
 
 
-def _chat(row: Demonstration, codec: Tokenizer, prompt: list[int]) -> tuple[list[int], list[bool]]:
+def _chat(row: Demonstration, tokenizer: Tokenizer, prompt: list[int]) -> tuple[list[int], list[bool]]:
     """Renders ever longer beginnings of the conversation: before and after each of the assistant's turns."""
     assert not isinstance(row.prompt, str)
     assert not isinstance(row.rest, str)
@@ -207,23 +209,23 @@ def _chat(row: Demonstration, codec: Tokenizer, prompt: list[int]) -> tuple[list
     ids, learnt = prompt, [False] * len(prompt)
     for message in row.rest:
         if message["role"] == "assistant":
-            ids = grown_ids(codec, ids, messages, generation_prompt=True, source=row.source)
+            ids = grown_ids(tokenizer, ids, messages, generation_prompt=True, source=row.source)
             learnt += [False] * (len(ids) - len(learnt))
-            ids = grown_ids(codec, ids, [*messages, message], generation_prompt=False, source=row.source)
-            learnt += _said(row, codec, ids[len(learnt) :])
+            ids = grown_ids(tokenizer, ids, [*messages, message], generation_prompt=False, source=row.source)
+            learnt += _said(row, tokenizer, ids[len(learnt) :])
         messages.append(message)
     return ids, learnt
 
 
-def _said(row: Demonstration, codec: Tokenizer, turn: list[int]) -> list[bool]:
+def _said(row: Demonstration, tokenizer: Tokenizer, turn: list[int]) -> list[bool]:
     """The assistant's turn is learnt up to its last end token: what a template writes behind it (a newline) is never sampled."""
-    ends = [i for i, token in enumerate(turn) if token in codec.end]
+    ends = [i for i, token in enumerate(turn) if token in tokenizer.end]
     if not ends:
-        closes = codec.tokenizer.decode(turn[-3:])
-        known = ", ".join(codec.tokenizer.convert_ids_to_tokens(sorted(codec.end)))
+        closes = tokenizer.hf.decode(turn[-3:])
+        known = ", ".join(tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end)))
         raise ModelError(
-            f"{row.source}: the chat template of {codec.name!r} does not close the assistant's turn with an end token ({known}), "
-            f"so the model would not learn to stop: the turn ends {closes!r}. Set `eos_token` in its tokenizer_config.json to "
-            "the token that closes a turn, or add it in the template"
+            f"{row.source}: the chat template of {tokenizer.name!r} does not close the assistant's turn with an end token "
+            f"({known}), so the model would not learn to stop: the turn ends {closes!r}. Set `eos_token` in its "
+            "tokenizer_config.json to the token that closes a turn, or add it in the template"
         )
     return [i <= ends[-1] for i in range(len(turn))]
