@@ -20,7 +20,7 @@ _HOME = {
     "policygrad.core.filters": "DropNoSpread MaskTruncated",
     "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
     "policygrad.core.loss_terms": "ExactEntropy ExactKLToOld",
-    "policygrad.core.objective": "objective surrogate",
+    "policygrad.core.objective": "gate_weight objective surrogate",
     "policygrad.core.problems": "AdaptiveProblem CurvatureProblem GradientProblem",
     "policygrad.core.process": "PrefixValue ProcessReward",
     "policygrad.core.protocols": "Advantage Aggregation Correction Filter Gate LossTerm Part Ratio Shaping Term UpdateRule",

@@ -32,11 +32,12 @@ class Judged:
 def judge(groups: list[Group], score: Score | None) -> tuple[list[Group], Judged]:
     """The groups with every episode's reward: what its environment said, plus what the reward functions say of its text."""
     if score is None:
-        total: Sequence[float | None] = [t.reward for g in groups for t in g.trajectories]
-        return groups, Judged(failed=sum(x is None for x in total))
+        failed = sum(t.reward is None for g in groups for t in g.trajectories)
+        said = "the environment gave no reward to an episode: let a step() of it return Step(reward=…), or name reward functions"
+        return groups, Judged(failed=failed, messages=(said,) * bool(failed))
     scores = score(*samples_of(groups))
     own = [t.reward for g in groups for t in g.trajectories]
-    total = [s if s is None or e is None else s + e for s, e in zip(scores.total, own, strict=True)]
+    total: list[float | None] = [s if s is None or e is None else s + e for s, e in zip(scores.total, own, strict=True)]
     known = {name: [x for x in part if x is not None] for name, part in scores.parts.items()}
     parts: Metrics = {f"rewards/{name}": Mean(sum(x), float(len(x))) for name, x in known.items() if len(known) > 1}
     judged = Judged(merge(failures(scores), parts), tuple(scores.messages), sum(x is None for x in total))

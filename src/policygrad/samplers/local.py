@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policygrad.models.tokenizer import Tokenizer, padding_id
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.draw import draw, uniforms
 from policygrad.weight_sync.base import Published
@@ -21,6 +22,11 @@ class LocalSampler:
         self.model, self.pad, self.version = model, pad, 0
         self.device = next(model.parameters()).device
         self.end = torch.tensor(sorted(end), device=self.device)
+
+    @classmethod
+    def of(cls, model: nn.Module, tokenizer: Tokenizer) -> LocalSampler:
+        """For a model and its tokenizer, which names the end tokens."""
+        return cls(model, tokenizer.end, padding_id(tokenizer))
 
     async def update(self, weights: Published) -> None:
         """Copies the weights, except where they already are this model's own memory."""

@@ -13,7 +13,7 @@ from torch import nn
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import RunError
 from policygrad.models.loading import load_model
-from policygrad.models.tokenizer import Tokenizer, load_tokenizer, padding_id
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import Reward, RewardPool, resolve
 from policygrad.rewards.process_rewards import StepEnd
 from policygrad.rollout.evaluation import EvaluationResult
@@ -98,7 +98,7 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
 
 def _sampler(given: Sampler | SamplerFactory | None, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
     if given is None:
-        return LocalSampler(model, tokenizer.end, padding_id(tokenizer))
+        return LocalSampler.of(model, tokenizer)
     return given if isinstance(given, Sampler) else given(model, tokenizer)
 
 
