@@ -182,7 +182,7 @@ class OptimalBaseline(Advantage):
         if batch.score_norm is None:
             raise ConfigError(
                 "OptimalBaseline needs Batch.score_norm, ‖∇log π(o)‖² per completion: let a learner fill it "
-                "(learner.score with algorithm.needs), or use OptimalBaseline(norm='length')"
+                "(learner.evaluate with algorithm.needs), or use OptimalBaseline(norm='length')"
             )
         return ragged.masked(batch.score_norm.double(), batch.mask.any(1))
 

@@ -14,6 +14,7 @@ from policygrad.core.aggregates import SequenceSum
 from policygrad.core.batch import Batch, Coefficients
 from policygrad.core.checks import check, check_rewards, check_sampling
 from policygrad.core.critic import Critic
+from policygrad.core.equation import written
 from policygrad.core.filters import applied, reweight
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric, Metrics, merge
@@ -247,19 +248,4 @@ class Algorithm:
 
     def equation(self) -> Mapping[str, str]:
         """The equation's symbols with what this algorithm puts in: for `show` and `--dry-run`."""
-        chain = "R"
-        for link in self.psi:
-            formula = link.formula
-            chain = f"({chain}){formula}" if formula.startswith("/") else chain * formula.startswith(";") + formula
-        lines = {"Ψ": chain, "w": self.gate.formula, "c": self.aggregate.formula}
-        if self.ratio is not None:
-            lines["r"] = self.ratio.formula
-        if self.behaviour == "sampler":
-            lines["π_old"] = "μ, as the sampler says"
-        if self.critic is not None:
-            lines["V"] = self.critic.formula
-        for name, label in (("corrections", "ρ"), ("terms", "k"), ("shaping", "reward"), ("filters", "filter")):
-            for part in getattr(self, name):
-                lines[label] = f"{lines[label]};  {part.formula}" if label in lines else part.formula
-        lines["step"] = self.step.formula
-        return lines
+        return written(self)

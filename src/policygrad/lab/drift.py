@@ -11,6 +11,7 @@ from torch import Tensor
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Forward
 from policygrad.core.objective import surrogate
+from policygrad.errors import ConfigError
 from policygrad.lab.groups import WeightedSteps, all_steps
 from policygrad.lab.levers import Levers, decide
 from policygrad.lab.policies import Table
@@ -46,7 +47,7 @@ def train(algorithm: Algorithm, setting: Setting, size: int, lr: float, rollouts
     makes K = `algorithm.step.updates` updates on that group alone, as training does; θ moves by their mean.
 
     Raises:
-        ValueError: more than one prompt, a policy that is no table, or a step that is no plain gradient step.
+        ConfigError: more than one prompt, a policy that is no table, or a step that is no plain gradient step.
     """
     theta = setting.theta
     found = {name: [float(f(theta))] for name, f in watch.items()}
@@ -60,9 +61,9 @@ def train(algorithm: Algorithm, setting: Setting, size: int, lr: float, rollouts
 def expected_move(algorithm: Algorithm, setting: Setting, size: int, lr: float) -> Tensor:
     """[P] E[Δθ] of one rollout of one prompt, sampled at θ."""
     if setting.world.prompts != 1 or not isinstance(setting.world.policy, Table):
-        raise ValueError("an expected rollout is worked out for one prompt and a Table of logits: take such a setting")
+        raise ConfigError("an expected rollout is worked out for one prompt and a Table of logits: take such a setting")
     if not algorithm.step.uses_lr:
-        raise ValueError(
+        raise ConfigError(
             f"{type(algorithm.step).__name__} has no learning rate: take an algorithm with a FirstOrder step"
         )
     setting = replace(setting, old=setting.theta)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 
+from policygrad.errors import ConfigError
 from policygrad.lab import dynamics, theory
 from policygrad.lab.finding import Finding
 from policygrad.lab.findings import adam, baselines, critics, groups, kl, lengths, ratios, shapes
@@ -61,7 +62,7 @@ def chosen(names: Iterable[str] | None = None) -> list[Experiment]:
     """The named experiments, or all.
 
     Raises:
-        ValueError: an unknown name, with the nearest known one.
+        ConfigError: an unknown name, with the nearest known one.
     """
     known = EXPERIMENTS
     wanted = list(known if names is None else names)
@@ -69,5 +70,5 @@ def chosen(names: Iterable[str] | None = None) -> list[Experiment]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ValueError(f"no experiment is called {name!r}: {hint}")
+            raise ConfigError(f"no experiment is called {name!r}: {hint}")
     return [known[name] for name in wanted]

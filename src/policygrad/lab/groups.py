@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from policygrad.errors import ConfigError
 from policygrad.lab.setting import Setting
 
 MOST_STEPS = 20_000
@@ -45,12 +46,12 @@ def all_steps(setting: Setting, size: int, silent: int = 0) -> WeightedSteps:
     silent: of N = G + silent completions, so many count in the statistics alone (multisets of both kinds, side by side).
 
     Raises:
-        ValueError: a group of none; more than `MOST_STEPS` steps.
+        ConfigError: a group of none; more than `MOST_STEPS` steps.
     """
     world = setting.world
     number = count_steps(setting, size, silent)
     if number > MOST_STEPS:
-        raise ValueError(
+        raise ConfigError(
             f"{world.prompts} prompts of {world.tree.size} completions make {number} steps with {size + silent} completions "
             f"each, and at most {MOST_STEPS} are enumerated: take a smaller group or world, or sample_steps"
         )
@@ -69,7 +70,7 @@ def all_steps(setting: Setting, size: int, silent: int = 0) -> WeightedSteps:
 def count_steps(setting: Setting, size: int, silent: int = 0) -> int:
     """How many steps `all_steps` would make."""
     if size < 1:
-        raise ValueError(f"a group has at least 1 completion, not {size}")
+        raise ConfigError(f"a group has at least 1 completion, not {size}")
     n = setting.world.tree.size
     return setting.world.prompts * multisets(n, size) * (multisets(n, silent) if silent else 1)
 
@@ -90,12 +91,12 @@ def sample_steps(
     """M steps of `prompts` groups of G completions, drawn independently; prompts are drawn with replacement.
 
     Raises:
-        ValueError: a group of none; more than `MOST_COMPLETIONS` completions.
+        ConfigError: a group of none; more than `MOST_COMPLETIONS` completions.
     """
     if size < 1:
-        raise ValueError(f"a group has at least 1 completion, not {size}")
+        raise ConfigError(f"a group has at least 1 completion, not {size}")
     if (number := steps * prompts * size) > MOST_COMPLETIONS:
-        raise ValueError(
+        raise ConfigError(
             f"{steps} sampled steps of {prompts * size} completions are {number}, and at most {MOST_COMPLETIONS} are drawn: take "
             f"a group of at most {MOST_COMPLETIONS // (steps * prompts)}, or fewer steps"
         )

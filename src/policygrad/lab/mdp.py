@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from policygrad.errors import ConfigError
 from policygrad.lab.calculus import derivative, jacobian
 
 
@@ -17,7 +18,7 @@ class TabularMDP:
     γ = 1 is allowed where every policy's episodes end; `finite` makes such a problem of any other.
 
     Raises:
-        ValueError: shapes that do not fit, probabilities that are none, γ = 1 where an episode may go on for ever.
+        ConfigError: shapes that do not fit, probabilities that are none, γ = 1 where an episode may go on for ever.
     """
 
     transition: Tensor
@@ -33,21 +34,21 @@ class TabularMDP:
         for name, shape in (("transition", (states, actions, states)), ("start", (states,))):
             value = getattr(self, name)
             if value.shape != shape:
-                raise ValueError(
+                raise ConfigError(
                     f"TabularMDP.{name} has shape {list(value.shape)}, expected {list(shape)}: reward is [S, A] = "
                     f"{[states, actions]}"
                 )
             low, high = float(value.min()), float(value.sum(-1).max())
             if low < 0 or high > 1 + 1e-9:
-                raise ValueError(
+                raise ConfigError(
                     f"TabularMDP.{name} holds no probabilities: the smallest is {low:g}, a row sums to {high:g}"
                 )
         if abs(float(self.start.sum()) - 1) > 1e-9:
-            raise ValueError(f"TabularMDP.start must sum to 1, not {float(self.start.sum()):g}")
+            raise ConfigError(f"TabularMDP.start must sum to 1, not {float(self.start.sum()):g}")
         if not 0 <= self.gamma <= 1:
-            raise ValueError(f"TabularMDP.gamma must be in [0, 1], not {self.gamma}")
+            raise ConfigError(f"TabularMDP.gamma must be in [0, 1], not {self.gamma}")
         if self.gamma == 1 and not self.always_ends:
-            raise ValueError(
+            raise ConfigError(
                 "TabularMDP with gamma = 1 and an infinite horizon: an episode may go on for ever, and J has no value. Take "
                 "gamma below 1, or a finite horizon: mdp.finite(steps)"
             )
@@ -72,7 +73,7 @@ class TabularMDP:
     def finite(self, steps: int, gamma: float = 1.0) -> TabularMDP:
         """The same problem cut off after `steps` steps: a state is (time, state), numbered time·S + state."""
         if steps < 1:
-            raise ValueError(f"TabularMDP.finite needs at least 1 step, not {steps}")
+            raise ConfigError(f"TabularMDP.finite needs at least 1 step, not {steps}")
         s, a = self.states, self.actions
         moves = self.transition.new_zeros(steps, s, a, steps, s)
         for t in range(steps - 1):
@@ -159,7 +160,7 @@ class Solution:
 def solve(mdp: TabularMDP, policy: Tensor) -> Solution:
     """The policy's values and occupancy, with the graph of `policy` [S, A]."""
     if policy.shape != mdp.reward.shape:
-        raise ValueError(f"a policy of this MDP is [S, A] = {list(mdp.reward.shape)}, not {list(policy.shape)}")
+        raise ConfigError(f"a policy of this MDP is [S, A] = {list(mdp.reward.shape)}, not {list(policy.shape)}")
     moves = torch.einsum("sa,sat->st", policy, mdp.transition)
     system = torch.eye(mdp.states, dtype=policy.dtype) - mdp.gamma * moves
     value = torch.linalg.solve(system, (policy * mdp.reward).sum(1))
@@ -231,6 +232,6 @@ def improvement_bound(mdp: TabularMDP, old: Tensor, new: Tensor) -> tuple[float,
 def penalty_constant(mdp: TabularMDP, old: Tensor) -> float:
     """C = 4εγ/(1−γ)²."""
     if mdp.gamma == 1:
-        raise ValueError("the bound's constant 4εγ/(1−γ)² is infinite at gamma = 1: take gamma below 1")
+        raise ConfigError("the bound's constant 4εγ/(1−γ)² is infinite at gamma = 1: take gamma below 1")
     epsilon = float(solve(mdp, old).advantage.abs().max())
     return 4 * epsilon * mdp.gamma / (1 - mdp.gamma) ** 2

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.errors import ConfigError
 from policygrad.lab.estimators import Estimates, blocks, estimates
 from policygrad.lab.groups import WeightedSteps, steps_for
 from policygrad.lab.levers import Levers, decide
@@ -62,7 +63,7 @@ def figures(gradient: Tensor, weight: Tensor, truth: Tensor, exact: bool = True)
     variance, noise = (spread, 0.0) if exact else (spread * kept / max(1, kept - 1), spread / max(1, kept - 1))
     square, along = float(truth @ truth), float(mean @ truth)
     if square == 0:
-        raise ValueError(
+        raise ConfigError(
             "the true gradient is 0 here, and nothing is measured relative to it: take another θ or reward"
         )
     size = max(float(mean @ mean) - noise, 0.0)
@@ -89,7 +90,7 @@ def measure(
     steps = steps_for(setting, algorithm.samples_per_prompt) if steps is None else steps
     found, truth = estimates(algorithm, setting, steps, levers), setting.truth(algorithm)
     if broken := int((~found.gradient.isfinite().all(1)).sum()):
-        raise ValueError(
+        raise ConfigError(
             f"{name or algorithm.name}: the gradient is not finite in {broken} of {len(steps.rows)} steps: one of its parts "
             "divides by 0 or overflows (a group may have no spread)"
         )

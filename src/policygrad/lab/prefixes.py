@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from policygrad.errors import ConfigError
 from policygrad.lab.mdp import TabularMDP
 from policygrad.lab.sequences import World
 
@@ -18,11 +19,11 @@ def as_mdp(world: World, gamma: float = 1.0) -> TabularMDP:
     γ = 1 is the expected length.
 
     Raises:
-        ValueError: a world whose transitions would be too many.
+        ConfigError: a world whose transitions would be too many.
     """
     tree, states, tokens = world.tree, world.prompts * len(world.tree.prefixes), world.tree.vocabulary
     if (size := states * tokens * states) > LARGEST:
-        raise ValueError(
+        raise ConfigError(
             f"{states} prefixes and {tokens} tokens make {size} transitions, and at most {LARGEST} are held: take a smaller "
             "world, or fewer prompts"
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from policygrad.errors import ConfigError
 from policygrad.lab.sequences import Policy, Tree, Verifier, World
 
 
@@ -31,7 +32,7 @@ def random_subsets(tree: Tree, policy: Policy, theta: Tensor, difficulty: Sequen
     near to p as it can.
 
     Raises:
-        ValueError: a p outside (0, 1).
+        ConfigError: a p outside (0, 1).
     """
     generator = torch.Generator().manual_seed(seed)
     blank = World(tree, torch.zeros(len(difficulty), tree.size).double(), policy)
@@ -39,7 +40,7 @@ def random_subsets(tree: Tree, policy: Policy, theta: Tensor, difficulty: Sequen
     rows = []
     for p, chance in zip(difficulty, probability, strict=True):
         if not 0 < p < 1:
-            raise ValueError(f"a prompt's difficulty is its probability of a right answer, in (0, 1), not {p}")
+            raise ConfigError(f"a prompt's difficulty is its probability of a right answer, in (0, 1), not {p}")
         right, mass = torch.zeros(tree.size).double(), 0.0
         for n in torch.randperm(tree.size, generator=generator).tolist():
             if abs(mass + float(chance[n]) - p) < abs(mass - p):

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from policygrad.errors import ConfigError
 from policygrad.lab.calculus import derivative, jacobian
 
 EOS = 0
@@ -35,7 +36,7 @@ class Tree:
     """Every completion and every prefix of it.
 
     Raises:
-        ValueError: fewer than 2 tokens, no length, or more completions than can be enumerated.
+        ConfigError: fewer than 2 tokens, no length, or more completions than can be enumerated.
     """
 
     vocabulary: int = 3
@@ -43,12 +44,12 @@ class Tree:
 
     def __post_init__(self) -> None:
         if self.vocabulary < 2 or self.length < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"a world needs a vocabulary of at least 2 (EOS is one) and a length of at least 1, not {self.vocabulary} "
                 f"and {self.length}"
             )
         if (size := completions(self.vocabulary, self.length)) > LARGEST:
-            raise ValueError(
+            raise ConfigError(
                 f"a vocabulary of {self.vocabulary} and a length of {self.length} make {size} completions, and at most "
                 f"{LARGEST} are enumerated: take a smaller one (5 and 6 make 5461)"
             )
@@ -114,7 +115,7 @@ class World:
     """X prompts with a reward for every completion, and the policy that answers them; prompts are drawn uniformly.
 
     Raises:
-        ValueError: a reward table that does not fit the tree.
+        ConfigError: a reward table that does not fit the tree.
     """
 
     tree: Tree
@@ -125,7 +126,7 @@ class World:
 
     def __post_init__(self) -> None:
         if self.reward.ndim != 2 or self.reward.shape[1] != self.tree.size or self.reward.dtype != torch.float64:
-            raise ValueError(
+            raise ConfigError(
                 f"World.reward must be float64 [X, N] with N = {self.tree.size} completions, not {self.reward.dtype} "
                 f"{list(self.reward.shape)}"
             )
@@ -216,10 +217,10 @@ def moved(world: World, theta: Tensor, kl: float, seed: int = 0, direction: Tens
     """θ + a·direction with a > 0 such that KL(π_θ‖π_moved) = `kl` nats a completion; the direction is random unless given.
 
     Raises:
-        ValueError: a distance below 0, or one that the direction does not reach, or jumps over.
+        ConfigError: a distance below 0, or one that the direction does not reach, or jumps over.
     """
     if kl < 0:
-        raise ValueError(f"a KL of {kl} nats is below 0: the distance is at least 0")
+        raise ConfigError(f"a KL of {kl} nats is below 0: the distance is at least 0")
     if direction is None:
         direction = torch.randn(len(theta), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     if kl == 0:
@@ -230,7 +231,7 @@ def moved(world: World, theta: Tensor, kl: float, seed: int = 0, direction: Tens
             break
         low, high = high, 2 * high
     else:
-        raise ValueError(f"no step along this direction moves the policy by a KL of {kl:g} nats")
+        raise ConfigError(f"no step along this direction moves the policy by a KL of {kl:g} nats")
     for _ in range(40):
         middle = (low + high) / 2
         found = float(world.kl(theta, theta + middle * direction))
@@ -238,7 +239,7 @@ def moved(world: World, theta: Tensor, kl: float, seed: int = 0, direction: Tens
             return theta + middle * direction
         low, high = (middle, high) if found < kl else (low, middle)
     if abs(found / kl - 1) > 1e-3:
-        raise ValueError(
+        raise ConfigError(
             f"the policy jumps along this direction, over a KL of {kl:g} nats: fix what switches (routing) first"
         )
     return theta + high * direction

@@ -6,6 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from policygrad.errors import ConfigError
+
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -28,10 +30,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"optimizer.schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}")
+            raise ConfigError(f"optimizer.schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}")
         for name in ("eps", "weight_decay", "clip", "warmup"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"optimizer.{name} must be at least 0, not {getattr(self, name)}")
+                raise ConfigError(f"optimizer.{name} must be at least 0, not {getattr(self, name)}")
 
     def rate(self, step: int, total: int) -> float:
         """Factor on the learning rate at optimiser step `step` of `total`, from 0: a pure function, so a checkpoint needs
@@ -66,8 +68,10 @@ class LearnerConfig:
             try:
                 re.compile(getattr(self, name))
             except re.error as error:
-                raise ValueError(f"learner.{name} {getattr(self, name)!r} is no regular expression: {error}") from error
+                raise ConfigError(
+                    f"learner.{name} {getattr(self, name)!r} is no regular expression: {error}"
+                ) from error
         if self.dtype not in ("fp32", "bf16"):
-            raise ValueError(f"learner.dtype must be fp32 or bf16, not {self.dtype!r}")
+            raise ConfigError(f"learner.dtype must be fp32 or bf16, not {self.dtype!r}")
         if self.micro_tokens < 1:
-            raise ValueError(f"learner.micro_tokens must be at least 1, not {self.micro_tokens}")
+            raise ConfigError(f"learner.micro_tokens must be at least 1, not {self.micro_tokens}")

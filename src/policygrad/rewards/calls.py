@@ -1,16 +1,15 @@
 """One call of a reward function, made safe: whatever it does, every sample gets a value or a named reason."""
 
-import asyncio
 import inspect
 import math
 import numbers
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from policygrad.rewards.types import ScoredSteps
+from policygrad.waiting import Waiter
 
 _CLIP = 120  # characters of a sample or an exception quoted in a message
 LARGEST = 1e18  # a reward beyond ±this counts as infinite: its square, in a group's standard deviation, leaves float32
@@ -74,7 +73,7 @@ class Caller:
         self._of_steps = process_reward
         self._function = function
         self._signature = Signature.of(function)
-        self._runner: asyncio.Runner | None = None
+        self._waiter = Waiter()
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
@@ -97,12 +96,7 @@ class Caller:
         async def wait() -> Any:
             return await awaitable
 
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            self._runner = self._runner or asyncio.Runner()
-            return self._runner.run(wait())
-        return _in_thread(lambda: asyncio.run(wait()))  # in this process, below somebody else's loop
+        return self._waiter(wait())
 
     def _judgements(self, result: Any, completions: Sequence[str]) -> list[Judgement]:
         if not isinstance(result, (list, tuple)) and hasattr(result, "tolist"):
@@ -206,21 +200,3 @@ def quote(value: Any) -> str:
     except Exception:
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _CLIP else f"{text[:_CLIP]}..."
-
-
-def _in_thread(run: Callable[[], Any]) -> Any:
-    box: list[Any] = []
-
-    def target() -> None:
-        try:
-            box.append((run(), None))
-        except BaseException as error:
-            box.append((None, error))
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    value, error = box[0]
-    if error is not None:
-        raise error
-    return value

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from policygrad.errors import RewardError
 from policygrad.rewards.calls import Judgement
 from policygrad.rewards.subprocess import WorkerProcess
-from policygrad.rewards.wire import Chunk, Start, Started
+from policygrad.rewards.wire import Chunk, Started, WorkerStart
 
 START_LIMIT = 120.0  # seconds for a worker to import what its functions need; not part of any sample's budget
 ALONE_LIMIT = 3600.0  # for one that loads, or first downloads, a model
@@ -21,7 +21,7 @@ _Report = Callable[[int, tuple[int, ...], list[Judgement]], None]
 class Slot:
     """One place for a worker: the functions it runs, its worker, and the chunk that is at it."""
 
-    start: Start
+    start: WorkerStart
     limit: float = START_LIMIT  # seconds for its start
     worker: WorkerProcess | None = None
     ready: bool = False
@@ -63,7 +63,7 @@ class Dispatcher:
         self._budgets = budgets
 
     def open(self) -> None:
-        """Start every worker without waiting for it, so that imports overlap with the caller's work."""
+        """WorkerStart every worker without waiting for it, so that imports overlap with the caller's work."""
         for slot in self._slots:
             self._launch(slot)
 

@@ -17,7 +17,7 @@ from policygrad.rewards.dispatch import ALONE_LIMIT, Dispatcher, Slot, Work
 from policygrad.rewards.resolve import resolve
 from policygrad.rewards.summary import gather, summarise
 from policygrad.rewards.types import ProcessScores, Reward, RewardFunction, RewardScores
-from policygrad.rewards.wire import Chunk, Start, by_value
+from policygrad.rewards.wire import Chunk, WorkerStart, by_value
 
 _LARGEST_CHUNK = 64  # samples per message
 _CHUNKS_PER_WORKER = 4  # enough that one slow chunk does not leave the other workers idle
@@ -137,8 +137,10 @@ class RewardPool:
         alone = [{f} for f, number in enumerate(self._sent) if self.rewards[number].alone]
         others = set(range(len(functions))).difference(*alone)
 
-        def start(share: set[int]) -> Start:
-            return Start(tuple((name, code if f in share else None, p) for f, (name, code, p) in enumerate(functions)))
+        def start(share: set[int]) -> WorkerStart:
+            return WorkerStart(
+                tuple((name, code if f in share else None, p) for f, (name, code, p) in enumerate(functions))
+            )
 
         return [Slot(start(share), ALONE_LIMIT) for share in alone] + [
             Slot(start(others)) for _ in range(count if others else 0)

@@ -12,7 +12,7 @@ HEAD = struct.Struct(">Q")
 
 
 @dataclass(frozen=True)
-class Start:
+class WorkerStart:
     """First message to a worker: (name, function, whether it is a process reward); each function is pickled on its own so
     that a bad one can be named. Without a function: another worker has it."""
 

@@ -11,7 +11,7 @@ import sys
 from typing import Any, BinaryIO
 
 from policygrad.rewards.calls import Caller, Judgement, describe, tell
-from policygrad.rewards.wire import HEAD, Chunk, Start, Started, frame
+from policygrad.rewards.wire import HEAD, Chunk, Started, WorkerStart, frame
 
 _PR_SET_PDEATHSIG = 1
 
@@ -20,7 +20,7 @@ def main(parent: int) -> None:
     """Serve the process with id `parent` over standard input and output, and end with it."""
     _die_with(parent)
     source, sink = _take_pipes()
-    start: Start = _receive(source)
+    start: WorkerStart = _receive(source)
     callers: list[Caller | None] = []
     for name, function, of_steps in start.functions:
         try:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from policygrad.errors import ConfigError
 from policygrad.trackers.base import RunInfo, Tracker
 
 
@@ -18,7 +19,7 @@ class Trackers(Tracker):
     essential one raises goes through, as do Ctrl-C and exit. `with Trackers(...)` closes all.
 
     Raises:
-        TypeError: something that is no tracker, such as a class in the place of an instance.
+        ConfigError: something that is no tracker, such as a class in the place of an instance.
     """
 
     essential = True  # what it raises itself was raised by an essential one
@@ -27,7 +28,7 @@ class Trackers(Tracker):
         self._trackers = list(trackers)
         for tracker in self._trackers:
             if not isinstance(tracker, Tracker):
-                raise TypeError(
+                raise ConfigError(
                     f"{tracker!r} is no tracker: pass instances of subclasses of policygrad.trackers.Tracker"
                 )
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from policygrad.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Spaces:
@@ -66,7 +68,7 @@ class GymEnvironments:
     clipped on its way to the environment alone; its log-probability stays that of the action drawn.
 
     Raises:
-        ValueError: an unknown environment, with near names; spaces of another kind, with the reason; no time limit.
+        ConfigError: an unknown environment, with near names; spaces of another kind, with the reason; no time limit.
         ImportError: gymnasium, or what the environment itself needs, is not installed.
     """
 
@@ -87,7 +89,7 @@ class GymEnvironments:
         self._actions: Any = self.vector.single_action_space
         spec: Any = self.vector.envs[0].spec
         if spec is None or spec.max_episode_steps is None:
-            raise ValueError(
+            raise ConfigError(
                 f"{name} has no time limit, and an episode may go on for ever: give one, max_episode_steps=1000 "
                 "(--max-episode-steps 1000)"
             )
@@ -99,7 +101,7 @@ class GymEnvironments:
             return int(np.prod(space.shape))
         if isinstance(space, spaces.Discrete):
             return int(space.n)
-        raise ValueError(
+        raise ConfigError(
             f"{name} observes {space}, and the policies here read vectors of numbers: Box or Discrete observations. Wrap the "
             "environment in gymnasium.wrappers.FlattenObservation and register that"
         )
@@ -110,7 +112,7 @@ class GymEnvironments:
             return int(space.n), True
         if isinstance(space, spaces.Box):
             return int(np.prod(space.shape)), False
-        raise ValueError(
+        raise ConfigError(
             f"{name} takes {space} as an action, and the policies here draw from one categorical or one Gaussian distribution: "
             "Discrete or Box actions"
         )
@@ -153,7 +155,7 @@ def _gymnasium() -> Any:
     try:
         import gymnasium
     except ImportError as error:
-        raise ImportError(
+        raise ConfigError(
             "classic control needs gymnasium, which is not installed: pip install 'policygrad[control]'"
         ) from error
     return gymnasium

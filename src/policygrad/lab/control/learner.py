@@ -11,6 +11,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.critic import explained_variance
 from policygrad.core.metrics import Mean, Metrics
+from policygrad.errors import ConfigError
 from policygrad.lab.control.environments import Spaces
 from policygrad.lab.control.networks import Optimised
 from policygrad.lab.control.policies import ControlPolicy, ControlValue, Distribution, Normaliser
@@ -23,10 +24,10 @@ class ControlLearner:
     """The policy's and the critic's weights, each with its Adam; the learning rates fall to 0 along a line."""
 
     def __init__(self, spaces: Spaces, algorithm: Algorithm, settings: Settings, seed: int) -> None:
-        """Raises ValueError for what an algorithm cannot be here, and for a learning rate that it lacks."""
+        """Raises ConfigError for what an algorithm cannot be here, and for a learning rate that it lacks."""
         check(algorithm)
         if settings.lr is None and algorithm.step.uses_lr:
-            raise ValueError(f"{type(algorithm.step).__name__} needs a learning rate: set Settings(lr=…), say 1e-3")
+            raise ConfigError(f"{type(algorithm.step).__name__} needs a learning rate: set Settings(lr=…), say 1e-3")
         generator = torch.Generator().manual_seed(seed)
         self.seed, self.updates = seed, 0
         policy = ControlPolicy(spaces, settings.hidden, generator)

@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
+from policygrad.errors import NumericsError
+
 Network = TypeVar("Network", bound=nn.Module)
 
 
@@ -29,11 +31,11 @@ class Optimised(Generic[Network]):
         """One update, after which there is no gradient; the gradient's norm before it was clipped.
 
         Raises:
-            FloatingPointError: a gradient that is not finite; the weights are as they were.
+            NumericsError: a gradient that is not finite; the weights are as they were.
         """
         norm = float(nn.utils.clip_grad_norm_(self.network.parameters(), self.clip))
         if not norm < float("inf"):
-            raise FloatingPointError(f"the gradient's norm is {norm}: the weights were left as they were. Lower --lr")
+            raise NumericsError(f"the gradient's norm is {norm}: the weights were left as they were. Lower --lr")
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
         return norm

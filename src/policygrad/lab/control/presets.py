@@ -23,6 +23,7 @@ from policygrad.core.ratios import Token
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.update_rules import FirstOrder
 from policygrad.core.values import GAE, NStep, Whiten
+from policygrad.errors import ConfigError
 
 GAMMA = 0.99
 
@@ -47,11 +48,11 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("environments", "rollout"):
             if getattr(self, name) < 1:
-                raise ValueError(f"Settings.{name} must be at least 1, not {getattr(self, name)}")
+                raise ConfigError(f"Settings.{name} must be at least 1, not {getattr(self, name)}")
         if self.lr is not None and not self.lr > 0:
-            raise ValueError(f"Settings.lr must be above 0, not {self.lr}")
+            raise ConfigError(f"Settings.lr must be above 0, not {self.lr}")
         if not self.clip > 0:
-            raise ValueError(f"Settings.clip must be above 0, not {self.clip}")
+            raise ConfigError(f"Settings.clip must be above 0, not {self.clip}")
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,13 @@ def preset(name: str) -> Preset:
     """The named algorithm as it is run here.
 
     Raises:
-        ValueError: an algorithm that is not one of those here, with the nearest.
+        ConfigError: an algorithm that is not one of those here, with the nearest.
     """
     key = name.strip().lower().replace("-", "_")
     if key not in PRESETS:
         near = difflib.get_close_matches(key, PRESETS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"no algorithm {name!r} on classic control: {hint}there are {', '.join(PRESETS)}")
+        raise ConfigError(f"no algorithm {name!r} on classic control: {hint}there are {', '.join(PRESETS)}")
     return PRESETS[key]
 
 
@@ -144,7 +145,7 @@ def with_gamma(algorithm: Algorithm, gamma: float) -> Algorithm:
     """The same with another γ in its advantages and in its critic's targets.
 
     Raises:
-        ValueError: no part of it discounts.
+        ConfigError: no part of it discounts.
     """
 
     def changed(part: Any) -> Any:
@@ -152,7 +153,7 @@ def with_gamma(algorithm: Algorithm, gamma: float) -> Algorithm:
 
     found = replace(algorithm, psi=tuple(map(changed, algorithm.psi)), critic=changed(algorithm.critic))
     if found == algorithm and not any(hasattr(part, "gamma") for _, part in algorithm.parts()):
-        raise ValueError(f"{algorithm.name} does not discount: leave gamma out, or take ppo, trpo or a2c")
+        raise ConfigError(f"{algorithm.name} does not discount: leave gamma out, or take ppo, trpo or a2c")
     return found
 
 
@@ -161,10 +162,10 @@ FILLED = frozenset({"logp_old", "values", "returns", "truncated", "token_reward"
 
 
 def check(algorithm: Algorithm) -> None:
-    """Raises ValueError for what classic control cannot give an algorithm, with the reason and the way out."""
+    """Raises ConfigError for what classic control cannot give an algorithm, with the reason and the way out."""
     algorithm.check_sampling(1, 1.0)
     for problem in _problems(algorithm):
-        raise ValueError(f"{algorithm.name}: {problem}")
+        raise ConfigError(f"{algorithm.name}: {problem}")
 
 
 def _problems(algorithm: Algorithm) -> Iterator[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.metrics import Metrics
+from policygrad.errors import ConfigError
 from policygrad.lab.control.environments import Environments
 from policygrad.lab.control.learner import ControlLearner
 from policygrad.lab.control.presets import Settings
@@ -90,10 +91,10 @@ def train(
     The same every time for the same seed, whatever other random numbers the process draws.
 
     Raises:
-        ValueError: an algorithm that cannot be had on classic control; fewer steps than there are environments.
+        ConfigError: an algorithm that cannot be had on classic control; fewer steps than there are environments.
     """
     if steps < environments.number:
-        raise ValueError(
+        raise ConfigError(
             f"{steps} environment steps are less than one in each of {environments.number}: take more steps"
         )
     learner = ControlLearner(environments.spaces, algorithm, settings, seed)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
+from policygrad.errors import CheckpointError, ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.actor_critic import ActorCritic
 from policygrad.learners.local.curvature import Curvature
@@ -48,11 +49,13 @@ class LocalLearner:
         its configuration cannot.
 
         Raises:
-            ValueError: no learning rate where one is needed; `config.trainable` fits no parameter.
+            ConfigError: no learning rate where one is needed; `config.trainable` fits no parameter.
             ModelError: the model is needed twice, and there is no way to make it a second time.
         """
         if lr is None and algorithm.step.uses_lr:
-            raise ValueError(f"{type(algorithm.step).__name__} needs a learning rate: give LocalLearner a number as lr")
+            raise ConfigError(
+                f"{type(algorithm.step).__name__} needs a learning rate: give LocalLearner a number as lr"
+            )
         config, adam = config or LearnerConfig(), optimizer or OptimizerConfig()
         self.model, self.config, self.build, self.rollouts = model, config, build, 0
         if config.gradient_checkpointing:
@@ -85,16 +88,16 @@ class LocalLearner:
         between updates: the critic keeps its own, and a checkpoint holds neither.
 
         Raises:
-            ValueError: set to what is no rate, or where none is used.
+            ConfigError: set to what is no rate, or where none is used.
         """
         return self.optimizer.lr if self.uses_lr else None
 
     @lr.setter
     def lr(self, value: float) -> None:
         if not self.uses_lr:
-            raise ValueError("the algorithm's step has no learning rate: its length is set by algorithm.step")
+            raise ConfigError("the algorithm's step has no learning rate: its length is set by algorithm.step")
         if not 0 <= value < math.inf:
-            raise ValueError(f"a learning rate must be at least 0 and finite, not {value}")
+            raise ConfigError(f"a learning rate must be at least 0 and finite, not {value}")
         self.optimizer.lr = value
 
     @torch.no_grad()
@@ -175,7 +178,7 @@ class LocalLearner:
         trained = {name.removeprefix("weights/") for name in mine if name.startswith("weights/")}
         if trained != set(self.optimizer.masters):
             odd = sorted(trained ^ set(self.optimizer.masters))[0]
-            raise RuntimeError(
+            raise CheckpointError(
                 f"it was made with other trainable parameters ({odd}, say): leave learner.trainable as it was"
             )
         self.optimizer.restore(mine, values["optimizer"])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policygrad.errors import CheckpointError, ConfigError, ModelError, NumericsError
 from policygrad.learners.config import OptimizerConfig
 
 
@@ -26,7 +27,7 @@ class Optimizer:
         every_token_counts(model)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
-            raise ValueError("the model has no parameter that requires a gradient")
+            raise ModelError("the model has no parameter that requires a gradient")
         self.dtype = next(iter(self.parameters.values())).dtype
         whole = (torch.float32, torch.float64)
         self.masters = {n: p if p.dtype in whole else p.detach().float() for n, p in self.parameters.items()}
@@ -51,7 +52,7 @@ class Optimizer:
         """(gradient norm before clipping, learning rate); norm None and no step when there is no gradient at all.
 
         Raises:
-            FloatingPointError: a gradient that is not finite; the weights are as they were.
+            NumericsError: a gradient that is not finite; the weights are as they were.
         """
         rate = self.lr * self.config.rate(self.taken, self.total)
         masters = [m for m in self.masters.values() if m.grad is not None]
@@ -62,7 +63,7 @@ class Optimizer:
         norm = float(nn.utils.clip_grad_norm_(masters, limit))
         if not math.isfinite(norm):
             self.adam.zero_grad(set_to_none=True)
-            raise FloatingPointError(
+            raise NumericsError(
                 f"the gradient's norm is {norm} at optimiser step {self.taken + 1}: the weights were left as they were. "
                 "Lower --lr or optimizer.clip, or use learner.dtype fp32"
             )
@@ -110,10 +111,10 @@ class Optimizer:
         """Master weights, AdamW's moments and the step count.
 
         Raises:
-            RuntimeError: a step that an error has cut short, so that some weights have moved and others have not.
+            CheckpointError: a step that an error has cut short, so that some weights have moved and others have not.
         """
         if not self.whole:
-            raise RuntimeError("an optimiser step was cut short in its midst, so the weights are of no one step")
+            raise CheckpointError("an optimiser step was cut short in its midst, so the weights are of no one step")
         tensors = {f"weights/{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
             for key, value in self.adam.state.get(master, {}).items():
@@ -153,13 +154,13 @@ def train_only(model: nn.Module, pattern: str) -> None:
     """Lets those parameters train whose name the regular expression is found in; an empty one leaves all as they are.
 
     Raises:
-        ValueError: it is found in none, with some of the names.
+        ConfigError: it is found in none, with some of the names.
     """
     if not pattern:
         return
     chosen = {name: re.search(pattern, name) is not None for name, _ in model.named_parameters()}
     if not any(chosen.values()):
         some = ", ".join(list(chosen)[:: max(1, len(chosen) // 4)][:4])
-        raise ValueError(f"learner.trainable '{pattern}' is in no parameter's name; some of the {len(chosen)}: {some}")
+        raise ConfigError(f"learner.trainable '{pattern}' is in no parameter's name; some of the {len(chosen)}: {some}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(chosen[name])

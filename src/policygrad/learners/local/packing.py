@@ -14,6 +14,7 @@ from torch import Tensor
 
 from policygrad.core import ragged
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
+from policygrad.errors import DataError
 
 CAP = 1024
 """Tokens in a row that several completions share: attention over it costs the square."""
@@ -190,10 +191,10 @@ def pack(batch: Batch, rows: Tensor, budget: int, *, share: bool = True, cap: in
     share: a group's completions may stand in one row, of at most `cap` tokens.
 
     Raises:
-        ValueError: a batch without tokens or prompts.
+        ConfigError: a batch without tokens or prompts.
     """
     if batch.tokens is None or batch.prompts is None:
-        raise ValueError("a learner needs Batch.tokens and Batch.prompts (token ids); they are None")
+        raise DataError("a learner needs Batch.tokens and Batch.prompts (token ids); they are None")
     extent = _extents(batch.mask)
     cap = cap if share else 0
     for plan in _plan(_bins(batch, rows, extent, cap), budget, cap):

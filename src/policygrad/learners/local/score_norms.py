@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from policygrad.core import ragged
 from policygrad.core.batch import Batch
+from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import CHUNK, Evaluator, selected_logp
 from policygrad.learners.local.packing import Merged, Pack, pack
@@ -45,7 +46,7 @@ class ScoreNorms:
         """For the model of `evaluator`.
 
         Raises:
-            ValueError: `learner.score_parameters` matches no parameter that trains.
+            ConfigError: `learner.score_parameters` matches no parameter that trains.
         """
         chosen = matching(evaluator.model, config.score_parameters)
         plain = cls(evaluator, chosen, config.micro_tokens, together=False)
@@ -128,14 +129,14 @@ def matching(model: nn.Module, pattern: str) -> dict[str, nn.Parameter]:
     """The parameters that train and whose name the regular expression `pattern` is found in.
 
     Raises:
-        ValueError: there is none; some names are in the message.
+        ConfigError: there is none; some names are in the message.
     """
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = {name: p for name, p in names.items() if re.search(pattern, name)}
     if not found:
         known = list(names)
         some = dict.fromkeys([known[0], known[len(known) // 2], known[-1]]) if known else {}
-        raise ValueError(
+        raise ConfigError(
             f"learner.score_parameters {pattern!r} is found in the name of no parameter that trains. Names here: "
             f"{', '.join(some)} (a head tied to the embeddings goes by their name); empty = all of them"
         )
