@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from doubles.trackers import Record
 from safetensors.torch import load_file
 
 import policygrad as pg
+from doubles.trackers import Record
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.training.config.toml import load
@@ -143,7 +143,9 @@ class Chat:
 
 
 def test_a_conversation_is_one_trajectory_of_the_ids_that_were_sampled(run: pg.Run, random_model: Path) -> None:
-    run = replace(run, model="tiny", reward=(), task="embedded", sampling=pg.Sampling(max_tokens=40), prompts_per_step=6)
+    run = replace(
+        run, model="tiny", reward=(), task="embedded", sampling=pg.Sampling(max_tokens=40), prompts_per_step=6
+    )
     rollout = pg.collect(run, environment=Chat)
     tokenizer = load_tokenizer("tiny", load_model("tiny"))
     both = [(g, t) for g in rollout.groups for t in g.trajectories if len(t.segments) == 3]
