@@ -48,7 +48,7 @@ def dry_run(run: Any, folder: Path, *args: str) -> Run:
     code, out, err = run("train", *args, "--dry-run")
     assert code == 0, err
     (folder / "dry.toml").write_text(out, encoding="utf-8")
-    return load(folder / "dry.toml")
+    return load(folder / "dry.toml", Run())
 
 
 def test_help_and_version_import_nothing_heavy() -> None:
@@ -188,7 +188,7 @@ def test_only_the_outcome_has_to_make_sense(run: Any, tmp_path: Path) -> None:
 def test_the_budget_of_a_written_configuration_follows_the_flag(run: Any, tmp_path: Path) -> None:
     written = tmp_path / "run.toml"
     written.write_text(run("train", "dr_grpo", "--max-tokens", "40", "--dry-run")[1], encoding="utf-8")
-    assert load(written).algorithm.aggregate.length == 40
+    assert load(written, Run()).algorithm.aggregate.length == 40
     made = dry_run(run, tmp_path, "--config", str(written), "--max-tokens", "90")
     assert made.algorithm.aggregate.length == 90
     made = dry_run(run, tmp_path, "--config", str(written), "--algorithm.aggregate.length", "55")

@@ -35,7 +35,7 @@ class Halved(Advantage):
 def read(folder: Path, text: str | bytes, base: Run | None = None) -> Run:
     path = folder / "my.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return load(path, base)
+    return load(path, base or Run())
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
@@ -146,7 +146,7 @@ def test_refused(tmp_path: Path, text: str | bytes, says: str) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nosuch.toml"):
         with pytest.raises(ConfigError, match="cannot read the configuration"):
-            load(path)
+            load(path, Run())
 
 
 def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
@@ -190,4 +190,4 @@ def test_an_open_field_stays_open_where_the_named_algorithm_has_a_value(tmp_path
     run = pg.Run(algorithm=waits, evaluation=pg.Evaluation(every=5))
     path = tmp_path / "run.toml"
     path.write_text(dumps(run))
-    assert load(path).algorithm.reference == waits.reference
+    assert load(path, Run()).algorithm.reference == waits.reference

@@ -114,11 +114,11 @@ def test_sampler_and_learner_compute_the_models_own_numbers(name: str, tmp_path:
     assert batch.prompts is not None
     prompts = [Context(p, (0, i)) for i, p in enumerate(batch.prompts)]
     groups = sample(LocalSampler(model, frozenset({1}), 0), prompts, 6, Sampling(max_tokens=16))
-    assert len({len(c.tokens) for g in groups for c in g.completions}) > 1  # rows left the batch on the way
-    for group in groups:
+    assert len({len(c.tokens) for g in groups for c in g}) > 1  # rows left the batch on the way
+    for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
             with torch.no_grad():
-                truth = naive_logp(model, group.prompt.tokens, completion.tokens)
+                truth = naive_logp(model, prompt.tokens, completion.tokens)
             assert torch.allclose(completion.logp, truth, atol=1e-4)
 
 

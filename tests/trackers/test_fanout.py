@@ -3,6 +3,7 @@
 import pytest
 from followed import SAMPLE, Clock, follow, metrics
 
+from policygrad.errors import ConfigError
 from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers
 from policygrad.trackers.base import pick_sample
 
@@ -158,7 +159,7 @@ def test_equal_trackers_are_told_apart():
 
 @pytest.mark.parametrize("wrong", [Listener, None, "wandb"])
 def test_what_is_no_tracker_is_refused_at_once(wrong):
-    with pytest.raises(TypeError, match="is no tracker: pass instances"):
+    with pytest.raises(ConfigError, match="is no tracker: pass instances"):
         Trackers([wrong])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +15,7 @@ from policygrad.commands.options import writable, write
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.lab.control.presets import Settings, preset, with_gamma
+from policygrad.trackers import RunInfo, Tracker, Trackers
 from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
@@ -74,16 +75,16 @@ def control(args: list[str]) -> int:
     from policygrad.lab.control.train import evaluate, train
 
     environments = GymEnvironments(options.env, settings.environments, options.max_episode_steps)
-    say = (lambda line: None) if options.json else _say
-    say(f"{algorithm.name} on {options.env}: {options.steps} steps in {settings.environments} environments")
-    for symbol, formula in algorithm.equation().items():
-        say(f"  {symbol:6} {formula}")
-    trained = train(
-        environments, algorithm, settings, steps=options.steps, seed=options.seed, watch=_watch(say, options.steps)
-    )
-    fresh = GymEnvironments(options.env, min(10, options.episodes), options.max_episode_steps)
-    found = evaluate(trained.learner, fresh, options.episodes, seed=options.seed + 1_000_003, greedy=options.greedy)
-    say(_evaluated(found))
+    title = f"{algorithm.name} on {options.env}: {options.steps} steps in {settings.environments} environments"
+    with Trackers([] if options.json else [ControlLines()]) as trackers:
+        trackers.start(
+            RunInfo(title, algorithm.equation(), options.steps, unit="environment step", config=asdict(settings))
+        )
+        watch = lambda update: trackers.log(update.steps, measured(update))  # noqa: E731
+        trained = train(environments, algorithm, settings, steps=options.steps, seed=options.seed, watch=watch)
+        fresh = GymEnvironments(options.env, min(10, options.episodes), options.max_episode_steps)
+        found = evaluate(trained.learner, fresh, options.episodes, seed=options.seed + 1_000_003, greedy=options.greedy)
+        trackers.finish({f"mean return of {len(found.returns)} fresh episodes": _evaluated(found)})
     record: dict[str, Any] = {
         "env": options.env,
         "algorithm": algorithm.name,
@@ -105,8 +106,7 @@ def chosen(options: ControlOptions) -> tuple[Algorithm, Settings]:
     """The algorithm's preset with what the options change.
 
     Raises:
-        ConfigError: a learning rate where none is used.
-        ValueError: an algorithm that is not one of those here; a γ where nothing discounts.
+        ConfigError: a learning rate where none is used; an algorithm that is not one of those here; a γ where nothing discounts.
     """
     found = preset(options.algorithm)
     algorithm, settings = found.algorithm, found.settings
@@ -119,35 +119,50 @@ def chosen(options: ControlOptions) -> tuple[Algorithm, Settings]:
     return algorithm if options.gamma is None else with_gamma(algorithm, options.gamma), settings
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
+def measured(u: Update) -> dict[str, float]:
+    """An update as metrics, for trackers."""
+    values = {
+        "return": u.mean_return,
+        "entropy": u.entropy,
+        "kl": u.kl,
+        "explained_variance": u.explained_variance,
+        "steps_per_second": u.steps / max(u.seconds, 1e-9),
+        "updates/taken": None if u.accepted is None else float(u.accepted),
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _watch(say: Callable[[str], None], steps: int) -> Callable[[Update], None]:
+class ControlLines(Tracker):
     """A line per update, or per so many of them that there are not too many."""
-    next_line = 0.0
 
-    def watch(update: Update) -> None:
-        nonlocal next_line
-        if update.steps >= next_line or update.steps >= steps:
-            say(_line(update))
-            next_line = update.steps + steps / LINES * 0.99
+    def start(self, info: RunInfo) -> None:
+        self.steps, self.next_line = info.steps, 0.0
+        for line in (info.title, *(f"  {symbol:6} {formula}" for symbol, formula in info.facts.items())):
+            print(line, flush=True)
 
-    return watch
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
+        if step < min(self.next_line, self.steps):
+            return
+        self.next_line = step + self.steps / LINES * 0.99
+        found = f"return {metrics['return']:8.2f}" if "return" in metrics else "no episode yet"
+        said = f"{step:8d}  {found}  entropy {metrics['entropy']:6.3f}  kl {metrics['kl']:.5f}"
+        if "explained_variance" in metrics:
+            said += f"  explained {metrics['explained_variance']:6.3f}"
+        refused = "  no step taken" * (metrics.get("updates/taken") == 0)
+        print(f"{said}  {metrics['steps_per_second']:6.0f} steps/s{refused}", flush=True)
 
+    def note(self, text: str) -> None:
+        print(f"note: {text}", flush=True)
 
-def _line(u: Update) -> str:
-    found = "no episode yet" if u.mean_return is None else f"return {u.mean_return:8.2f}"
-    explained = "" if u.explained_variance is None else f"  explained {u.explained_variance:6.3f}"
-    refused = "  no step taken" if u.accepted is False else ""
-    speed = u.steps / max(u.seconds, 1e-9)
-    return f"{u.steps:8d}  {found}  entropy {u.entropy:6.3f}  kl {u.kl:.5f}{explained}  {speed:6.0f} steps/s{refused}"
+    def finish(self, summary: Mapping[str, str]) -> None:
+        for name, value in summary.items():
+            print(f"{name}: {value}", flush=True)
 
 
 def _evaluated(found: FreshEpisodes) -> str:
     error = "" if found.error is None else f" ± {found.error:.2f} (standard error)"
     policy = "the most probable actions" if found.greedy else "actions drawn from the policy"
-    return f"mean return of {len(found.returns)} fresh episodes: {found.mean:.2f}{error}, {policy}"
+    return f"{found.mean:.2f}{error}, {policy}"
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def report(
     """Measures the algorithms and runs the experiments (`names`; None = all, () = none).
 
     Raises:
-        ValueError: a group size that an algorithm or the lab refuses, a KL below 0, an unknown experiment.
+        ConfigError: a group size that an algorithm or the lab refuses, a KL below 0, an unknown experiment.
     """
     todo = experiments.chosen(names)  # a wrong name is said before the work, not after it
     with one_thread():

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,8 +28,9 @@ class JsonlTracker(Tracker):
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._files = {name: _open(self.folder / name) for name in (METRICS, COMPLETIONS)}
+        with writing(self.folder, self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._files = {name: _open(self.folder / name) for name in (METRICS, COMPLETIONS)}
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
         self.metrics(step, metrics)
@@ -38,7 +40,7 @@ class JsonlTracker(Tracker):
         self.metrics(step, metrics)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append `{"step": step, "reward": ...}`. Raises TypeError for what JSON lacks, OSError when it cannot write."""
+        """Append `{"step": step, "reward": ...}`. Raises TypeError for what JSON lacks, RunError when it cannot write."""
         self._append(METRICS, [_line(step, values, METRICS)])
 
     def completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -48,9 +50,10 @@ class JsonlTracker(Tracker):
     def truncate_after(self, step: int) -> int:
         """Drop the lines of later steps, and unreadable ones, so that a resumed run's files equal an unbroken run's.
 
-        Each file is replaced at once or not at all. Returns how many lines went. Raises OSError.
+        Each file is replaced at once or not at all. Returns how many lines went. Raises RunError.
         """
-        return sum(self._rewrite(name, step) for name in self._files)
+        with writing(self.folder, self.folder):
+            return sum(self._rewrite(name, step) for name in self._files)
 
     def history(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of one metric so far, without the steps that lack it; a tracker draws its curve from this."""
@@ -59,21 +62,18 @@ class JsonlTracker(Tracker):
 
     def sync(self) -> None:
         """Wait until everything written is on the disk."""
-        for file in self._files.values():
-            os.fsync(file.fileno())
+        with writing(self.folder, self.folder):
+            for file in self._files.values():
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
 
     def _append(self, name: str, lines: list[bytes]) -> None:
-        file = self._files[name]
-        try:
-            file.write(b"".join(lines))
-            file.flush()
-        except OSError as error:
-            reason = f"{error.strerror}; see to it, then --resume {self.folder} goes on"
-            raise RunError(f"{self.folder / name} cannot be written: {reason}") from error
+        with writing(self.folder / name, self.folder):
+            self._files[name].write(b"".join(lines))
+            self._files[name].flush()
 
     def _rewrite(self, name: str, step: int) -> int:
         path, temporary = self.folder / name, self.folder / f".{name}.tmp"
@@ -88,6 +88,16 @@ class JsonlTracker(Tracker):
         os.replace(temporary, path)
         self._files[name] = path.open("ab")
         return dropped
+
+
+@contextmanager
+def writing(path: Path, run: Path) -> Iterator[None]:
+    """What the operating system refuses of a file or folder of a run is a RunError that names it."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.strerror or error}; see to it, then --resume {run} goes on"
+        raise RunError(f"{error.filename or path} cannot be written: {reason}") from error
 
 
 def _open(path: Path) -> BinaryIO:

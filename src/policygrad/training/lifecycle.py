@@ -22,6 +22,7 @@ from policygrad.checkpoint.model_folder import save_model
 from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers, default_tracker
+from policygrad.trackers.jsonl import writing
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.toml import dumps
 from policygrad.training.folder import check_resumable, new_folder
@@ -168,7 +169,8 @@ class Lifecycle(ABC, Generic[C, P, M]):
 
     def _open(self) -> None:
         """The folder; its configuration first of all, so that one with anything in it can be resumed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder, self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / self.file).exists():
             write_atomically(self.folder / self.file, dumps(self.config))
         self.files = JsonlTracker(self.folder)

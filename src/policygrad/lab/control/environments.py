@@ -164,10 +164,10 @@ def _gymnasium() -> Any:
 def _refusal(gym: Any, name: str, error: Exception) -> Exception:
     """What gymnasium would not make, in words."""
     if isinstance(error, (ImportError, gym.error.DependencyNotInstalled)):
-        return ImportError(f"{name} needs more than gymnasium itself: {error}")
+        return ConfigError(f"{name} needs more than gymnasium itself: {error}")
     if isinstance(error, gym.error.UnregisteredEnv):
         known = sorted(gym.registry)
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
-        return ValueError(f"unknown environment {name!r}: {hint}")
-    return ValueError(f"gymnasium does not make {name!r}: {error}")
+        return ConfigError(f"unknown environment {name!r}: {hint}")
+    return ConfigError(f"gymnasium does not make {name!r}: {error}")

@@ -143,8 +143,7 @@ def _typed(value: Any, hint: Any, where: str, dotted: str) -> Any:
             "pg.train(run, resume=folder) with the same object, or write a name here"
         )
     for option in options:
-        if option is Any and isinstance(value, str):  # by name here, where Python may give an object
-            return value
+        option = str if option is Any else option  # by name here, where Python may give an object
         if option is NoneType:
             continue
         if typing.get_origin(option) is tuple and isinstance(value, list):

@@ -1,0 +1,200 @@
+"""What is handed to a run in the place of names and of our own: objects, environments, trackers, callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import policygrad as pg
+from doubles.trackers import Record
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import load_tokenizer
+from policygrad.training.config.toml import load
+
+ROWS = [{"prompt": f"{i} + {j} =\n", "answer": str(i + j)} for i in range(4) for j in range(3)]
+
+
+def digits_first(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
+    return [float(c[:1].isdigit()) for c in completions]
+
+
+@pytest.fixture
+def run(random_model: Path, tmp_path: Path) -> pg.Run:
+    return pg.Run(
+        algorithm=pg.DR_GRPO,
+        model=str(random_model),
+        task=ROWS,
+        reward=(digits_first,),
+        steps=3,
+        prompts_per_step=3,
+        samples_per_prompt=4,
+        lr=3e-3,
+        sampling=pg.Sampling(max_tokens=6),
+        evaluation=pg.Evaluation(problems=2, samples=2),
+        checkpoint=pg.Checkpointing(every=1),
+        output=str(tmp_path / "run"),
+    )
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def objects(run: pg.Run) -> pg.Run:
+    """The same with its model and tokenizer as objects."""
+    model = load_model(str(run.model))
+    return replace(run, model=model, tokenizer=load_tokenizer(str(run.model), model).hf)
+
+
+def test_a_run_made_of_objects_is_the_run_made_of_names(run: pg.Run, tmp_path: Path) -> None:
+    record = Record()
+    named = pg.train(replace(run, output=str(tmp_path / "named")), display=False)
+    given = pg.train(objects(run), display=record)
+    assert equal(weights(named.output), weights(given.output))
+    assert "model and tokenizer and task and reward given as objects, which run.toml cannot hold" in record.said
+    assert "from the command line" in record.said
+
+
+def test_a_run_made_of_objects_goes_on_from_python_and_says_so(run: pg.Run, tmp_path: Path) -> None:
+    whole = pg.train(replace(objects(run), output=str(tmp_path / "whole")), display=False)
+    record = Record()
+    pg.train(objects(run), stop_after=1, display=record)
+    folder = tmp_path / "run"
+    assert record.summary["go on with"] == f"pg.train(run, resume={str(folder)!r})"
+    with pytest.raises(pg.ConfigError, match=r"run\.toml: 'model' was a LlamaForCausalLM object given in Python"):
+        load(folder / "run.toml", pg.Run())
+    with pytest.raises(pg.ConfigError, match=r"pg\.train\(run, resume=folder\) with the same object"):
+        pg.train(resume=folder, display=False)
+    pg.train(objects(run), resume=folder, display=False)
+    assert equal(weights(whole.output), weights(folder))
+
+
+def test_progress_shows_by_default(run: pg.Run, capsys: pytest.CaptureFixture[str]) -> None:
+    pg.train(run)
+    out = capsys.readouterr().out
+    assert "policygrad · dr_grpo on list object" in out
+    assert "step 3/3" in out
+    assert "held-out" in out
+
+
+def test_nothing_shows_where_nothing_shall(run: pg.Run, capsys: pytest.CaptureFixture[str]) -> None:
+    pg.train(run, display=False)
+    assert capsys.readouterr().out == ""
+
+
+class Breaks(pg.Tracker):
+    """A service that is down."""
+
+    def log(self, step: int, metrics: Mapping[str, float], completions: Any = ()) -> None:
+        raise ConnectionError("no route")
+
+
+def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(run: pg.Run) -> None:
+    record = Record()
+    with pytest.warns(UserWarning, match="Breaks"):
+        result = pg.train(run, display=False, trackers=[Breaks(), record])
+    assert result.steps == 3
+    assert [step for step, _ in record.steps] == [1, 2, 3]
+    assert "Breaks.log failed (ConnectionError: no route); the run goes on without this tracker" in record.said
+
+
+def test_what_is_no_tracker_or_callback_is_refused(run: pg.Run) -> None:
+    with pytest.raises(pg.ConfigError, match="is no callback: pass instances"):
+        pg.train(run, display=False, callbacks=[Breaks()])  # type: ignore[list-item]
+    with pytest.raises(pg.ConfigError, match="is no tracker: pass instances"):
+        pg.train(run, display=False, trackers=[Breaks])  # type: ignore[list-item]
+
+
+def test_a_callback_may_stop_the_run(run: pg.Run) -> None:
+    class Enough(pg.Callback):
+        def step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+            if step == 2:
+                trainer.stop()
+
+    stopped = pg.train(run, display=False, callbacks=[Enough()])
+    assert (stopped.steps, stopped.model) == (2, None)
+    assert pg.train(run, resume=stopped.output, display=False).steps == 3
+
+
+class Chat:
+    """Messages: a question, the policy's turn, a tool's answer, the policy's turn."""
+
+    def __init__(self, example: pg.Example) -> None:
+        self.example, self.said = example, list[str]()
+
+    async def reset(self) -> pg.Observation:
+        return pg.Observation(({"role": "user", "content": str(self.example.prompt)},))
+
+    async def step(self, action: pg.Action) -> pg.Step:
+        self.said.append(action.text)
+        if len(self.said) == 1:
+            return pg.Step(pg.Observation(({"role": "tool", "content": "said the tool"},)), reward=0.25)
+        return pg.Step(reward=float(any(c.isdigit() for c in action.text)))
+
+
+def test_a_conversation_is_one_trajectory_of_the_ids_that_were_sampled(run: pg.Run, random_model: Path) -> None:
+    run = replace(
+        run, model="tiny", reward=(), task="embedded", sampling=pg.Sampling(max_tokens=40), prompts_per_step=6
+    )
+    rollout = pg.collect(run, environment=Chat)
+    tokenizer = load_tokenizer("tiny", load_model("tiny"))
+    both = [(g, t) for g in rollout.groups for t in g.trajectories if len(t.segments) == 3]
+    assert both
+    for group, trajectory in both:
+        first, tool, second = trajectory.segments
+        assert (first.sampled, tool.sampled, second.sampled) == (True, False, True)
+        assert int(first.tokens[-1]) in tokenizer.end
+        assert "said the tool" in tokenizer.decode(tool.tokens)
+        assert trajectory.turn_rewards[0] == 0.25
+        assert trajectory.reward == pytest.approx(sum(r for r in trajectory.turn_rewards if r is not None))
+        whole = [
+            {"role": "user", "content": str(group.start.example.prompt)},
+            {"role": "assistant", "content": tokenizer.decode(first.tokens)},
+            {"role": "tool", "content": "said the tool"},
+            {"role": "assistant", "content": tokenizer.decode(second.tokens)},
+        ]
+        rendered = tokenizer.hf.apply_chat_template(whole, tokenize=False)
+        ids = torch.cat([group.prompt, trajectory.tokens])
+        said = str(tokenizer.hf.decode(ids, clean_up_tokenization_spaces=False))
+        assert rendered.startswith(said) or said == rendered
+    batch = rollout.batch
+    assert batch.version is not None
+    assert set(batch.version[batch.mask].tolist()) == {0}
+
+
+def test_episodes_that_the_environment_does_not_judge_are_said(run: pg.Run) -> None:
+    class Silent(Chat):
+        async def step(self, action: pg.Action) -> pg.Step:
+            return pg.Step()
+
+    record = Record()
+    pg.train(replace(run, reward=(), model="tiny"), environment=Silent, display=record, stop_after=1)
+    assert "the environment gave no reward" in record.said
+
+
+def test_an_environment_that_says_different_things_to_one_examples_samples_is_refused(run: pg.Run) -> None:
+    made: list[Any] = []
+
+    class Fickle(Chat):
+        async def reset(self) -> pg.Observation:
+            made.append(self)
+            return pg.Observation(f"hello {len(made)}")
+
+    with pytest.raises(pg.EngineError, match=r"Fickle\.reset says different things to the samples of one example"):
+        pg.collect(run, environment=Fickle)
+
+
+def test_an_environment_has_no_prefix_values(run: pg.Run) -> None:
+    vine = replace(pg.VINEPPO, psi=(pg.PrefixValue(2),))
+    with pytest.raises(pg.ConfigError, match="PrefixValue starts again in the midst of an answer"):
+        pg.collect(replace(run, algorithm=vine, step_end="[a-z ]"), environment=lambda example: pg.SingleTurn(example))
