@@ -146,7 +146,7 @@ def required(value: Tensor | None, part: object, name: str) -> Tensor:
     """The batch field `name`, or an error that says which part asked for it."""
     if value is None:
         raise ConfigError(
-            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `score` does), or drop the part"
+            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `evaluate` does), or drop the part"
         )
     return value
 
