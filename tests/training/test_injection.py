@@ -224,3 +224,30 @@ def test_a_filter_is_given_what_it_declares(run: pg.Run) -> None:
     assert (seen[0] < 0).any()
     with pytest.raises(pg.ConfigError, match=r"Likely needs Batch\.logp_old"):
         pg.collect(run)  # no learner here to fill it
+
+
+def test_what_does_not_do_what_it_must_is_refused_by_name(run: pg.Run) -> None:
+    with pytest.raises(pg.ConfigError, match=r"sampler is .*: give an object with `async generate\(requests\)`"):
+        pg.train(run, sampler=3, display=False)  # type: ignore[arg-type]
+    with pytest.raises(pg.ConfigError, match=r"learner is .*: give a function of \(model, run\)"):
+        pg.train(run, learner=3, display=False)  # type: ignore[arg-type]
+
+    class Says(Chat):
+        async def reset(self) -> Any:
+            return "hello"
+
+    class Waits(Chat):
+        def reset(self) -> Any:
+            return pg.Observation("hello")
+
+    class Ends(Chat):
+        async def step(self, action: pg.Action) -> Any:
+            return None
+
+    for environment, said in (
+        (Says, r"Says\.reset returned str: return an Observation"),
+        (Waits, r"Waits\.reset is not async: write `async def reset`"),
+        (Ends, r"Ends\.step returned NoneType: return a Step"),
+    ):
+        with pytest.raises(pg.EngineError, match=said):
+            pg.collect(replace(run, model="tiny", task="embedded"), environment=environment)
