@@ -126,13 +126,10 @@ class Algorithm:
         check_sampling(self, samples_per_prompt, temperature)
 
     def filtered(self, batch: Batch, *, refilled: bool = False) -> Batch:
-        """The batch after the filters, which look at the task's score.
+        """The batch after the filters, which look at the task's score. Raises ConfigError for a field that one needs and lacks.
 
         refilled: a rollout has sampled others in the place of what a refilling filter drops; what it still drops could not be
         refilled, so it gets weight 0 and the rest more.
-
-        Raises:
-            ConfigError: a field that a filter needs and the batch lacks.
         """
         for part in self.filters:
             if refilled and part.refill:
