@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import test_enumeration as exact
 import torch
-from random_batches import Random, Shape, close, gradients, make
 from torch import Tensor
 
 import policygrad as pg
+from doubles import enumeration as exact
+from doubles.random_batches import Random, Shape, close, gradients, make
 
 S = 3**0.5 / 2  # (1 − ½)/std of [1, 1, 0, 0] with ddof 1
 

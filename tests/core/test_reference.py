@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from random_batches import Shape, make
 
+from doubles.random_batches import Shape, make
 from policygrad.core.metrics import Mean, Metrics, Sum
 from policygrad.core.reference import Reference
 

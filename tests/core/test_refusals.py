@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from random_batches import Shape, make, policy
 from torch import Tensor
 
 import policygrad as pg
+from doubles.random_batches import Shape, make, policy
 from policygrad.core.metrics import Max, Sum, merge
 from policygrad.core.objective import gate_weight
 from policygrad.core.reference import Reference

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from test_run import Record, rows, same, small, untimed, weights  # type: ignore[import-not-found]  # noqa: F401
 from torch import Tensor, nn
 
 import policygrad as pg
+from doubles.files import rows, same, untimed, weights
 from doubles.tabular_learner import TabularLearner, TabularProblem
+from doubles.trackers import Record
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local import curvature
 from policygrad.learners.local.curvature_problem import LocalProblem
@@ -376,7 +377,7 @@ class NotANumber(pg.Advantage):
         return psi * float("nan")
 
 
-def test_what_is_not_finite_costs_the_step_not_the_run(small: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_what_is_not_finite_costs_the_step_not_the_run(small: Run, tmp_path: Path) -> None:
     record = Record()
     algorithm = replace(CHEAP, name="broken", psi=(NotANumber(),))
     run = replace(small, algorithm=algorithm, lr=None, steps=2, output=str(tmp_path / "run"))
@@ -390,7 +391,7 @@ def test_what_is_not_finite_costs_the_step_not_the_run(small: Run, tmp_path: Pat
     assert same(weights(result.output), {n: p for n, p in before.named_parameters() if n in weights(result.output)})
 
 
-def test_a_search_that_finds_nothing_says_why_nothing_was_learned(small: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_a_search_that_finds_nothing_says_why_nothing_was_learned(small: Run, tmp_path: Path) -> None:
     """A step so short that float32 cannot tell the surrogate's rise."""
     record = Record()
     algorithm = replace(CHEAP, step=pg.TrustRegion(delta=1e-30, iterations=1, tries=1))
@@ -414,7 +415,7 @@ def test_a_learning_rate_that_would_drive_nothing_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trpo", "natural"])
-def test_runs_keep_to_delta_and_resume_to_the_bit(small: Run, tmp_path: Path, name: str) -> None:  # noqa: F811
+def test_runs_keep_to_delta_and_resume_to_the_bit(small: Run, tmp_path: Path, name: str) -> None:
     algorithm = replace(pg.algorithm(name), critic=pg.Critic(lr=1e-3))
     run = replace(small, algorithm=algorithm, lr=None)
     record = Record()

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from doubles.files import write_rows
+from doubles.models import changed_copy
+from doubles.trackers import Record
 from policygrad.algorithms import ALGORITHMS
 from policygrad.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
 from policygrad.models.hub import locate
 from policygrad.models.loading import resolve
 from policygrad.samplers.base import Sampling
-from policygrad.trackers import Tracker
 from policygrad.training.config.run import Checkpointing, Evaluation, LearnerConfig, Rewarding, Run
 from policygrad.training.resources import evaluate as measure_model
 from policygrad.training.trainer import train
@@ -47,16 +49,6 @@ halves.reward_options = {"process": True}
 """
 
 
-class Notes(Tracker):
-    """Remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.said.append(text)
-
-
 @dataclass
 class Bench:
     """A task, rewards and a run of one step on the tiny random model."""
@@ -68,18 +60,16 @@ class Bench:
         return (f"{self.folder / 'mine.py'}:{name}",)
 
     def task(self, *rows: Any) -> str:
-        path = self.folder / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
+        return write_rows(self.folder / "rows.jsonl", rows)
 
     def go(self, **changes: Any) -> tuple[list[dict[str, Any]], str]:
         """(rows of metrics.jsonl, all notes)."""
-        display = Notes()
+        display = Record()
         run = replace(self.run, **changes)
         result = train(run, display=display)
         lines = (result.output / "metrics.jsonl").read_text().splitlines()
         assert "NaN" not in "".join(lines)
-        return [json.loads(line) for line in lines], "\n".join(display.said)
+        return [json.loads(line) for line in lines], display.said
 
 
 @pytest.fixture
@@ -108,13 +98,7 @@ def changed_model(random_model: Path, tmp_path: Path) -> Callable[..., str]:
     """A copy of the random model with other entries in one of its JSON files."""
 
     def change(**files: dict[str, Any]) -> str:
-        folder = tmp_path / "changed"
-        shutil.copytree(random_model, folder, dirs_exist_ok=True)
-        for name, changes in files.items():
-            path = folder / f"{name}.json"
-            old = json.loads(path.read_text()) if path.exists() else {}
-            path.write_text(json.dumps({**old, **changes}))
-        return str(folder)
+        return str(changed_copy(random_model, tmp_path / "changed", **files))
 
     return change
 
@@ -365,9 +349,9 @@ def test_a_damaged_checkpoint(bench: Bench) -> None:
     data[-1] ^= 1
     (newest / "tensors.safetensors").write_bytes(data)
     shutil.copytree(folder, bench.folder / "other")
-    display = Notes()
+    display = Record()
     assert train(resume=folder, display=display).steps == 2
-    assert any(f"using the one before it, {before.name}" in text for text in display.said)
+    assert any(f"using the one before it, {before.name}" in text for text in display.notes)
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
     other = bench.folder / "other"
     (other / "checkpoints" / before.name / "state.json").write_text("{}")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ from safetensors.torch import load_file
 
 import policygrad as pg
 from doubles.failing import FailingSampler, learner_cut_short, learner_with_a_bad_gradient
-from doubles.trackers import Record
+from doubles.files import rows, same, untimed, weights
+from doubles.trackers import Interrupting, Record
 from policygrad.algorithms import ALGORITHMS
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import RunError
@@ -28,49 +27,6 @@ from policygrad.samplers.base import Sampling
 from policygrad.training.config.run import Checkpointing, Evaluation, Run
 from policygrad.training.config.toml import load
 from policygrad.training.trainer import train
-
-REWARD = """
-def starts_with_a_digit(prompts, completions, **columns):
-    return [float(c[:1].isdigit()) for c in completions]
-"""
-
-
-@pytest.fixture(scope="module")
-def small(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of seconds: a random model, twelve prompts, a reward of our own."""
-    folder = tmp_path_factory.mktemp("task")
-    (folder / "mine.py").write_text(REWARD)
-    rows = [{"prompt": f"{i} + {j} =\n", "answer": str(i + j)} for i in range(6) for j in range(8)]
-    (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return Run(
-        algorithm=pg.DR_GRPO,
-        model=str(random_model),
-        task=str(folder / "sums.jsonl"),
-        reward=(f"{folder / 'mine.py'}:starts_with_a_digit",),
-        steps=5,
-        prompts_per_step=4,
-        samples_per_prompt=8,
-        lr=3e-3,
-        sampling=Sampling(max_tokens=8),
-        evaluation=Evaluation(problems=0),
-        checkpoint=Checkpointing(every=1, keep=3),
-    )
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().split("\n") if line]  # splitlines would also cut at U+2028
-
-
-def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def untimed(path: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if "time" not in k and "per_second" not in k} for row in rows(path)]
 
 
 @pytest.mark.slow
@@ -234,13 +190,7 @@ def test_kill_9_while_saving_leaves_a_run_that_resumes(small: Run, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_signal_stops_after_the_step_with_a_checkpoint(small: Run, tmp_path: Path) -> None:
-    class Interrupts(Record):
-        def log(self, step: int, metrics: Mapping[str, float], completions: Any = ()) -> None:
-            super().log(step, metrics, completions)
-            if step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    record = Interrupts()
+    record = Interrupting(2)
     result = train(replace(small, output=str(tmp_path / "run"), checkpoint=Checkpointing(every=100)), display=record)
     assert result.model is None
     assert 2 <= result.steps <= 3
