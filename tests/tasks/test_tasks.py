@@ -321,3 +321,8 @@ def test_a_task_of_ones_own_is_used_as_it_is():
     assert load_task(own) is own
     with pytest.raises(DataError, match="the task 'rows' has held-out problems of its own"):
         load_task(own, held_out="other.jsonl")
+
+
+def test_an_unknown_task_is_told_in_sentences() -> None:
+    with pytest.raises(ValueError, match=r"lists the names\. A file"):
+        load_task("qqqqqqqq")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from doubles.files import write_rows
+from doubles.files import rows, write_rows
 from doubles.models import changed_copy
 from doubles.trackers import Record
 from policygrad.algorithms import ALGORITHMS
@@ -67,20 +66,19 @@ class Bench:
         display = Record()
         run = replace(self.run, **changes)
         result = train(run, display=display)
-        lines = (result.output / "metrics.jsonl").read_text().splitlines()
-        assert "NaN" not in "".join(lines)
-        return [json.loads(line) for line in lines], display.said
+        assert "NaN" not in (result.output / "metrics.jsonl").read_text()
+        return rows(result.output / "metrics.jsonl"), display.said
 
 
 @pytest.fixture
 def bench(random_model: Path, tmp_path: Path) -> Bench:
     (tmp_path / "mine.py").write_text(REWARDS)
-    rows = [{"prompt": f"{i} + {i} =\n", "answer": str(2 * i)} for i in range(4)]
+    sums = [{"prompt": f"{i} + {i} =\n", "answer": str(2 * i)} for i in range(4)]
     bench = Bench(tmp_path, Run())
     bench.run = Run(
         algorithm=ALGORITHMS["dr_grpo"],
         model=str(random_model),
-        task=bench.task(*rows),
+        task=bench.task(*sums),
         reward=bench.reward("fine"),
         steps=1,
         prompts_per_step=4,
@@ -145,9 +143,9 @@ def test_equal_rewards(bench: Bench, name: str) -> None:
     steps = bench.reward("halves") if "step_end" in ALGORITHMS[name].declared else ()  # each worth what the outcome is
     metrics, _ = bench.go(reward=bench.reward("equal") + steps, algorithm=ALGORITHMS[name])
     assert all(row["frac_reward_zero_std"] == 1 and row["reward"] == 1 for row in metrics)
-    rows = [json.loads(line) for line in (bench.folder / "run" / "completions.jsonl").read_text().splitlines()]
+    completions = rows(bench.folder / "run" / "completions.jsonl")
     if any(getattr(link, "group_statistic", False) for link in ALGORITHMS[name].psi):
-        assert all(row["advantage"] == 0 for row in rows)
+        assert all(row["advantage"] == 0 for row in completions)
 
 
 def test_dynamic_sampling_stops_when_every_prompt_is_solved(bench: Bench) -> None:
@@ -221,6 +219,12 @@ def test_a_prompt_longer_than_the_context(bench: Bench) -> None:
         ModelError, match=r"rows.jsonl:2 has \d+ tokens and max_tokens is 8: together more than the 256"
     ):
         bench.go(task=task)
+
+
+def test_a_prompt_without_room_for_the_completion_is_refused_before_there_is_a_folder(bench: Bench) -> None:
+    with pytest.raises(ModelError, match="2048 positions"):
+        bench.go(model="tiny", sampling=Sampling(max_tokens=5000))
+    assert not (bench.folder / "run").exists()
 
 
 def test_messages_without_a_chat_template(bench: Bench, changed_model: Callable[..., str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 from policygrad import __version__, cli
 from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands import describe, show
-from policygrad.commands.completion import script
 from policygrad.commands.options import take_algorithm
 from policygrad.errors import RunError
 from policygrad.training.config.run import Run
@@ -340,38 +338,3 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLICYGRAD_DEBUG", "1")
     with pytest.raises(ValueError, match="did you mean 'grpo'"):
         cli.main(["train", "gprpo"])
-
-
-# --- tab completion
-
-
-@functools.cache
-def bash_script() -> str:
-    return script("bash")
-
-
-def complete(*words: str) -> list[str]:
-    """What bash offers for the last word."""
-    command = f'{bash_script()}\nCOMP_WORDS=(policygrad "$@")\nCOMP_CWORD=$#\n_policygrad\nprintf \'%s\\n\' "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", command, "bash", *words], capture_output=True, text=True, check=True)
-    return done.stdout.split()
-
-
-def test_completion() -> None:
-    assert complete("tr") == ["train"]
-    assert complete("train", "da") == ["dapo"]
-    assert complete("show", "Cl") == ["Clip"]
-    assert {"--algorithm.gate", "--algorithm.gate.high", "--algorithm.gate.tau-pos"} <= set(
-        complete("train", "--algorithm.g")
-    )
-    assert complete("train", "dapo", "--algorithm.gate", "W") == ["WeightCap"]
-    assert complete("train", "dapo", "--algorithm.gate", "n") == []  # an algorithm has one
-    assert complete("train", "dapo", "--algorithm.critic", "n") == complete("train", "--algorithm.psi", "n") == ["none"]
-    assert complete("train", "vineppo", "--task", "embedded_") == ["embedded_steps"]
-    assert complete("train", "grpo_process", "--reward", "w") == ["worked_steps"]
-    assert complete("train", "--config", "") == []  # the shell's own: files
-    assert "--threshold" in complete("eval", "--th")
-    assert complete("lab", "--experiment", "z_") == ["z_score"]
-    assert complete("lab", "con") == ["control"]
-    assert {"--output", "--part", "--json"} <= set(complete("lab", "--"))
-    assert "bashcompinit" in script("zsh")

@@ -339,7 +339,7 @@ def test_a_model_without_a_padding_token_gets_one(config: pg.RewardModelConfig, 
 def test_a_bad_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
     path = write_rows(tmp_path / "bad.jsonl", [PAIRS[0]])
     with Path(path).open("a") as file:
-        file.write_rows("\n" + json.dumps(row) + "\n")
+        file.write("\n" + json.dumps(row) + "\n")
     with pytest.raises(DataError, match=says):
         read_pairs(path)
 

@@ -372,6 +372,17 @@ def test_a_write_that_the_system_refuses(tmp_path):
     assert names(tmp_path) == ["step-000001"]
 
 
+def test_a_failed_checkpoint_names_the_option_that_goes_on(tmp_path: Path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = tmp_path / "run" / "checkpoints"
+    checkpoint.save(folder, 1, {"w": torch.zeros(2)}, {})
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"free some space; --resume .*run goes on from there$"):
+        checkpoint.save(folder, 2, {"w": torch.zeros(2)}, {})
+
+
 # --- kill -9 ---
 
 
