@@ -318,7 +318,7 @@ def test_full_disk(tmp_path, monkeypatch, where, step):
     save(tmp_path, 1, content(1), {"save": 1})
     module = {"replace": os, "mkdir": Path}.get(where, checkpoint)
     monkeypatch.setattr(module, where, full)
-    with pytest.raises(CheckpointError, match=r"disk is full.*previous checkpoint, step-000001, is intact: free some"):
+    with pytest.raises(CheckpointError, match=r"disk is full.*step-000001, is intact: free some"):
         save(tmp_path, step, content(step), {"save": 2})
     monkeypatch.undo()
     assert names(tmp_path) == ["step-000001"]

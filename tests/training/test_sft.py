@@ -125,7 +125,7 @@ def test_a_template_that_cannot_be_learnt_from(
 def test_a_prompt_that_joins_its_completion_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """`The answer ` + `is` is one token where the prompt's end and the completion's beginning were to be two."""
     row = read(tmp_path, {"prompt": "The answer", "completion": " is 2"})
-    with pytest.raises(ModelError, match=r"one.jsonl:1: the tokenizer .* joins the end of 'prompt'.*'The answer'"):
+    with pytest.raises(ModelError, match=r"one.jsonl:1: .*'prompt'.*'The answer'"):
         tokenise(row, tokenizer)
     with pytest.raises(ModelError, match=r"one.jsonl:1: \d+ tokens, more than the 256 positions"):
         tokenise(read(tmp_path, {"prompt": "a", "completion": "b" * 2000}), tokenizer)
@@ -198,7 +198,7 @@ def test_it_learns_and_is_resumed_bit_for_bit(config: SFTConfig, tmp_path: Path,
 def test_only_what_is_trainable_moves(config: SFTConfig, tmp_path: Path) -> None:
     config = replace(config, learner=pg.LearnerConfig(trainable=r"layers\.1\."), output=str(tmp_path / "run"))
     pg.sft(config, stop_after=2)
-    with pytest.raises(RunError, match=r"other trainable parameters \(.*\): leave learner.trainable as it was"):
+    with pytest.raises(RunError, match=r"leave learner\.trainable as it was"):
         pg.sft(replace(config, learner=pg.LearnerConfig()), resume=tmp_path / "run")
     pg.sft(resume=tmp_path / "run")
     before, after = load_file(Path(config.model) / "model.safetensors"), weights(tmp_path / "run")
