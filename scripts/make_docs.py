@@ -1,4 +1,5 @@
-"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.md.
+"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.md, and of docs/architecture.md
+the picture, the layers and the tree.
 
 python scripts/make_docs.py              writes them
 python scripts/make_docs.py --check      only says which are out of date
@@ -12,9 +13,11 @@ import sys
 from pathlib import Path
 
 from pages.algorithm import algorithm_page
+from pages.architecture import layers_block, tree
 from pages.checked import renew
 from pages.index import index_page, matrix
 from pages.measured import measured_page
+from pages.picture import picture
 from pages.tables import tables_page
 from policygrad.algorithms import ALGORITHMS
 
@@ -23,20 +26,25 @@ README, DOCS = ROOT / "README.md", ROOT / "docs"
 CHECKED = (DOCS / "where-sources-disagree.md",)
 
 
-def filled(text: str) -> str:
-    """README with what stands between the marks replaced."""
-    block = f"<!-- matrix: begin -->\n{matrix('docs/algorithms/')}\n<!-- matrix: end -->"
-    new, found = re.subn(r"<!-- matrix: begin -->.*?<!-- matrix: end -->", lambda _: block, text, flags=re.DOTALL)
-    if found != 1:
-        raise SystemExit(f"{README}: there must be one pair of marks <!-- matrix: begin --> and <!-- matrix: end -->")
-    return new
+def filled(path: Path, **blocks: str) -> str:
+    """A page with what stands between each block's marks replaced."""
+    text = path.read_text(encoding="utf-8")
+    for name, content in blocks.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        new = f"{begin}\n{content}\n{end}"
+        text, found = re.subn(f"{begin}.*?{end}", lambda _, new=new: new, text, flags=re.DOTALL)
+        if found != 1:
+            raise SystemExit(f"{path}: there must be one pair of marks {begin} and {end}")
+    return text
 
 
 def generated() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     pages = {DOCS / "algorithms" / f"{name}.md": algorithm_page(name) for name in ALGORITHMS}
     return {
-        README: filled(README.read_text(encoding="utf-8")),
+        README: filled(README, matrix=matrix("docs/algorithms/")),
+        DOCS / "architecture.md": filled(DOCS / "architecture.md", layers=layers_block(), tree=tree("../")),
+        DOCS / "architecture.svg": picture(),
         DOCS / "algorithms" / "index.md": index_page(),
         **pages,
         DOCS / "tables.md": tables_page(),

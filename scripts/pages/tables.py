@@ -43,7 +43,9 @@ def tables_page() -> str:
 STATES = "Four distributions meet in the equation. They are often one and the same; the algorithms differ in when they are not."
 STATES_NOTE = (
     "Policies are kept as log-probabilities of the tokens that were sampled, not as models: only π_θ and π_ref are weights "
-    "in memory. While every rollout feeds one optimiser step, π_old is π_θ and every ratio is 1."
+    "in memory. While every rollout feeds one update and is drawn with the weights as they are, π_old is π_θ and every ratio is 1. "
+    "Tokens that older weights drew are corrected for by π_old/μ (`TruncatedIS`, unless the algorithm has corrections), or, with "
+    "`behaviour='sampler'`, μ is taken as π_old."
 )
 MEMORY = (
     "Counted in copies of the policy's parameters P, in full precision: a model trained by AdamW costs 4 (weights, gradient, "
@@ -75,13 +77,13 @@ def states() -> list[tuple[str, ...]]:
     """π_θ, π_old, π_ref, μ."""
     refreshed = [f"`{n}` every {a.reference.every}" for n, a in ALGORITHMS.items() if a.reference and a.reference.every]
     return [
-        ("π_θ, the policy", "the learner", "every optimiser step", "the forward pass: `Forward.logp`", "all"),
+        ("π_θ, the policy", "the learner", "every update", "the forward pass: `Forward.logp`", "all"),
         (
             "π_old, the policy when the rollout was taken",
-            "the learner scores the rollout once, before updating",
-            "every rollout; differs from π_θ from a rollout's second optimiser step on",
+            "the learner evaluates the rollout once, before updating",
+            "every rollout; differs from π_θ from a rollout's second update on",
             "`logp_old`",
-            _names("logp_old") + "; any other with a ratio as soon as a rollout feeds several steps",
+            _names("logp_old") + "; any other with a ratio as soon as a rollout feeds several updates",
         ),
         (
             "π_ref, the reference",
@@ -96,7 +98,8 @@ def states() -> list[tuple[str, ...]]:
             "with every load of new weights; differs from π_old by rounding or staleness",
             "`logp_sampler`",
             _names("logp_sampler")
-            + "; the corrections `TruncatedIS` and `MaskedIS` read it, and it is always compared with π_old",
+            + "; the corrections `TruncatedIS` and `MaskedIS` read it, `behaviour='sampler'` takes it as π_old, and it is "
+            "always compared with π_old",
         ),
     ]
 

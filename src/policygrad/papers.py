@@ -19,7 +19,7 @@ class Paper:
 USUAL: dict[str, str] = {
     "SequenceSum.group_power": "1: a plain mean",
     "FirstOrder.epochs": "1: every rollout is used once",
-    "FirstOrder.minibatches": "1: a rollout is one optimiser step",
+    "FirstOrder.minibatches": "1: a rollout is one update",
     "KLInReward.form": "k1, the only form that gives the gradient of the sequence's KL",
     "Reference.every": "open: frozen, as everywhere but in iterative GRPO and ProRL",
     "Reference.reset": "off",

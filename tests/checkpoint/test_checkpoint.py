@@ -261,11 +261,12 @@ def test_empty_folders_and_strangers(tmp_path):
     assert len(heard) == 1
 
 
-def test_a_newer_format_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "FORMAT", 2)
+@pytest.mark.parametrize(("written", "way_out"), [(99, "upgrade"), (1, "train anew from its model")])
+def test_another_format_says_what_to_do(tmp_path, monkeypatch, written, way_out):
+    monkeypatch.setattr(manifest, "FORMAT", written)
     path = save(tmp_path, 1, {}, {})
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"format 2.*upgrade"):
+    with pytest.raises(CheckpointError, match=rf"format {written}.*{way_out}"):
         load(path)
 
 

@@ -16,7 +16,7 @@ import make_docs
 import measure_algorithms
 import policygrad as pg
 from pages import algorithm as algorithm_pages
-from pages import checked, probe, tables
+from pages import architecture, checked, picture, probe, tables
 from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import describe, difference, settings
@@ -25,7 +25,7 @@ from policygrad.training.config.parts import part_names
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted(DOCS.rglob("*.md"))]
 OWN = (DOCS / "your-own-algorithm.md").read_text(encoding="utf-8")
 
 
@@ -44,11 +44,33 @@ def test_a_page_that_is_out_of_date_is_found(tmp_path: Path, monkeypatch: pytest
     assert make_docs.out_of_date({right: "text", wrong: "other", missing: "text"}) == [wrong, missing, old]
 
 
+def test_every_file_is_in_the_tree_and_every_room_in_the_picture() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    modules = [path for path in architecture.PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    assert len(modules) > 150
+    for path in modules:
+        assert f"(../{path.relative_to(ROOT).as_posix()})" in page, path
+    shown = set(re.findall(r">([a-z_]+)/", picture.picture()))
+    rooms = {name for names in architecture.layers() for name in names if (architecture.PACKAGE / name).is_dir()}
+    assert shown <= rooms
+    assert rooms - shown <= {"commands", "models", "lab"}  # data does not pass through these
+
+
+def anchors(text: str) -> set[str]:
+    """What a page's headings are called in links to them."""
+    heads = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert (path.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)", path.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        page = path.parent / target if target else path
+        assert page.exists(), target
+        if anchor and page.suffix == ".md":
+            assert anchor in anchors(page.read_text(encoding="utf-8")), f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize("path", make_docs.CHECKED, ids=lambda p: p.stem)

@@ -25,6 +25,7 @@ from policygrad.training.trainer import train
 
 REWARDS = """
 import math, os, time
+from policygrad import reward
 
 def odd(completion): return len(completion.encode()) % 2
 
@@ -44,7 +45,7 @@ def length(prompts, completions, **columns): return [1.0] * (1 + odd(completions
 def nothing(prompts, completions, **columns): return None
 def always_nan(prompts, completions, **columns): return [math.nan for c in completions]
 def halves(prompts, completions, **columns): return [[(k, 1.0) for k in {len(c) // 2} - {0}] for c in completions]
-halves.reward_options = {"process": True}
+halves = reward(process=True)(halves)
 """
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -188,3 +188,56 @@ def test_an_environment_has_no_prefix_values(run: pg.Run) -> None:
     vine = replace(pg.VINEPPO, psi=(pg.PrefixValue(2),))
     with pytest.raises(pg.ConfigError, match="PrefixValue starts again in the midst of an answer"):
         pg.collect(replace(run, algorithm=vine, step_end="[a-z ]"), environment=lambda example: pg.SingleTurn(example))
+
+
+def test_a_filter_is_given_what_it_declares(run: pg.Run) -> None:
+    """Log-probabilities are the learner's to fill, and filters come before anything else asks for them."""
+    seen: list[torch.Tensor] = []
+
+    @dataclass(frozen=True)
+    class Likely(pg.Filter):
+        """Completions that the policy finds unlikely take no part."""
+
+        needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
+
+        def __call__(self, batch: pg.Batch) -> pg.Batch:
+            assert batch.logp_old is not None
+            total = torch.where(batch.mask, batch.logp_old, 0).sum(1)
+            seen.append(total)
+            return replace(batch, mask=batch.mask & (total >= total.median())[:, None])
+
+    record = Record()
+    run = replace(run, algorithm=replace(pg.DR_GRPO, filters=(Likely(),)))
+    pg.train(run, display=record, stop_after=1)
+    assert len(seen) == 1
+    assert torch.isfinite(seen[0]).all()
+    assert (seen[0] < 0).any()
+    with pytest.raises(pg.ConfigError, match=r"Likely needs Batch\.logp_old"):
+        pg.collect(run)  # no learner here to fill it
+
+
+def test_what_does_not_do_what_it_must_is_refused_by_name(run: pg.Run) -> None:
+    with pytest.raises(pg.ConfigError, match=r"sampler is .*: give an object with `async generate\(requests\)`"):
+        pg.train(run, sampler=3, display=False)  # type: ignore[arg-type]
+    with pytest.raises(pg.ConfigError, match=r"learner is .*: give a function of \(model, run\)"):
+        pg.train(run, learner=3, display=False)  # type: ignore[arg-type]
+
+    class Says(Chat):
+        async def reset(self) -> Any:
+            return "hello"
+
+    class Waits(Chat):
+        def reset(self) -> Any:
+            return pg.Observation("hello")
+
+    class Ends(Chat):
+        async def step(self, action: pg.Action) -> Any:
+            return None
+
+    for environment, said in (
+        (Says, r"Says\.reset returned str: return an Observation"),
+        (Waits, r"Waits\.reset is not async: write `async def reset`"),
+        (Ends, r"Ends\.step returned NoneType: return a Step"),
+    ):
+        with pytest.raises(pg.EngineError, match=said):
+            pg.collect(replace(run, model="tiny", task="embedded"), environment=environment)

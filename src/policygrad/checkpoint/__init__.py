@@ -1,0 +1,1 @@
+"""What outlives a process: atomic, verified, as safetensors and JSON."""

@@ -11,7 +11,8 @@ from typing import Any
 from policygrad.checkpoint.disk import sync
 from policygrad.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
+"""1 held the state of an algorithm's parts among their settings."""
 MANIFEST = "manifest.json"
 
 
@@ -37,7 +38,13 @@ def check(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]
         raw = path.read_bytes()
         manifest = json.loads(raw)
         if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {manifest['format']!r} and this version reads {FORMAT}: upgrade")
+            newer = manifest["format"] > FORMAT
+            way_out = (
+                "upgrade" if newer else "finish the run with the version that began it, or train anew from its model"
+            )
+            raise CheckpointError(
+                f"{path} has format {manifest['format']!r} and this version reads {FORMAT}: {way_out}"
+            )
         files: dict[str, dict[str, int | str]] = manifest["files"]
         if dump(manifest) != raw or set(files) != set(names):
             raise CheckpointError(f"{path} is damaged: it is not as it was written")

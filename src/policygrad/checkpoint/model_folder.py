@@ -23,7 +23,10 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any, command: str = "p
     """
     final, temporary = folder / "model", folder / ".tmp-model"
     shutil.rmtree(temporary, ignore_errors=True)
+    from transformers.utils import logging
+
     try:
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         model.save_pretrained(temporary)  # type: ignore[operator]
         tokenizer.save_pretrained(temporary)
         for path in (*temporary.rglob("*"), temporary):

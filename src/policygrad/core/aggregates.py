@@ -1,4 +1,4 @@
-"""How tokens are averaged: the coefficients c [B, T] over one whole optimiser step, never a micro-batch or a rank.
+"""How tokens are averaged: the coefficients c [B, T] over one whole update, never a micro-batch or a rank.
 
 B counts completions with at least one sampled token; |o_i| counts sampled tokens. All are zero off the mask.
 """

@@ -57,7 +57,7 @@ class Algorithm:
     gate: Gate = OnPolicy()
     """Lever 2: what the ratio lets through."""
     aggregate: Aggregation = SequenceSum()
-    """How tokens are averaged over the optimiser step."""
+    """How tokens are averaged over the update."""
     terms: tuple[Term | LossTerm, ...] = ()
     """Additive score and loss terms: KL, entropy."""
     shaping: tuple[Shaping, ...] = ()
@@ -176,7 +176,7 @@ class Algorithm:
         return weight
 
     def coefficients(self, batch: Batch) -> Tensor:
-        """c [B, T] of the policy term over one whole optimiser step, `batch.weight` included; 0 off the mask."""
+        """c [B, T] of the policy term over one whole update, `batch.weight` included; 0 off the mask."""
         return self._coefficients(batch, self.aggregate)
 
     def all_coefficients(self, batch: Batch) -> Coefficients:

@@ -29,7 +29,7 @@ PER_COMPLETION = ("group", "reward", "bootstrap", "truncated", "in_statistics", 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """Completions of a rollout, or one optimiser step's share of them; right-padded.
+    """Completions of a rollout, or one update's share of them; right-padded.
 
     Shapes: B completions, T token positions. A position counts when `mask` is True; what stands elsewhere, NaN
     included, is never read. A completion whose mask is all False (it failed, or was masked as overlong) leaves the
@@ -146,7 +146,7 @@ def required(value: Tensor | None, part: object, name: str) -> Tensor:
     """The batch field `name`, or an error that says which part asked for it."""
     if value is None:
         raise ConfigError(
-            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `score` does), or drop the part"
+            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `evaluate` does), or drop the part"
         )
     return value
 

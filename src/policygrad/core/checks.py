@@ -74,7 +74,7 @@ def _ratio(algorithm: Composition) -> Iterator[str]:
     name, on_policy = type(gate).__name__, gate.on_policy
     if on_policy and updates > 1:
         yield (
-            f"{name} takes one optimiser step per rollout, not {updates}: from the second on, the samples are another "
+            f"{name} takes one update per rollout, not {updates}: from the second on, the samples are another "
             "policy's. Set step to FirstOrder(1, 1), or a ratio and a gate such as Clip()"
         )
     if on_policy and ratio is not None:

@@ -48,7 +48,7 @@ class Critic(Part):
     explained: float = 0.5
     """Explained variance of fresh returns at which pre-training ends early."""
     pretrain_epochs: int = 4
-    """Value steps per optimiser step of pre-training."""
+    """Value steps per update of pre-training."""
     features: Features = "own"
     """own: a backbone of its own; policy: the policy's hidden states, under stop-gradient."""
     hidden: int = 0

@@ -30,7 +30,7 @@ class DualDescent(FirstOrder):
 
     @property
     def updates(self) -> int:
-        """K, optimiser steps per rollout, at most."""
+        """K, updates per rollout, at most."""
         return self.rounds * self.epochs * self.minibatches
 
     @property

@@ -87,7 +87,7 @@ def surrogate(
         out: the forward pass, or its log π_θ [B, T] alone, with graph.
         psi: [B, T], from `algorithm.advantages` of the whole rollout.
         coef: this share's part of `algorithm.coefficients(step)` [B, T] (or of `all_coefficients`, a tuple, when a term
-            has an aggregation of its own); None = `batch` is the whole optimiser step.
+            has an aggregation of its own); None = `batch` is the whole update.
 
     Raises:
         ConfigError: an argument whose shape is not the batch's, named; a field that a part needs and the batch lacks.

@@ -28,7 +28,7 @@ class GradientProblem(Protocol):
         ...
 
     def descend(self) -> Metrics:
-        """Clips the gradient, takes one optimiser step and clears it."""
+        """Clips the gradient, takes one update and clears it."""
         ...
 
 
@@ -62,7 +62,7 @@ class CurvatureProblem(Protocol):
         ...
 
     def fit(self) -> Metrics:
-        """One optimiser step of the critic alone; nothing without one."""
+        """One update of the critic alone; nothing without one."""
         ...
 
 

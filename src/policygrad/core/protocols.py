@@ -111,7 +111,7 @@ class Correction(Part):
 
 
 class Aggregation(Part):
-    """How tokens are averaged over the whole optimiser step."""
+    """How tokens are averaged over the whole update."""
 
     @abstractmethod
     def __call__(self, mask: Tensor, group: Tensor) -> Tensor:

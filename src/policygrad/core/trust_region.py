@@ -18,7 +18,7 @@ from policygrad.errors import ConfigError
 Fisher = Literal["exact", "sampled"]
 Candidates = Literal["first", "best"]
 VALUE_STEPS = 5
-"""The critic's optimiser steps per rollout where `TrustRegion.value_steps` is open."""
+"""The critic's updates per rollout where `TrustRegion.value_steps` is open."""
 _SEARCH = ("backtrack", "tries", "candidates")
 
 
@@ -66,7 +66,7 @@ class TrustRegion(UpdateRule):
 
     fisher: exact over the vocabulary, or sampled, E[ssᵀ] of the tokens taken. fisher_share: of the groups, those that conjugate
     gradient sees (the paper takes 0.1, appendix C.1); it shapes the direction only, the length, L and the KL are those of all.
-    candidates: the first that is accepted, or the best in L of all `tries`. value_steps: optimiser steps of the critic per
+    candidates: the first that is accepted, or the best in L of all `tries`. value_steps: updates of the critic per
     rollout; open = 5 where there is a critic.
 
     Source: Schulman et al. 2015 (TRPO), eq. 12 to 14 and appendix C; Kakade 2001 (natural gradient).

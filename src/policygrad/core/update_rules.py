@@ -24,7 +24,7 @@ class FirstOrder(UpdateRule):
 
     @property
     def updates(self) -> int:
-        """K, optimiser steps per rollout."""
+        """K, updates per rollout."""
         return self.epochs * self.minibatches
 
     @property

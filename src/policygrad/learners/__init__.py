@@ -1,0 +1,1 @@
+"""What owns the weights: evaluates a batch, updates on it, publishes."""

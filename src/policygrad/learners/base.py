@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from policygrad.core.metrics import Metrics
 from policygrad.weight_sync.base import Published
 
 
+@runtime_checkable
 class Learner(Protocol):
     """Owns the weights; `loop.py` is given one and never asks which."""
 

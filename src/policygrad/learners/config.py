@@ -26,7 +26,7 @@ class OptimizerConfig:
     warmup: int = 0
     """Optimiser steps of linear warm-up."""
     schedule: str = "constant"
-    """constant, linear or cosine, down to 0 at the run's last optimiser step."""
+    """constant, linear or cosine, down to 0 at the run's last update."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -36,7 +36,7 @@ class OptimizerConfig:
                 raise ConfigError(f"optimizer.{name} must be at least 0, not {getattr(self, name)}")
 
     def rate(self, step: int, total: int) -> float:
-        """Factor on the learning rate at optimiser step `step` of `total`, from 0: a pure function, so a checkpoint needs
+        """Factor on the learning rate at update `step` of `total`, from 0: a pure function, so a checkpoint needs
         only the count."""
         if step < self.warmup:
             return (step + 1) / self.warmup

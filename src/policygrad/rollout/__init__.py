@@ -1,0 +1,1 @@
+"""From examples to a batch: episodes of any length are played, judged and stacked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -68,7 +69,7 @@ class _Episode:
         """The turn that was sampled, and what the environment says to it."""
         cut = generation.finish_reason == "length"
         text = encoder.decode(generation.tokens)
-        step = await self.environment.step(Action(text, cut))
+        step = await _awaited(self.environment, "step", Action(text, cut))
         if not isinstance(step, Step):
             name = type(self.environment).__name__
             raise EngineError(f"{name}.step returned {type(step).__name__}: return a Step (pg.Step)")
@@ -144,10 +145,25 @@ async def play(
     ]
 
 
+async def _awaited(environment: Environment, method: str, *args: Any) -> Any:
+    """What a method of an environment returns."""
+    result = getattr(environment, method)(*args)
+    if not inspect.isawaitable(result):
+        raise EngineError(f"{type(environment).__name__}.{method} is not async: write `async def {method}`")
+    return await result
+
+
+def _observed(environment: Environment, seen: object) -> Observation:
+    if not isinstance(seen, Observation):
+        name = type(environment).__name__
+        raise EngineError(f"{name}.reset returned {type(seen).__name__}: return an Observation (pg.Observation)")
+    return seen
+
+
 async def _begin(episodes: Sequence[_Episode], encoder: Encoder) -> Tensor:
     """Resets the episodes of one start and gives them their context, one tensor for all; the prompt."""
     start = episodes[0].start
-    seen = await asyncio.gather(*(episode.environment.reset() for episode in episodes))
+    seen = [_observed(e.environment, await _awaited(e.environment, "reset")) for e in episodes]
     if any(observation.content != seen[0].content for observation in seen):
         name = type(episodes[0].environment).__name__
         raise EngineError(

@@ -1,6 +1,6 @@
-"""What a run tells the world: JSON lines in its folder, a terminal, a notebook. Needs neither torch nor the rest of policygrad.
+"""What a run tells the world: JSON lines in its folder, a terminal, a notebook. Needs no torch.
 
-Steps count from 1: `step 12/200` means that twelve optimiser rounds of two hundred are done.
+Steps count from 1: `step 12/200` means that twelve training steps of two hundred are done.
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ class Trackers(Tracker):
         self._trackers = list(trackers)
         for tracker in self._trackers:
             if not isinstance(tracker, Tracker):
-                raise ConfigError(
-                    f"{tracker!r} is no tracker: pass instances of subclasses of policygrad.trackers.Tracker"
-                )
+                raise ConfigError(f"{tracker!r} is no tracker: pass instances of subclasses of policygrad.Tracker")
 
     def add(self, tracker: Tracker) -> None:
         """Puts it before all others: what it is told is on the disk when others show it."""

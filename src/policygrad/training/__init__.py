@@ -1,1 +1,1 @@
-"""Training: the learner, the loop, checkpoints, and a run's configuration."""
+"""The loop, and the lifecycle around it: reinforcement learning, fine-tuning and reward models, from configuration to result."""

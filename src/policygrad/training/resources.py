@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from policygrad.environments import EnvironmentFactory, SingleTurn
-from policygrad.errors import RunError
+from policygrad.errors import ConfigError, RunError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import Reward, RewardPool, resolve
@@ -42,7 +42,7 @@ class Needed:
     """The Batch fields an algorithm reads; None = an evaluation."""
     step_end: str | None = None
     """A pattern that ends a reasoning step."""
-    held_out: str | None = None
+    held_out: Any = None
     seed: int = 0
     dtype: str = "fp32"
     device: str = "auto"
@@ -99,7 +99,13 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
 def _sampler(given: Sampler | SamplerFactory | None, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
     if given is None:
         return LocalSampler.of(model, tokenizer)
-    return given if isinstance(given, Sampler) else given(model, tokenizer)
+    made = given if isinstance(given, Sampler) else given(model, tokenizer) if callable(given) else given
+    if not isinstance(made, Sampler):
+        raise ConfigError(
+            f"sampler is {made!r}: give an object with `async generate(requests)` and `async update(weights)`, see "
+            "policygrad.Sampler, or a function of (model, tokenizer) that returns one"
+        )
+    return made
 
 
 def pick_device(name: str) -> str:

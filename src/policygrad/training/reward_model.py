@@ -65,7 +65,7 @@ class Preferences:
     """L = −mean over prompts of the mean over a prompt's pairs of log σ(r(x, y_w) − r(x, y_l)).
 
     Ouyang et al. 2022, eq. 1; with one pair per prompt it is that of Christiano et al. 2017, eq. 1, and of Stiennon et al. 2020.
-    The pairs of one prompt stay in one optimiser step and on one side of the held-out split.
+    The pairs of one prompt stay in one update and on one side of the held-out split.
     """
 
     def __init__(self, config: RewardModelConfig) -> None:
@@ -114,7 +114,7 @@ class Preferences:
         return [[pairs[i] for i in places] for places in micro_batches(lengths, self.config.learner.micro_tokens // 2)]
 
     def accumulate(self, rows: Sequence[int], collect: Callable[[], None]) -> dict[str, float]:
-        """One optimiser step's gradient; loss in nats, accuracy, margin r_w − r_l, tokens read."""
+        """One update's gradient; loss in nats, accuracy, margin r_w − r_l, tokens read."""
         weight = self._weights(by_prompt(self.pairs, rows))
         sums = torch.zeros(3, dtype=torch.float64)
         for some in self.micro_batches(rows):

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: −log π of the demonstrations' answers, a mean over the tokens of the whole optimiser step."""
+"""Supervised fine-tuning: −log π of the demonstrations' answers, a mean over the tokens of the whole update."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Row:
 
 
 class FineTuning:
-    """L = −Σ log π(o_t) / (number of o_t), over the tokens that the assistant is to say, of the whole optimiser step."""
+    """L = −Σ log π(o_t) / (number of o_t), over the tokens that the assistant is to say, of the whole update."""
 
     def __init__(self, config: SFTConfig) -> None:
         rows = read_demonstrations(config.data)
@@ -100,7 +100,7 @@ class FineTuning:
         self.scorer = probe(self.model, 1.0)
 
     def accumulate(self, rows: Sequence[int], collect: Callable[[], None]) -> dict[str, float]:
-        """One optimiser step's gradient; {"loss": nats per token, "tokens": how many}."""
+        """One update's gradient; {"loss": nats per token, "tokens": how many}."""
         batch = to_batch([self.rows[i] for i in rows])
         total, loss = float(batch.mask.sum()), 0.0
         for part in self.scorer.packs(batch, torch.arange(len(rows)), self.config.learner.micro_tokens):

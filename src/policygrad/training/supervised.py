@@ -35,12 +35,12 @@ class Objective(Protocol):
     model: nn.Module
     tokenizer: Tokenizer
     units: list[tuple[int, ...]]
-    """The training rows, by number; those of one unit stay in one optimiser step."""
+    """The training rows, by number; those of one unit stay in one update."""
     facts: dict[str, str]
     """What people are shown of the data."""
 
     def accumulate(self, rows: Sequence[int], collect: Callable[[], None]) -> dict[str, float]:
-        """Adds the gradient of the loss over one optimiser step's rows, and calls `collect` after every backward pass."""
+        """Adds the gradient of the loss over one update's rows, and calls `collect` after every backward pass."""
         ...
 
     def measure(self, progress: Callable[[int, int], None]) -> dict[str, float]:
@@ -61,7 +61,7 @@ class RowsDone:
 
 
 def plan(units: Sequence[tuple[int, ...]], epochs: int, batch_size: int, seed: int) -> list[list[int]]:
-    """The rows of every optimiser step: the units shuffled by (seed, epoch), at most `batch_size` rows or one unit per step."""
+    """The rows of every update: the units shuffled by (seed, epoch), at most `batch_size` rows or one unit per step."""
     steps: list[list[int]] = []
     for epoch in range(epochs):
         order = list(range(len(units)))

@@ -14,7 +14,7 @@ from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.manager import State
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.environments import EnvironmentFactory
-from policygrad.errors import RunError
+from policygrad.errors import ConfigError, RunError
 from policygrad.learners.base import Learner
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.samplers.base import Sampler
@@ -53,7 +53,7 @@ def train(
     resume: str | Path | None = None,
     stop_after: int | None = None,
     sampler: Sampler | SamplerFactory | None = None,
-    learner: LearnerFactory = local_learner,
+    learner: Learner | LearnerFactory = local_learner,
     environment: EnvironmentFactory | None = None,
     display: Tracker | bool = True,
     trackers: Sequence[Tracker] = (),
@@ -99,7 +99,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         run: Run | None = None,
         *,
         sampler: Sampler | SamplerFactory | None = None,
-        learner: LearnerFactory = local_learner,
+        learner: Learner | LearnerFactory = local_learner,
         environment: EnvironmentFactory | None = None,
         display: Tracker | bool = True,
         trackers: Sequence[Tracker] = (),
@@ -120,10 +120,20 @@ class Trainer(Lifecycle[Run, Progress, float]):
         run = self.config
         self.resources = found = load_resources(stack, needed_for(run, self._sampler, self._environment))
         self.model, self.tokenizer = found.model, found.tokenizer
-        self.learner = self._learner(found.model, run)
+        self.learner = self._learned(found.model)
         self._held_out = found.task.held_out(run.evaluation.problems) if run.evaluation.problems else []
         for example in self._held_out:  # before there is a folder: a prompt that leaves no room for the completion
             found.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
+
+    def _learned(self, model: nn.Module) -> Learner:
+        given = self._learner
+        made: object = given if isinstance(given, Learner) else given(model, self.config) if callable(given) else given
+        if not isinstance(made, Learner):
+            raise ConfigError(
+                f"learner is {made!r}: give a function of (model, run) that returns what policygrad.Learner describes (evaluate, "
+                "update, publish, version, state, restore), such as pg.local_learner"
+            )
+        return made
 
     @property
     def version(self) -> int:

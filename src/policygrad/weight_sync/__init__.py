@@ -1,0 +1,1 @@
+"""How weights get from a learner to a sampler."""

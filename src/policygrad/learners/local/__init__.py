@@ -1,0 +1,1 @@
+"""The learner in one process: packing, one forward pass, gradients, curvature, a value model."""

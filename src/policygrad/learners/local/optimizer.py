@@ -64,7 +64,7 @@ class Optimizer:
         if not math.isfinite(norm):
             self.adam.zero_grad(set_to_none=True)
             raise NumericsError(
-                f"the gradient's norm is {norm} at optimiser step {self.taken + 1}: the weights were left as they were. "
+                f"the gradient's norm is {norm} at update {self.taken + 1}: the weights were left as they were. "
                 "Lower --lr or optimizer.clip, or use learner.dtype fp32"
             )
         for group in self.adam.param_groups:
@@ -114,7 +114,7 @@ class Optimizer:
             CheckpointError: a step that an error has cut short, so that some weights have moved and others have not.
         """
         if not self.whole:
-            raise CheckpointError("an optimiser step was cut short in its midst, so the weights are of no one step")
+            raise CheckpointError("an update was cut short in its midst, so the weights are of no one step")
         tensors = {f"weights/{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
             for key, value in self.adam.state.get(master, {}).items():

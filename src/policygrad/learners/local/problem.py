@@ -18,14 +18,14 @@ from policygrad.learners.local.packing import Merged, active
 
 
 def average_objective(metrics: Metrics) -> Metrics:
-    """The shares of one optimiser step add up to its objective; a rollout's steps are averaged, however many there are."""
+    """The shares of one update add up to its objective; a rollout's steps are averaged, however many there are."""
     found = metrics.get("objective")
     return metrics if found is None else metrics | {"objective": Mean(found.value)}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LocalGradientProblem:
-    """A rollout's share of completions for one optimiser step: all that a first-order step needs."""
+    """A rollout's share of completions for one update: all that a first-order step needs."""
 
     networks: ActorCritic
     batch: Batch

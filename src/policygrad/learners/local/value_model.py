@@ -81,7 +81,7 @@ class ValueModel:
         updates: tuple[int, int],
         build: Build | None = None,
     ) -> ValueModel:
-        """A critic that starts from the policy's weights. `lr`: the policy's; `updates`: rollouts, and optimiser steps of the
+        """A critic that starts from the policy's weights. `lr`: the policy's; `updates`: rollouts, and updates of the
         critic in each, for the schedule."""
         rollouts, each = updates
         total = (rollouts + min(rollouts, critic.pretrain) * (critic.pretrain_epochs - 1)) * each

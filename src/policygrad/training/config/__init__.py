@@ -1,0 +1,1 @@
+"""A run's configuration: data that the command line, a TOML file and Python write alike."""

@@ -110,10 +110,10 @@ class Options:
     weight (format*0.5)."""
     step_end: Annotated[str | None, optional("REGEX", "the task's own")] = None
     """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
-    held_out: Annotated[str | None, optional("FILE", "a sixteenth of the task, chosen by a hash of the prompt")] = None
-    """A .jsonl file of held-out problems for a .jsonl task."""
+    held_out: Annotated[Any, named("FILE", str, "a sixteenth of the task, chosen by a hash of the prompt")] = None
+    """A .jsonl file of held-out problems for a .jsonl task. From Python also rows."""
     steps: int = 100
-    """Rollouts, each followed by the algorithm's optimiser steps."""
+    """Rollouts, each followed by the algorithm's updates."""
     tokens: Annotated[int | None, optional("INT", "no budget")] = None
     """End earlier, after the step in which so many tokens have been sampled; a learning-rate schedule still counts steps."""
     prompts_per_step: int = 64
@@ -251,7 +251,7 @@ class Run(Draft):
     @property
     def objects(self) -> tuple[str, ...]:
         """The options that are given as objects, which a file cannot hold: such a run goes on from Python only."""
-        names = ("model", "tokenizer", "task")
+        names = ("model", "tokenizer", "task", "held_out")
         found = tuple(n for n in names if not isinstance(getattr(self, n), str | NoneType))
         return found + (() if all(isinstance(reward, str) for reward in self.reward) else ("reward",))
 

@@ -36,7 +36,7 @@ class Supervised:
     epochs: int = 1
     """Passes over the data."""
     batch_size: int = 64
-    """Rows per optimiser step."""
+    """Rows per update."""
     lr: Annotated[float | None, optional("FLOAT", f"{LR_TINY:g} for the tiny model, {LR:g} for any other")] = None
     """Peak learning rate."""
     seed: int = 0
