@@ -86,7 +86,7 @@ pg.train(resume=sys.argv[1], display=False)
 def test_kill_9_while_saving_leaves_a_run_that_resumes(small: Run, tmp_path: Path) -> None:
     """A run killed inside `checkpoint.save` of its third step goes on and ends with the weights of one never killed.
 
-    (test_checkpoint.py kills a save at 20 random moments; here the whole run is taken up again.)
+    (test_interrupted_save.py kills a save at 20 random moments; here the whole run is taken up again.)
     """
     whole = train(replace(small, output=str(tmp_path / "whole")))
     killed = tmp_path / "killed"
