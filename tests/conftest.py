@@ -1,8 +1,9 @@
-"""What tests share: a tiny random model on disk, with the embedded tokenizer; nothing is fetched."""
+"""What tests share: a tiny random model on disk with the embedded tokenizer, a run of seconds, the command line."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault(
@@ -11,6 +12,10 @@ os.environ.setdefault(
 
 import pytest
 import torch
+
+import policygrad as pg
+from doubles.files import write_rows
+from policygrad import cli
 
 torch.set_num_threads(2)
 
@@ -45,3 +50,53 @@ def build_model(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int = 
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny random model."""
     return build_model(tmp_path_factory.mktemp("model"))
+
+
+REWARDS = """
+import policygrad as pg
+
+def starts_with_a_digit(prompts, completions, **columns):
+    return [float(c[:1].isdigit()) for c in completions]
+
+@pg.reward(process=True)
+def digits(prompts, completions, **columns):
+    '''A step per third of the text, worth 1 where it holds a digit.'''
+    found = []
+    for c in completions:
+        ends = sorted({len(c) * k // 3 for k in (1, 2, 3)} - {0})
+        found.append([(b, float(any(x.isdigit() for x in c[a:b]))) for a, b in zip([0, *ends], ends)])
+    return found
+"""
+
+
+@pytest.fixture(scope="module")
+def small(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> pg.Run:
+    """A run of seconds: a random model, sums, rewards of our own in mine.py beside them."""
+    folder = tmp_path_factory.mktemp("task")
+    (folder / "mine.py").write_text(REWARDS)
+    sums = [{"prompt": f"{i} + {j} =\n", "answer": str(i + j)} for i in range(6) for j in range(8)]
+    return pg.Run(
+        algorithm=pg.DR_GRPO,
+        model=str(random_model),
+        task=write_rows(folder / "sums.jsonl", sums),
+        reward=(f"{folder / 'mine.py'}:starts_with_a_digit",),
+        steps=5,
+        prompts_per_step=4,
+        samples_per_prompt=8,
+        lr=3e-3,
+        sampling=pg.Sampling(max_tokens=8),
+        evaluation=pg.Evaluation(problems=0),
+        checkpoint=pg.Checkpointing(every=1, keep=3),
+    )
+
+
+@pytest.fixture
+def run_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`run_command("show", "grpo")` -> (exit code, standard output, standard error)."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        code = cli.main(args)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_batches import Shape, make, policy
 from torch import Tensor
 
 import policygrad as pg
+from doubles.random_batches import Shape, make, policy
 from policygrad.core.behaviour import behaviour, staleness
 from policygrad.core.objective import gate_weight, measure
 

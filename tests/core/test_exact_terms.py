@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings
-from random_batches import VOCABULARY, Random, Shape, close, gradients, make, policy, shapes
-from test_enumeration import MASK, REFERENCE, THETA, conditionals, expected_gradient, frozen_visits, logp_of
 from torch import Tensor
 
 import policygrad as pg
+from doubles.enumeration import MASK, REFERENCE, THETA, conditionals, expected_gradient, frozen_visits, logp_of
+from doubles.random_batches import VOCABULARY, Random, Shape, close, gradients, make, policy, shapes
 from policygrad.core.protocols import LossTerm
 
 

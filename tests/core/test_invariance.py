@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_batches import Random, Shape, close, gradients, make, policy, shapes
 from torch import Tensor
 
 import policygrad as pg
+from doubles.random_batches import Random, Shape, close, gradients, make, policy, shapes
 
 OWN_AGGREGATION = replace(
     pg.GRPO,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from random_batches import Shape, close, gradients, make, policy
 from torch import Tensor
 
 import policygrad as pg
+from doubles.random_batches import Shape, close, gradients, make, policy
 from policygrad.about import ABOUT
 from policygrad.core.metrics import EffectiveSize, Max, Metrics, Min, Sum, merge
 from policygrad.core.objective import measure

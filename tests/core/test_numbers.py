@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_batches import Random, Shape, close, gradients, make, policy
 from torch import Tensor
 
 import policygrad as pg
+from doubles.random_batches import Random, Shape, close, gradients, make, policy
 from policygrad.core.objective import measure
 
 GATES = (

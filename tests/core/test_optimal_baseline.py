@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_batches import Random, Shape, close, make, shapes
-from test_enumeration import (  # type: ignore[import-not-found]
+from torch import Tensor
+
+import policygrad as pg
+from doubles.enumeration import (
     COMPLETIONS,
     LONGEST,
     MASK,
@@ -18,9 +20,7 @@ from test_enumeration import (  # type: ignore[import-not-found]
     logp_of,
     true_gradient,
 )
-from torch import Tensor
-
-import policygrad as pg
+from doubles.random_batches import Random, Shape, close, make, shapes
 from policygrad.core import ragged
 from policygrad.core.advantages import Centred
 

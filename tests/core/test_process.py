@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import test_enumeration as exact
 import torch
-from random_batches import Random, Shape, close, gradients, make
 from torch import Tensor
 
 import policygrad as pg
+from doubles import enumeration as exact
+from doubles.random_batches import Random, Shape, close, gradients, make
 
 S = 3**0.5 / 2  # (1 − ½)/std of [1, 1, 0, 0] with ddof 1
 
@@ -90,7 +90,7 @@ def test_a_process_reward_refuses_what_it_cannot_read() -> None:
     with pytest.raises(ValueError, match=r"completion 1 counts and has no True in Batch\.step_end"):
         psi(pg.ProcessReward(), without)
     between = replace(of, token_reward=torch.where(torch.arange(4) == 1, 0.5, 0.0).double().expand(2, 4))
-    with pytest.raises(ValueError, match=r"completion 1 has a reward in Batch\.token_reward where no step ends"):
+    with pytest.raises(ValueError, match=r"completion 1 .*Batch\.token_reward"):
         psi(pg.ProcessReward(), between)
     for bad in ({"eps": -1.0}, {"eps": float("nan")}, {"ddof": 2}):
         with pytest.raises(ValueError, match="ProcessReward"):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_batches import Shape, close, make, shapes
 from torch import Tensor
 
 import policygrad as pg
+from doubles.random_batches import Shape, close, make, shapes
 from policygrad.core import ragged
 from policygrad.core.metrics import Max, Mean, Metrics, Min, Sum, mean_of, merge
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from random_batches import Shape, make, policy
 from torch import Tensor
 
 import policygrad as pg
+from doubles.random_batches import Shape, make, policy
 from policygrad.core.metrics import Max, Sum, merge
 from policygrad.core.objective import gate_weight
 from policygrad.core.reference import Reference
@@ -219,7 +219,7 @@ def test_a_gate_asked_alone_looks_at_shapes_too() -> None:
 def test_a_reward_that_is_not_finite_is_refused_where_it_is_read(bad: float) -> None:
     mask = torch.ones(4, 2, dtype=torch.bool)
     group, reward = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 0.0, bad, 1.0])
-    with pytest.raises(ValueError, match=r"NaN or infinite in row 2: give a number, or leave the completion out"):
+    with pytest.raises(ValueError, match=r"row 2: give a number, or leave the completion out"):
         pg.DR_GRPO.advantages(pg.Batch(mask=mask, group=group, reward=reward))
     token_reward = torch.tensor([[0.0, 0.0], [0.0, bad], [0.0, 0.0], [bad, 0.0]])
     with pytest.raises(ValueError, match="in rows 1, 3:"):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from random_batches import Shape, make
 from torch import Tensor
 
 import policygrad as pg
+from doubles.random_batches import Shape, make
 from policygrad.core.metrics import Metrics
 from policygrad.core.roles import _MEANS, ROLES
 

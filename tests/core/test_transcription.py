@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transcriptions
 from hypothesis import given, settings
-from random_batches import Random, Shape, close, gradients, make, policy, shapes
 from torch import Tensor
-from transcriptions_critic import CRITIC, corrected
-from transcriptions_parts import EXTRA_FIELDS, PARTS, ROWS
-from transcriptions_steps import STEPS
 
 import policygrad as pg
+from doubles.random_batches import Random, Shape, close, gradients, make, policy, shapes
+from doubles.transcriptions import objectives
+from doubles.transcriptions.critic import CRITIC, corrected
+from doubles.transcriptions.parts import EXTRA_FIELDS, PARTS, ROWS
+from doubles.transcriptions.steps import STEPS
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
-NAMED = transcriptions.NAMED | CRITIC | ROWS | STEPS
+NAMED = objectives.NAMED | CRITIC | ROWS | STEPS
 EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys(STEPS, "steps")
 CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
 TABLE = {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()} | PARTS | {"truncated IS": (CORRECTED, corrected)}
@@ -33,7 +33,7 @@ def both(name: str, shape: Shape, off_policy: float | None) -> tuple[list[Tensor
     algorithm, transcription = TABLE[name]
     batch, logits = make(shape, off_policy, EXTRA_FIELDS.get(name))
     logp = policy(logits, batch.tokens, batch.mask)
-    paper = transcription(transcriptions.read(known(batch, algorithm, logp), logp), shape.width)
+    paper = transcription(objectives.read(known(batch, algorithm, logp), logp), shape.width)
     expected = [paper.detach(), *gradients(paper, logp, logits)]
 
     rollout = algorithm.filtered(known(batch, algorithm, logp))

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transcriptions
-import transcriptions_critic as literal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_batches import Random, Shape, close, make, policy, shapes
 from torch import Tensor
 
 import policygrad as pg
+from doubles.random_batches import Random, Shape, close, make, policy, shapes
+from doubles.transcriptions import critic as literal
+from doubles.transcriptions import objectives
 from policygrad.core.critic import explained_variance
 
 ANY = pg.Batch(mask=torch.ones(1, 1, dtype=torch.bool), group=torch.zeros(1, dtype=torch.int64), reward=torch.ones(1))
@@ -84,10 +84,10 @@ def test_the_range_of_lambda_is_reported_over_the_completions_that_take_part() -
     assert pg.PPO.report(batch) == {}
 
 
-def known(shape: Shape) -> tuple[pg.Batch, transcriptions.Prompts]:
+def known(shape: Shape) -> tuple[pg.Batch, objectives.Prompts]:
     batch, logits = make(shape, 0.3, "token_reward")
     batch = replace(batch, reward=torch.where(batch.mask.any(1), batch.reward, 0.0))
-    return batch, transcriptions.read(batch, policy(logits, batch.tokens, batch.mask))
+    return batch, objectives.read(batch, policy(logits, batch.tokens, batch.mask))
 
 
 def flat(batch: pg.Batch, psi: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Stand-ins that tests share: the smallest policy there is, samplers that lag or fail, a tracker that remembers."""
+"""What tests share: stand-ins (policies, samplers, trackers, a notebook), batches, models, and the papers written out."""

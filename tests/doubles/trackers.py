@@ -1,7 +1,9 @@
-"""A tracker that remembers what it was told."""
+"""Trackers that remember what they were told."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,3 +32,16 @@ class Record(Tracker):
 
     def finish(self, summary: Mapping[str, str]) -> None:
         self.summary = summary
+
+
+class Interrupting(Record):
+    """Sends the process a SIGTERM at a step."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().log(step, metrics, completions)
+        if step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)

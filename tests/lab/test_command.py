@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from policygrad import cli
 from policygrad.algorithms import ALGORITHMS
 
 OWN = """
@@ -84,19 +84,14 @@ class Everything(pg.Aggregation):
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch) -> Any:
+def run(run_command: Any, tmp_path, monkeypatch) -> Any:
     """`run(*words)` -> (exit code, standard output, standard error), in a folder that holds own_part.py."""
     (tmp_path / "own_part.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_part", raising=False)
 
-    def call(*args: str) -> tuple[int, str, str]:
-        code = cli.main(["lab", *args])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
+    return functools.partial(run_command, "lab")
 
 
 def test_the_table_of_chosen_algorithms(run, monkeypatch) -> None:

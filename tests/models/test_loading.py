@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from doubles.models import OUT, changed_copy
 from policygrad.errors import ModelError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
@@ -37,14 +38,48 @@ def test_a_tokenizer_is_used_as_it_is_with_the_ends_that_were_written_for_its_mo
 
 
 def test_what_is_neither_name_nor_model_is_refused(random_model: Path) -> None:
-    with pytest.raises(ModelError, match="a model is a folder, a hub id or a torch module, not int"):
+    with pytest.raises(ModelError, match=r"a model is .*, not int"):
         load_model(3)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="Linear has no `config` as a causal language model"):
         load_model(torch.nn.Linear(1, 1))
     network = load_model(str(random_model))
-    with pytest.raises(ModelError, match="a tokenizer is a folder, a hub id or an object of transformers', not list"):
+    with pytest.raises(ModelError, match=r"a tokenizer is .*, not list"):
         load_tokenizer([], network)
     mute = AutoTokenizer.from_pretrained(random_model)
     mute.eos_token = None
-    with pytest.raises(ModelError, match="names an end token, so no completion could ever end"):
+    with pytest.raises(ModelError, match="names an end token"):
         load_tokenizer(mute, network)
+
+
+def test_an_end_token_that_only_the_architecture_names_is_no_end_token(random_model: Path, tmp_path: Path) -> None:
+    """A Llama's default is id 2, whatever token that is in this vocabulary."""
+    ends = {"config": {"eos_token_id": OUT}, "generation_config": {"eos_token_id": OUT}}
+    silent = changed_copy(random_model, tmp_path / "silent", **ends, tokenizer_config={"eos_token": OUT})
+    network = load_model(str(silent))
+    assert network.config.eos_token_id == 2
+    with pytest.raises(ModelError, match="neither the tokenizer nor a configuration file of"):
+        load_tokenizer(str(silent), network)
+    tokenizer = changed_copy(random_model, tmp_path / "tokenizer", **ends)
+    assert load_tokenizer(str(tokenizer), load_model(str(tokenizer))).end == {1}
+    file = changed_copy(
+        random_model, tmp_path / "file", config={"eos_token_id": OUT}, generation_config={"eos_token_id": [1, 5]}
+    )
+    assert load_tokenizer(str(file), load_model(str(file))).end == {1, 5}
+
+
+def test_what_a_model_or_a_tokenizer_lacks_is_named(random_model: Path, tmp_path: Path) -> None:
+    model = changed_copy(random_model, tmp_path / "model")
+    network = load_model(str(model))
+    for path in [*model.glob("token*"), *model.glob("*.jinja")]:
+        path.unlink()
+    with pytest.raises(ModelError, match=r"the tokenizer of .* needs tokenizer\.json and tok") as caught:
+        load_tokenizer(str(model), network)
+    assert "config.json and safetensors" not in str(caught.value)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(
+        ModelError, match=r"the model .*, whose folder needs config\.json and safetensors: \w"
+    ) as caught:
+        load_model(str(empty))
+    assert ".." not in str(caught.value).replace(str(empty), "")
+    assert not str(caught.value).endswith(".")

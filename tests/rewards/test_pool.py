@@ -11,9 +11,12 @@ import time
 import warnings
 
 import pytest
+import torch
 
+import policygrad as pg
 from policygrad.errors import ConfigError, DataError, RewardError
 from policygrad.rewards import Reward, RewardPool, reward
+from policygrad.rewards.calls import to_number
 
 BUDGET = 0.5  # seconds, for the functions that overrun it on purpose
 
@@ -209,9 +212,7 @@ def test_what_cannot_be_pickled_runs_here_with_a_warning():
         with lock:
             return [1.0]
 
-    with pytest.warns(
-        UserWarning, match=r"reward 'locked.*' cannot be sent to a worker process .*without a time budget"
-    ):
+    with pytest.warns(UserWarning, match=r"reward 'locked.*without a time budget"):
         pool = RewardPool([locked, locked_later, length])
     with pool:
         scores = pool.score(["p", "p"], ["a", "b"], {})
@@ -368,3 +369,38 @@ def test_a_pool_that_is_dropped_takes_its_workers_along():
         process = pool._slots[0].worker._process
         del pool
     assert process.poll() == -signal.SIGKILL
+
+
+def huge(prompts, completions, **columns):
+    return [1e39]
+
+
+def large(prompts, completions, **columns):
+    return [9e17]
+
+
+def test_a_finite_reward_that_float32_statistics_cannot_hold_counts_as_infinite() -> None:
+    assert to_number(1e39) == (None, "inf")
+    assert to_number(-1e19) == (None, "inf")
+    assert to_number(1e17) == (1e17, None)
+    # the largest that is let through gives finite advantages, also with the other extreme beside it
+    group = pg.Batch(
+        mask=torch.ones(4, 1, dtype=torch.bool),
+        group=torch.zeros(4, dtype=torch.int64),
+        reward=torch.tensor([1e18, 1e18, -1e18, 0.0]),
+    )
+    assert pg.GRPO.advantages(group).isfinite().all()
+    with RewardPool([huge], workers=1) as pool:
+        scores = pool.score(["p"], ["c"], {})
+    assert scores.total == [None]
+    assert scores.failures == {"inf": 1}
+    assert "1e+39, beyond ±1e+18" in scores.messages[0]
+
+
+def test_a_weighted_sum_beyond_the_largest_reward_is_a_failure_with_a_reason() -> None:
+    rewards = [Reward("one", large), Reward("two", large)]
+    with RewardPool(rewards, workers=1) as pool:
+        scores = pool.score(["p"], ["c"], {})
+    assert scores.total == [None]
+    assert scores.failures == {"inf": 1}
+    assert "weighted sum" in scores.messages[0]

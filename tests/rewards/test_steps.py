@@ -202,7 +202,7 @@ def test_steps_are_sorted_by_their_end_and_weighted(pool: RewardPool, deed: str,
     ("deed", "reason", "message"),
     [
         ("raise", "raised", "ZeroDivisionError"),
-        ("number", "type", r"returned 1.0; per completion it is a list of \(end, score\)|returned 1.0 .*list of"),
+        ("number", "type", r"returned 1\.0.* list of"),
         ("bare", "type", r"one list of \(end, score\) per completion"),
         ("two", "length", "returned 2 rewards for 1 completions"),
         ("a triple", "type", "each end from 1 to its 8 characters"),
@@ -258,9 +258,7 @@ def test_a_pattern_ends_steps() -> None:
     with pytest.raises(ConfigError, match=r"position 2"):
         check_pattern("ab(")
     for everywhere in ("", "x*", "(?:, )?"):
-        with pytest.raises(
-            ConfigError, match="matches the empty text everywhere, so that every character would end a step"
-        ):
+        with pytest.raises(ConfigError, match="matches the empty text everywhere"):
             check_pattern(everywhere)
     for pattern in (r"\n", "(?m)$", r"(?<=\.)", "."):
         check_pattern(pattern)
@@ -298,7 +296,7 @@ def test_the_tasks_own_steps_are_used_only_when_asked_for(tmp_path: Any) -> None
 def test_without_steps_the_way_out_is_named(tmp_path: Any) -> None:
     (tmp_path / "t.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     task = str(tmp_path / "t.jsonl")
-    with pytest.raises(RunError, match=r"does not say where they end: take --task embedded_steps.*process=True\)$"):
+    with pytest.raises(RunError, match=r"--task embedded_steps.*process=True\)$"):
         chosen(task, ("exact_match",), SCORED)
     with pytest.raises(RunError, match=r"--step-end '\\n'"):
         chosen(task, ("exact_match",), ENDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,29 +11,17 @@ import torch
 
 import policygrad as pg
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
+from policygrad.rewards.types import RewardScores
 from policygrad.rollout.batching import to_batch
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
 from policygrad.samplers.base import Sampling
+from policygrad.tasks.types import Example
 
 
-@dataclass(frozen=True)
-class Example:
-    prompt: str
-    columns: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Scores:
-    total: Sequence[float | None]
-    failures: Mapping[str, int] = field(default_factory=dict)
-    parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    messages: Sequence[str] = ()
-
-
-def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> Scores:
+def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> RewardScores:
     """1 when the first token is the column `answer`."""
-    return Scores([float(text.split()[:1] == [a]) for text, a in zip(texts, columns["answer"], strict=True)])
+    return RewardScores([float(text.split()[:1] == [a]) for text, a in zip(texts, columns["answer"], strict=True)], {})
 
 
 def run(algorithm: pg.Algorithm, sampler: TabularSampler, score: Any = solved, **changed: Any) -> Any:
@@ -63,8 +51,10 @@ def test_the_same_position_and_step_draw_the_same_and_others_do_not() -> None:
 
 
 def test_a_completion_without_a_reward_takes_no_part() -> None:
-    def score(prompts: Any, texts: Sequence[str], columns: Any) -> Scores:
-        return Scores([None if i % 8 < 7 else 1.0 for i in range(len(texts))], {"raised": 28}, messages=["boom"])
+    def score(prompts: Any, texts: Sequence[str], columns: Any) -> RewardScores:
+        return RewardScores(
+            [None if i % 8 < 7 else 1.0 for i in range(len(texts))], {}, {"raised": 28}, messages=["boom"]
+        )
 
     rollout = run(pg.GRPO, TabularSampler(4, 3, 4), score)
     assert rollout.batch.counted.sum() == 4

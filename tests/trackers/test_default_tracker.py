@@ -4,9 +4,9 @@ import io
 import subprocess
 import sys
 
-import notebook_double
 import pytest
 
+from doubles import notebook
 from policygrad.trackers import PlainTracker, default_tracker
 from policygrad.trackers.notebook import NotebookTracker
 from policygrad.trackers.terminal.live import TerminalTracker
@@ -36,18 +36,18 @@ def test_which_tracker_is_made(monkeypatch):
         monkeypatch.setenv(name, "xterm" if name == "TERM" else "")
 
 
-@pytest.mark.parametrize("shell", [notebook_double.ZMQInteractiveShell(), notebook_double.Shell()])
+@pytest.mark.parametrize("shell", [notebook.ZMQInteractiveShell(), notebook.Shell()])
 def test_a_notebook_gets_its_own_display(monkeypatch, shell):
-    notebook_double.install(monkeypatch, shell)
+    notebook.install(monkeypatch, shell)
     assert isinstance(default_tracker(), NotebookTracker)
     assert isinstance(default_tracker(plain=False), NotebookTracker)
     assert isinstance(default_tracker(plain=True), PlainTracker)
     assert isinstance(default_tracker(io.StringIO()), PlainTracker)
 
 
-@pytest.mark.parametrize("shell", [None, notebook_double.TerminalInteractiveShell()])
+@pytest.mark.parametrize("shell", [None, notebook.TerminalInteractiveShell()])
 def test_ipython_alone_is_no_notebook(monkeypatch, shell):
-    notebook_double.install(monkeypatch, shell)
+    notebook.install(monkeypatch, shell)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert isinstance(default_tracker(), PlainTracker)
 

@@ -1,8 +1,8 @@
 """Many trackers at once: each hears everything, and one that fails leaves alone."""
 
 import pytest
-from followed import SAMPLE, Clock, follow, metrics
 
+from doubles.followed import SAMPLE, Clock, follow, metrics
 from policygrad.errors import ConfigError
 from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers
 from policygrad.trackers.base import pick_sample

@@ -3,17 +3,17 @@
 import math
 from xml.etree import ElementTree
 
-import notebook_double
 import pytest
-from followed import SAMPLE, Clock, follow, metrics, row
 
+from doubles import notebook
+from doubles.followed import SAMPLE, Clock, follow, metrics, row
 from policygrad.trackers import RunInfo
 from policygrad.trackers.notebook import NotebookTracker
 
 
 @pytest.fixture
 def outputs(monkeypatch):
-    return notebook_double.install(monkeypatch, notebook_double.ZMQInteractiveShell())
+    return notebook.install(monkeypatch, notebook.ZMQInteractiveShell())
 
 
 def words(html: str) -> str:

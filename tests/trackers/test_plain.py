@@ -4,8 +4,8 @@ import io
 import math
 
 import pytest
-from followed import Clock, budgeted, follow
 
+from doubles.followed import Clock, budgeted, follow
 from policygrad.trackers import PlainTracker, RunInfo
 
 

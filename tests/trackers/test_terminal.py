@@ -4,11 +4,11 @@ import io
 import math
 
 import pytest
-from followed import SAMPLE, Clock, budgeted, follow, metrics, row
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from doubles.followed import SAMPLE, Clock, budgeted, follow, metrics, row
 from policygrad.trackers import RunInfo
 from policygrad.trackers.terminal.live import TerminalTracker
 

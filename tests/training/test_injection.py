@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import policygrad as pg
+from doubles.files import same, weights
 from doubles.trackers import Record
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
@@ -25,29 +25,19 @@ def digits_first(prompts: Any, completions: list[str], **columns: Any) -> list[f
 
 
 @pytest.fixture
-def run(random_model: Path, tmp_path: Path) -> pg.Run:
-    return pg.Run(
-        algorithm=pg.DR_GRPO,
-        model=str(random_model),
+def run(small: pg.Run, tmp_path: Path) -> pg.Run:
+    """The small run with its task and reward as objects."""
+    return replace(
+        small,
         task=ROWS,
         reward=(digits_first,),
         steps=3,
         prompts_per_step=3,
         samples_per_prompt=4,
-        lr=3e-3,
         sampling=pg.Sampling(max_tokens=6),
         evaluation=pg.Evaluation(problems=2, samples=2),
-        checkpoint=pg.Checkpointing(every=1),
         output=str(tmp_path / "run"),
     )
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
-
-
-def equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def objects(run: pg.Run) -> pg.Run:
@@ -60,8 +50,8 @@ def test_a_run_made_of_objects_is_the_run_made_of_names(run: pg.Run, tmp_path: P
     record = Record()
     named = pg.train(replace(run, output=str(tmp_path / "named")), display=False)
     given = pg.train(objects(run), display=record)
-    assert equal(weights(named.output), weights(given.output))
-    assert "model and tokenizer and task and reward given as objects, which run.toml cannot hold" in record.said
+    assert same(weights(named.output), weights(given.output))
+    assert "model and tokenizer and task and reward given as objects" in record.said
     assert "from the command line" in record.said
 
 
@@ -76,7 +66,7 @@ def test_a_run_made_of_objects_goes_on_from_python_and_says_so(run: pg.Run, tmp_
     with pytest.raises(pg.ConfigError, match=r"pg\.train\(run, resume=folder\) with the same object"):
         pg.train(resume=folder, display=False)
     pg.train(objects(run), resume=folder, display=False)
-    assert equal(weights(whole.output), weights(folder))
+    assert same(weights(whole.output), weights(folder))
 
 
 def test_progress_shows_by_default(run: pg.Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +95,7 @@ def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(run: pg.Run) -> Non
         result = pg.train(run, display=False, trackers=[Breaks(), record])
     assert result.steps == 3
     assert [step for step, _ in record.steps] == [1, 2, 3]
-    assert "Breaks.log failed (ConnectionError: no route); the run goes on without this tracker" in record.said
+    assert "Breaks.log failed (ConnectionError: no route)" in record.said
 
 
 def test_what_is_no_tracker_or_callback_is_refused(run: pg.Run) -> None:
@@ -190,7 +180,7 @@ def test_an_environment_that_says_different_things_to_one_examples_samples_is_re
             made.append(self)
             return pg.Observation(f"hello {len(made)}")
 
-    with pytest.raises(pg.EngineError, match=r"Fickle\.reset says different things to the samples of one example"):
+    with pytest.raises(pg.EngineError, match=r"Fickle\.reset .*samples of one example"):
         pg.collect(run, environment=Fickle)
 
 

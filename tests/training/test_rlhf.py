@@ -5,19 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from doubles.files import rows
 from policygrad import cli
 from policygrad.models.classifier import encode, load_scorer, load_tokenizer, score
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_preferences.py"
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def run(*args: str) -> None:

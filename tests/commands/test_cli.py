@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
@@ -15,23 +14,10 @@ import pytest
 from policygrad import __version__, cli
 from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands import describe, show
-from policygrad.commands.completion import script
 from policygrad.commands.options import take_algorithm
 from policygrad.errors import RunError
 from policygrad.training.config.run import Run
 from policygrad.training.config.toml import load, part_names
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    """`run("show", "grpo")` -> (exit code, standard output, standard error)."""
-
-    def call(*args: str) -> tuple[int, str, str]:
-        code = cli.main(args)
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
 
 
 def imported(*args: str) -> set[str]:
@@ -44,8 +30,8 @@ def imported(*args: str) -> set[str]:
     return set(done.stdout.split("\n"))
 
 
-def dry_run(run: Any, folder: Path, *args: str) -> Run:
-    code, out, err = run("train", *args, "--dry-run")
+def dry_run(run_command: Any, folder: Path, *args: str) -> Run:
+    code, out, err = run_command("train", *args, "--dry-run")
     assert code == 0, err
     (folder / "dry.toml").write_text(out, encoding="utf-8")
     return load(folder / "dry.toml", Run())
@@ -76,13 +62,13 @@ def test_module_runs_and_survives_a_closed_pipe() -> None:
         assert process.stderr.read() == b""
 
 
-def test_help_of_every_command(run: Any) -> None:
+def test_help_of_every_command(run_command: Any) -> None:
     for command in cli.COMMANDS:
-        code, out, _ = run(command, "--help")
+        code, out, _ = run_command(command, "--help")
         assert code == 0
         assert f"policygrad {command}" in out
     assert all(command in cli.HELP for command in cli.COMMANDS)
-    out = run("train", "dapo", "--help")[1]
+    out = run_command("train", "dapo", "--help")[1]
     for flag in ("--algorithm.gate.high", "--samples-per-prompt", "--stop-after", "--learner.device"):
         assert flag in out
     assert "(default: the algorithm's own)" in " ".join(out.replace("│", " ").split())
@@ -104,18 +90,18 @@ def test_matrix_fits(width: int | None) -> None:
     assert "Clip(3e-4, 4e-4)" in text  # what is not the default always stands there
 
 
-def test_algorithms_plain_and_json(run: Any) -> None:
-    code, out, _ = run("algorithms")
+def test_algorithms_plain_and_json(run_command: Any) -> None:
+    code, out, _ = run_command("algorithms")
     assert code == 0
     assert len(out.splitlines()) == 1 + len(ALGORITHMS)
-    rows = json.loads(run("algorithms", "--json")[1])
+    rows = json.loads(run_command("algorithms", "--json")[1])
     assert list(rows) == list(ALGORITHMS)
     assert rows["dapo"]["gate"] == {"part": "Clip", "low": 0.2, "high": 0.28}
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_show(run: Any, name: str) -> None:
-    code, out, _ = run("show", name)
+def test_show(run_command: Any, name: str) -> None:
+    code, out, _ = run_command("show", name)
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
     for word in ("∇J = Σ", "Parts", "Fixes", "Fails", "completions per prompt", *algorithm(name).equation()):
@@ -124,8 +110,8 @@ def test_show(run: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", part_names())
-def test_show_part(run: Any, name: str) -> None:
-    code, out, _ = run("show", name)
+def test_show_part(run_command: Any, name: str) -> None:
+    code, out, _ = run_command("show", name)
     assert code == 0
     assert out.startswith(name)
     assert "Used by" in out
@@ -150,64 +136,69 @@ def test_output_that_is_not_utf8() -> None:
 # --- train: what wins over what
 
 
-def test_dry_run_is_a_configuration(run: Any, tmp_path: Path) -> None:
-    made = dry_run(run, tmp_path, "dapo", "--steps", "7", "--reward", "math", "format*0.5", "--seed", "3")
+def test_dry_run_is_a_configuration(run_command: Any, tmp_path: Path) -> None:
+    made = dry_run(run_command, tmp_path, "dapo", "--steps", "7", "--reward", "math", "format*0.5", "--seed", "3")
     assert (made.algorithm.name, made.steps, made.seed, made.reward) == ("dapo", 7, 3, ("math", "format*0.5"))
     assert made == made.resolved()
-    out = run("train", "dapo", "--dry-run")[1]
+    out = run_command("train", "dapo", "--dry-run")[1]
     assert "∇J = Σ" in out
     assert tomllib.loads(out)["algorithm"]["name"] == "dapo"
 
 
-def test_precedence(run: Any, tmp_path: Path) -> None:
+def test_precedence(run_command: Any, tmp_path: Path) -> None:
     config = tmp_path / "my.toml"
     config.write_text('steps = 5\nlr = 1e-3\nalgorithm = "rloo"\n[sampling]\nmax_tokens = 9\n')
-    made = dry_run(run, tmp_path, "--config", str(config), "--steps", "6")
+    made = dry_run(run_command, tmp_path, "--config", str(config), "--steps", "6")
     assert (made.algorithm.name, made.steps, made.lr, made.sampling.max_tokens) == ("rloo", 6, 1e-3, 9)
     assert made.samples_per_prompt == 4
-    assert dry_run(run, tmp_path, "gspo", "--config", str(config)).algorithm.name == "gspo"
+    assert dry_run(run_command, tmp_path, "gspo", "--config", str(config)).algorithm.name == "gspo"
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "run.toml").write_text('steps = 50\nseed = 7\nalgorithm = "dapo"\n')
-    made = dry_run(run, tmp_path, "--resume", str(folder), "--config", str(config))
+    made = dry_run(run_command, tmp_path, "--resume", str(folder), "--config", str(config))
     assert (made.steps, made.seed, made.algorithm.name) == (5, 7, "rloo")
-    assert dry_run(run, tmp_path, "--resume", str(folder), "--steps", "60").steps == 60
+    assert dry_run(run_command, tmp_path, "--resume", str(folder), "--steps", "60").steps == 60
 
 
-def test_only_the_outcome_has_to_make_sense(run: Any, tmp_path: Path) -> None:
+def test_only_the_outcome_has_to_make_sense(run_command: Any, tmp_path: Path) -> None:
     """One sample per prompt is nothing for grpo, the default that a file starts from, and fine for reinforce."""
     config = tmp_path / "my.toml"
     config.write_text("samples_per_prompt = 1\n")
-    assert dry_run(run, tmp_path, "reinforce", "--config", str(config)).samples_per_prompt == 1
-    assert dry_run(run, tmp_path, "grpo", "--config", str(config), "--samples-per-prompt", "4").samples_per_prompt == 4
-    code, _, err = run("train", "--config", str(config))
+    assert dry_run(run_command, tmp_path, "reinforce", "--config", str(config)).samples_per_prompt == 1
+    assert (
+        dry_run(run_command, tmp_path, "grpo", "--config", str(config), "--samples-per-prompt", "4").samples_per_prompt
+        == 4
+    )
+    code, _, err = run_command("train", "--config", str(config))
     assert code == 2
     assert "set samples_per_prompt to 2 or more" in err
 
 
-def test_the_budget_of_a_written_configuration_follows_the_flag(run: Any, tmp_path: Path) -> None:
+def test_the_budget_of_a_written_configuration_follows_the_flag(run_command: Any, tmp_path: Path) -> None:
     written = tmp_path / "run.toml"
-    written.write_text(run("train", "dr_grpo", "--max-tokens", "40", "--dry-run")[1], encoding="utf-8")
+    written.write_text(run_command("train", "dr_grpo", "--max-tokens", "40", "--dry-run")[1], encoding="utf-8")
     assert load(written, Run()).algorithm.aggregate.length == 40
-    made = dry_run(run, tmp_path, "--config", str(written), "--max-tokens", "90")
+    made = dry_run(run_command, tmp_path, "--config", str(written), "--max-tokens", "90")
     assert made.algorithm.aggregate.length == 90
-    made = dry_run(run, tmp_path, "--config", str(written), "--algorithm.aggregate.length", "55")
+    made = dry_run(run_command, tmp_path, "--config", str(written), "--algorithm.aggregate.length", "55")
     assert made.algorithm.aggregate.length == 55
 
 
-def test_a_runs_own_file_makes_another_run(run: Any, tmp_path: Path) -> None:
+def test_a_runs_own_file_makes_another_run(run_command: Any, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(f"steps = 3\noutput = {json.dumps(str(tmp_path))}\n")
-    assert dry_run(run, tmp_path, "--config", str(tmp_path / "run.toml")).output is None
-    assert dry_run(run, tmp_path, "--resume", str(tmp_path)).output == str(tmp_path)
+    assert dry_run(run_command, tmp_path, "--config", str(tmp_path / "run.toml")).output is None
+    assert dry_run(run_command, tmp_path, "--resume", str(tmp_path)).output == str(tmp_path)
 
 
-def test_parts_by_flag(run: Any, tmp_path: Path) -> None:
+def test_parts_by_flag(run_command: Any, tmp_path: Path) -> None:
     gate = ("--algorithm.gate", "WeightCap", "--algorithm.gate.high", "4")
-    made = dry_run(run, tmp_path, "grpo", *gate, "--algorithm.psi=GroupMean", "--algorithm.terms", "none").algorithm
+    made = dry_run(
+        run_command, tmp_path, "grpo", *gate, "--algorithm.psi=GroupMean", "--algorithm.terms", "none"
+    ).algorithm
     assert [type(p).__name__ for p in made.psi] == ["GroupMean"]
     assert (made.terms, type(made.gate).__name__, made.gate.high) == ((), "WeightCap", 4.0)
     twice = ("--algorithm.terms", "KLToReference,KLToReference", "--algorithm.terms.kl-to-reference-2.beta", "0.1")
-    assert [t.beta for t in dry_run(run, tmp_path, "grpo", *twice).algorithm.terms] == [0.04, 0.1]
+    assert [t.beta for t in dry_run(run_command, tmp_path, "grpo", *twice).algorithm.terms] == [0.04, 0.1]
 
 
 @pytest.mark.parametrize(
@@ -227,9 +218,9 @@ def test_where_the_algorithm_may_stand(args: str, name: str | None, rest: str) -
     assert take_algorithm(args.split()) == (name, rest.split())
 
 
-def test_values(run: Any, tmp_path: Path) -> None:
+def test_values(run_command: Any, tmp_path: Path) -> None:
     words = "--samples-per-prompt None --lr 1e-5 --learner.gradient-checkpointing --optimizer.betas 0.8 0.95"
-    made = dry_run(run, tmp_path, "rloo", *words.split(), "--stop_after", "2", "--prompts_per_step=8")
+    made = dry_run(run_command, tmp_path, "rloo", *words.split(), "--stop_after", "2", "--prompts_per_step=8")
     assert (made.samples_per_prompt, made.lr, made.prompts_per_step) == (4, 1e-5, 8)
     assert made.learner.gradient_checkpointing
     assert made.optimizer.betas == (0.8, 0.95)
@@ -286,33 +277,33 @@ def test_values(run: Any, tmp_path: Path) -> None:
         ("eval tiny --held-out x.jsonl", "goes with a JSONL task"),
     ],
 )
-def test_refused(run: Any, command: str, says: str) -> None:
-    code, out, err = run(*command.split())
+def test_refused(run_command: Any, command: str, says: str) -> None:
+    code, out, err = run_command(*command.split())
     assert code == 2
     assert says in " ".join(err.replace("│", " ").split())
     assert "Traceback" not in out + err
 
 
-def test_resume_refuses_what_it_would_ignore(run: Any, tmp_path: Path) -> None:
+def test_resume_refuses_what_it_would_ignore(run_command: Any, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(f"steps = 3\noutput = {json.dumps(str(tmp_path))}\n")
     for flag in ("--model", "--output"):
-        code, _, err = run("train", "--resume", str(tmp_path), flag, "elsewhere")
+        code, _, err = run_command("train", "--resume", str(tmp_path), flag, "elsewhere")
         assert code == 2
         assert f"{flag} would mean nothing" in err
     for flag, value in (("--task", "gcd"), ("--reward", "math"), ("--held-out", "other.jsonl")):
-        code, _, err = run("train", "--resume", str(tmp_path), flag, value)
+        code, _, err = run_command("train", "--resume", str(tmp_path), flag, value)
         assert code == 2
         assert f"another {flag} would compare before and after on different things" in err
 
 
-def test_eval_of_an_unfinished_run(run: Any, tmp_path: Path) -> None:
+def test_eval_of_an_unfinished_run(run_command: Any, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("steps = 3\n")
-    code, _, err = run("eval", str(tmp_path))
+    code, _, err = run_command("eval", str(tmp_path))
     assert code == 2
     assert f"policygrad train --resume {tmp_path}" in err
 
 
-def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, run: Any, tmp_path: Path) -> None:
+def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, run_command: Any, tmp_path: Path) -> None:
     """A library's error, or an operation of ours that fails, is not passed off as the user's mistake."""
 
     def fails(args: list[str]) -> int:
@@ -326,7 +317,7 @@ def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, run: Any, tm
         raise KeyboardInterrupt
 
     monkeypatch.setattr("policygrad.commands.show.show", interrupted)
-    assert run("show", "x")[0] == 130
+    assert run_command("show", "x")[0] == 130
 
     def missing(args: list[str]) -> int:
         return len((tmp_path / "gone").read_text())
@@ -339,7 +330,7 @@ def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, run: Any, tm
         raise RunError("no place left")
 
     monkeypatch.setattr("policygrad.commands.show.show", refused)
-    code, _, err = run("show", "x")
+    code, _, err = run_command("show", "x")
     assert (code, err) == (2, "error: no place left\n")
 
 
@@ -347,38 +338,3 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLICYGRAD_DEBUG", "1")
     with pytest.raises(ValueError, match="did you mean 'grpo'"):
         cli.main(["train", "gprpo"])
-
-
-# --- tab completion
-
-
-@functools.cache
-def bash_script() -> str:
-    return script("bash")
-
-
-def complete(*words: str) -> list[str]:
-    """What bash offers for the last word."""
-    command = f'{bash_script()}\nCOMP_WORDS=(policygrad "$@")\nCOMP_CWORD=$#\n_policygrad\nprintf \'%s\\n\' "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", command, "bash", *words], capture_output=True, text=True, check=True)
-    return done.stdout.split()
-
-
-def test_completion() -> None:
-    assert complete("tr") == ["train"]
-    assert complete("train", "da") == ["dapo"]
-    assert complete("show", "Cl") == ["Clip"]
-    assert {"--algorithm.gate", "--algorithm.gate.high", "--algorithm.gate.tau-pos"} <= set(
-        complete("train", "--algorithm.g")
-    )
-    assert complete("train", "dapo", "--algorithm.gate", "W") == ["WeightCap"]
-    assert complete("train", "dapo", "--algorithm.gate", "n") == []  # an algorithm has one
-    assert complete("train", "dapo", "--algorithm.critic", "n") == complete("train", "--algorithm.psi", "n") == ["none"]
-    assert complete("train", "vineppo", "--task", "embedded_") == ["embedded_steps"]
-    assert complete("train", "grpo_process", "--reward", "w") == ["worked_steps"]
-    assert complete("train", "--config", "") == []  # the shell's own: files
-    assert "--threshold" in complete("eval", "--th")
-    assert complete("lab", "--experiment", "z_") == ["z_score"]
-    assert complete("lab", "con") == ["control"]
-    assert {"--output", "--part", "--json"} <= set(complete("lab", "--"))
-    assert "bashcompinit" in script("zsh")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +15,11 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
+from policygrad.rewards.types import ProcessScores, RewardScores
 from policygrad.rollout.reasoning_steps import mark, token_at
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import Sampling
+from policygrad.tasks.types import Example
 
 
 def decoder(pieces: Sequence[bytes]) -> Any:
@@ -79,30 +81,15 @@ def test_any_split_of_any_text_into_tokens(text: str, random: Any) -> None:
 # --- a rollout -------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Example:
-    prompt: str
-    columns: Mapping[str, Any] = field(default_factory=dict)
+def outcome(prompts: Any, texts: Sequence[str], columns: Any) -> RewardScores:
+    return RewardScores([float(text[:1] == "1") for text in texts], {})
 
 
-@dataclass(frozen=True)
-class Said:
-    total: Sequence[float | None] = ()
-    steps: Sequence[Any] = ()
-    parts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    failures: Mapping[str, int] = field(default_factory=dict)
-    messages: Sequence[str] = ()
-
-
-def outcome(prompts: Any, texts: Sequence[str], columns: Any) -> Said:
-    return Said([float(text[:1] == "1") for text in texts])
-
-
-def steps(prompts: Any, texts: Sequence[str], columns: Any) -> Said:
+def steps(prompts: Any, texts: Sequence[str], columns: Any) -> ProcessScores:
     """A step of one half per token; "3" cannot be scored."""
     found = [None if "3" in t else tuple((2 * i + 1, 0.5) for i in range(len(t.split()))) for t in texts]
     parts = {"half": [score for each in found if each for _, score in each]}
-    return Said(steps=found, parts=parts, failures={"raised": found.count(None)}, messages=("boom",))
+    return ProcessScores(found, parts, {"raised": found.count(None)}, ["boom"])
 
 
 def run(algorithm: pg.Algorithm, score_steps: Any = steps) -> Any:
@@ -158,8 +145,8 @@ def test_dynamic_sampling_looks_at_the_outcome_alone() -> None:
     """Steps differ in every group; the outcome in none: nothing is kept."""
     algorithm = replace(pg.GRPO_PROCESS, filters=(pg.DropNoSpread("reweight"),))
 
-    def alike(prompts: Any, texts: Sequence[str], columns: Any) -> Said:
-        return Said([0.0] * len(texts))
+    def alike(prompts: Any, texts: Sequence[str], columns: Any) -> RewardScores:
+        return RewardScores([0.0] * len(texts), {})
 
     batch = rollouter(1, alike, steps).collect(algorithm, Sampling(max_tokens=3), prompts=1, samples=16).batch
     assert batch.token_reward.abs().sum() > 0

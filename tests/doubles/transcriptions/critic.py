@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transcriptions import Completion, Prompts, clip, count_tokens, log_pi, sg, zero
+
+from doubles.transcriptions.objectives import Completion, Prompts, clip, count_tokens, log_pi, sg, zero
 
 
 def rewards(o: Completion, beta: float = 0.0) -> list[Tensor]:

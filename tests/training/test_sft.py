@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import policygrad as pg
-from policygrad import cli
+from doubles.files import same, untimed, weights, write_rows
+from doubles.trackers import Interrupting, Record
 from policygrad.commands.completion import script
 from policygrad.errors import DataError, ModelError, RunError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.conversations import Demonstration, read_demonstrations
-from policygrad.trackers import Tracker
 from policygrad.training.config.run import Checkpointing
 from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.config.toml import load
@@ -46,14 +44,9 @@ QWEN = (  # ChatML's shape: a newline behind each turn's end token
 )
 
 
-def write(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def config(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
-    data = write(tmp_path_factory.mktemp("demonstrations") / "sums.jsonl", ROWS)
+    data = write_rows(tmp_path_factory.mktemp("demonstrations") / "sums.jsonl", ROWS)
     return SFTConfig(data=data, model=str(random_model), batch_size=16, epochs=2, lr=3e-3)
 
 
@@ -63,7 +56,7 @@ def tokenizer(random_model: Path) -> Tokenizer:
 
 
 def read(tmp_path: Path, row: Any) -> Demonstration:
-    return read_demonstrations(write(tmp_path / "one.jsonl", [row]))[0]
+    return read_demonstrations(write_rows(tmp_path / "one.jsonl", [row]))[0]
 
 
 def learnt(row: Any, tokenizer: Tokenizer) -> list[str]:
@@ -99,10 +92,10 @@ def test_of_a_chat_the_assistants_turns(tokenizer: Tokenizer, tmp_path: Path, te
     assert found.prompt.tolist() == tokenizer.encode(CHAT[:2], 0).tolist()
     text = tokenizer.hf.apply_chat_template(CHAT[:5], tokenize=False)
     assert tokenizer.hf.decode([*found.prompt, *found.tokens]) == text
-    same = read(tmp_path, {"prompt": CHAT[:4], "completion": "4"})
-    assert learnt(same, tokenizer) == ["2<eos>", "4<eos>"]  # an answer in the prompt is an answer
-    same = read(tmp_path, {"prompt": CHAT[:2], "completion": [CHAT[2]]})
-    assert learnt(same, tokenizer) == ["2<eos>"]
+    equal = read(tmp_path, {"prompt": CHAT[:4], "completion": "4"})
+    assert learnt(equal, tokenizer) == ["2<eos>", "4<eos>"]  # an answer in the prompt is an answer
+    equal = read(tmp_path, {"prompt": CHAT[:2], "completion": [CHAT[2]]})
+    assert learnt(equal, tokenizer) == ["2<eos>"]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +125,7 @@ def test_a_template_that_cannot_be_learnt_from(
 def test_a_prompt_that_joins_its_completion_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """`The answer ` + `is` is one token where the prompt's end and the completion's beginning were to be two."""
     row = read(tmp_path, {"prompt": "The answer", "completion": " is 2"})
-    with pytest.raises(ModelError, match=r"one.jsonl:1: the tokenizer .* joins the end of 'prompt'.*'The answer'"):
+    with pytest.raises(ModelError, match=r"one.jsonl:1: .*'prompt'.*'The answer'"):
         tokenise(row, tokenizer)
     with pytest.raises(ModelError, match=r"one.jsonl:1: \d+ tokens, more than the 256 positions"):
         tokenise(read(tmp_path, {"prompt": "a", "completion": "b" * 2000}), tokenizer)
@@ -144,7 +137,7 @@ def test_a_prompt_that_joins_its_completion_is_refused(tokenizer: Tokenizer, tmp
 def test_the_loss_is_a_mean_over_the_steps_tokens_whatever_the_micro_batches(config: SFTConfig) -> None:
     """Loss and gradient against the model called directly, one demonstration at a time; long and short rows mixed."""
     rows = [*ROWS[:3], {"prompt": "1 + 1 =\n", "completion": "2 " * 40}, {"messages": CHAT}]
-    data = write(Path(config.data).parent / "mixed.jsonl", rows)
+    data = write_rows(Path(config.data).parent / "mixed.jsonl", rows)
     objective = FineTuning(replace(config, data=data, learner=pg.LearnerConfig(micro_tokens=60)).resolved())
     calls: list[int] = []
     metrics = objective.accumulate(range(len(rows)), lambda: calls.append(1))
@@ -171,28 +164,6 @@ def test_the_loss_is_a_mean_over_the_steps_tokens_whatever_the_micro_batches(con
 # --- a run
 
 
-class Record(Tracker):
-    def __init__(self, at: int = 0) -> None:
-        self.at, self.steps, self.summary = at, list[int](), dict[str, str]()
-
-    def log(self, step: int, metrics: Mapping[str, float], completions: Any = ()) -> None:
-        self.steps.append(step)
-        if step == self.at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def finish(self, summary: Mapping[str, str]) -> None:
-        self.summary = dict(summary)
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "model.safetensors")
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if "time" not in k and "per_second" not in k} for line in lines]
-
-
 @pytest.mark.parametrize("changes", [{}, {"learner": pg.LearnerConfig(dtype="bf16", gradient_checkpointing=True)}])
 def test_it_learns_and_is_resumed_bit_for_bit(config: SFTConfig, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Stopped by a signal, by --stop-after, and once by losing what was done since the last checkpoint."""
@@ -205,21 +176,20 @@ def test_it_learns_and_is_resumed_bit_for_bit(config: SFTConfig, tmp_path: Path,
     )
     record = Record()
     whole = pg.sft(replace(config, output=str(tmp_path / "whole")), display=record)
-    assert record.steps == list(range(1, whole.steps + 1))
+    assert [step for step, _ in record.steps] == list(range(1, whole.steps + 1))
     assert whole.after is not None
     assert whole.after["held_out/loss"] < 0.8 * whole.before["held_out/loss"]
     assert "nats per token" in record.summary["held-out loss"]
     pieces = tmp_path / "pieces"
-    stopped = pg.sft(replace(config, output=str(pieces)), display=Record(at=3))
+    stopped = pg.sft(replace(config, output=str(pieces)), display=Interrupting(3))
     assert (stopped.steps, stopped.model) == (3, None)
     stopped = pg.sft(resume=pieces, stop_after=2)
     for path in (pieces / "checkpoints" / "step-000005").iterdir():  # the newest is lost, as after a kill at step 5
         path.unlink()
     result = pg.sft(resume=pieces)
     assert result.after == whole.after
-    one, other = weights(whole.output), weights(pieces)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert rows(whole.output) == rows(pieces)
+    assert same(weights(whole.output), weights(pieces))
+    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
     assert json.loads((pieces / "result.json").read_text())["after"] == whole.after
     assert load(pieces / "sft.toml", SFTConfig()) == replace(config, output=str(pieces))  # type: ignore[type-var]
     AutoModelForCausalLM.from_pretrained(whole.model)
@@ -228,7 +198,7 @@ def test_it_learns_and_is_resumed_bit_for_bit(config: SFTConfig, tmp_path: Path,
 def test_only_what_is_trainable_moves(config: SFTConfig, tmp_path: Path) -> None:
     config = replace(config, learner=pg.LearnerConfig(trainable=r"layers\.1\."), output=str(tmp_path / "run"))
     pg.sft(config, stop_after=2)
-    with pytest.raises(RunError, match=r"other trainable parameters \(.*\): leave learner.trainable as it was"):
+    with pytest.raises(RunError, match=r"leave learner\.trainable as it was"):
         pg.sft(replace(config, learner=pg.LearnerConfig()), resume=tmp_path / "run")
     pg.sft(resume=tmp_path / "run")
     before, after = load_file(Path(config.model) / "model.safetensors"), weights(tmp_path / "run")
@@ -237,9 +207,9 @@ def test_only_what_is_trainable_moves(config: SFTConfig, tmp_path: Path) -> None
 
 
 def test_a_resumed_run_refuses_other_data(config: SFTConfig, tmp_path: Path) -> None:
-    data = write(tmp_path / "data.jsonl", ROWS)
+    data = write_rows(tmp_path / "data.jsonl", ROWS)
     pg.sft(replace(config, data=data, output=str(tmp_path / "run")), stop_after=1)
-    write(Path(data), ROWS[1:])
+    write_rows(Path(data), ROWS[1:])
     with pytest.raises(RunError, match=r"is not what the run in .* began with: put the old file back"):
         pg.sft(resume=tmp_path / "run")
     with pytest.raises(RunError, match=r"no run of `policygrad reward-model`.*`policygrad sft --resume"):
@@ -265,26 +235,19 @@ def test_a_resumed_run_refuses_other_data(config: SFTConfig, tmp_path: Path) -> 
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
-    path = write(tmp_path / "bad.jsonl", [ROWS[0], row])
+    path = write_rows(tmp_path / "bad.jsonl", [ROWS[0], row])
     with pytest.raises(DataError, match=says):
         read_demonstrations(path)
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs a command line; (exit status, all that it said)."""
+@pytest.mark.parametrize("command", ["sft", "reward-model"])
+def test_the_command_line(run_command: Callable[..., tuple[int, str, str]], command: str, tmp_path: Path) -> None:
+    """Defaults < the run to resume < a file < flags; what makes no sense is refused before anything is loaded."""
 
-    def go(*args: str) -> tuple[int, str]:
-        code = cli.main(list(args))
-        out, err = capsys.readouterr()
+    def run(*args: str) -> tuple[int, str]:
+        code, out, err = run_command(*args)
         return code, " ".join((out + err).split())
 
-    return go
-
-
-@pytest.mark.parametrize("command", ["sft", "reward-model"])
-def test_the_command_line(run: Callable[..., tuple[int, str]], command: str, tmp_path: Path) -> None:
-    """Defaults < the run to resume < a file < flags; what makes no sense is refused before anything is loaded."""
     file = tmp_path / "mine.toml"
     file.write_text('data = "a.jsonl"\nepochs = 3\n[optimizer]\nschedule = "linear"\n')
     code, out = run(command, "--config", str(file), "--epochs", "2", "--dry-run")

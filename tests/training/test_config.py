@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from policygrad.core.gates import Clip, WeightCap
 from policygrad.core.protocols import Advantage
 from policygrad.errors import ConfigError
 from policygrad.samplers.base import Sampling
+from policygrad.training.config.parts import part_class
 from policygrad.training.config.run import Run
 from policygrad.training.config.toml import algorithm_from_dict, algorithm_to_dict, dumps, from_dict, load
 
@@ -177,7 +179,7 @@ def test_a_penalty_on_the_old_policy_needs_a_second_step(term: object) -> None:
     held = replace(pg.DR_GRPO, terms=(term,))  # type: ignore[arg-type]
     with pytest.raises(
         ValueError,
-        match=rf"{type(term).__name__} holds π_θ near π_old, and they are one .* step=FirstOrder\(epochs=4\)",
+        match=rf"{type(term).__name__} .*step=FirstOrder\(epochs=4\)",
     ):
         Run(algorithm=held)
     for step in (pg.FirstOrder(epochs=2), pg.FirstOrder(minibatches=2), pg.TrustRegion()):
@@ -191,3 +193,21 @@ def test_an_open_field_stays_open_where_the_named_algorithm_has_a_value(tmp_path
     path = tmp_path / "run.toml"
     path.write_text(dumps(run))
     assert load(path, Run()).algorithm.reference == waits.reference
+
+
+def test_names_given_where_objects_belong_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"pg\.algorithm\('dapo'\)"):
+        pg.Run(algorithm="dapo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"reward=\('math',\)"):
+        pg.Run(reward="math")  # type: ignore[arg-type]
+
+
+def test_a_part_of_ones_own_is_found_in_the_current_folder(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "gates_of_mine.py").write_text(
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Open:\n    width: float = 1.0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    assert part_class("gates_of_mine:Open", "command line", "algorithm.gate").__name__ == "Open"
+    with pytest.raises(ConfigError, match="move the class to a module of its own"):
+        part_class("__main__:Nowhere", "run.toml", "algorithm.gate")

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transcriptions import (
+
+import policygrad as pg
+from doubles.transcriptions.objectives import (
     Completion,
     Prompts,
     cispo,
@@ -29,8 +31,6 @@ from transcriptions import (
     zero,
     zscore,
 )
-
-import policygrad as pg
 from policygrad.core.advantages import Centred
 
 PerToken = Callable[[Completion, int, Tensor], Tensor]

@@ -15,7 +15,7 @@ import torch
 import policygrad as pg
 
 NAMES = ["reinforce", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo"]
-PATH = Path(__file__).parents[1] / "examples" / "one_file.py"
+PATH = Path(__file__).parents[2] / "examples" / "one_file.py"
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from policygrad.commands.describe import describe, difference, settings
 from policygrad.papers import PAPERS, USUAL
 from policygrad.training.config.parts import part_names
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted(DOCS.rglob("*.md"))]
 OWN = (DOCS / "your-own-algorithm.md").read_text(encoding="utf-8")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transcriptions import Completion, Prompts, clip, count, count_tokens, mean, std, zero
-from transcriptions_critic import rewards
+
+from doubles.transcriptions.critic import rewards
+from doubles.transcriptions.objectives import Completion, Prompts, clip, count, count_tokens, mean, std, zero
 
 
 def steps_of(o: Completion) -> list[list[int]]:

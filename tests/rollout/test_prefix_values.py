@@ -16,6 +16,7 @@ from doubles.drawing import Context, sample
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer, padding_id
+from policygrad.rewards.types import ProcessScores, RewardScores
 from policygrad.rollout.judging import judge
 from policygrad.rollout.reasoning_steps import Marks, with_steps
 from policygrad.rollout.rollouter import Rollouter
@@ -23,6 +24,7 @@ from policygrad.rollout.trajectory import TRAIN, VALUES, Group, Segment, Start, 
 from policygrad.rollout.values import with_values
 from policygrad.samplers.base import Generation, Request, Sampling
 from policygrad.samplers.local import LocalSampler
+from policygrad.tasks.types import Example
 
 VOCABULARY, LONGEST = 3, 3
 ALL = list(itertools.product(range(VOCABULARY), repeat=LONGEST))
@@ -30,36 +32,14 @@ K = len(ALL)
 SAMPLING = Sampling(max_tokens=LONGEST)
 
 
-@dataclass(frozen=True)
-class Example:
-    prompt: str = "0"
-    columns: Mapping[str, Any] = field(default_factory=lambda: {"answer": "1"})
-
-
-@dataclass(frozen=True)
-class Scores:
-    total: Sequence[float | None]
-    failures: Mapping[str, int] = field(default_factory=dict)
-    parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    messages: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class StepScores:
-    steps: Sequence[Any]
-    parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    failures: Mapping[str, int] = field(default_factory=dict)
-    messages: Sequence[str] = ()
-
-
 def worth(text: str) -> float:
     """A reward that depends on everything written: "1 2" is 1·3 + 2·9, plus 1 for what is empty."""
     return 1.0 + sum(int(word) * 3**i for i, word in enumerate(text.split(), 1))
 
 
-def score(prompts: Any, texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> Scores:
+def score(prompts: Any, texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> RewardScores:
     assert len(prompts) == len(texts) == len(columns["answer"])
-    return Scores([worth(text) for text in texts])
+    return RewardScores([worth(text) for text in texts], {})
 
 
 def ended(tokens: Sequence[int]) -> tuple[int, ...]:
@@ -101,7 +81,7 @@ def rollout(completions: Sequence[Sequence[int]], ends: Sequence[Sequence[int]])
         Trajectory((Segment(torch.tensor(o), torch.zeros(len(o)), torch.zeros(len(o)).long()),), "", 0 not in o)
         for o in completions
     )
-    start = Start(Example(), (5, TRAIN, 2, 7), LONGEST)  # type: ignore[arg-type]
+    start = Start(Example("0", {"answer": "1"}), (5, TRAIN, 2, 7), LONGEST)  # type: ignore[arg-type]
     groups = [Group(start, torch.tensor([0]), rows)]
     lengths = torch.tensor([len(o) for o in completions])
     batch = pg.Batch(
@@ -113,7 +93,7 @@ def rollout(completions: Sequence[Sequence[int]], ends: Sequence[Sequence[int]])
 
 
 def rollouter(sampler: Any, score: Any = score, **options: Any) -> Rollouter:
-    return Rollouter(lambda i: Example(), TabularTokenizer(), sampler, score, seed=5, **options)  # type: ignore[arg-type, return-value]
+    return Rollouter(lambda i: Example("0", {"answer": "1"}), TabularTokenizer(), sampler, score, seed=5, **options)  # type: ignore[arg-type, return-value]
 
 
 def valued(sampler: Any, batch: pg.Batch, groups: list[Group], score: Any = score) -> Any:
@@ -171,9 +151,9 @@ def test_failed_rewards_are_left_out_and_a_prefix_without_any_falls_back() -> No
     """Half of the completions fail; then all of those of one prefix, whose value is the step before's; then the prompt's."""
 
     def failing(bad: Any) -> Any:
-        def judge(prompts: Any, texts: Sequence[str], columns: Any) -> Scores:
+        def judge(prompts: Any, texts: Sequence[str], columns: Any) -> RewardScores:
             total = [None if bad(i, text) else worth(text) for i, text in enumerate(texts)]
-            return Scores(total, {"raised": total.count(None)}, messages=["boom"] if None in total else [])
+            return RewardScores(total, {}, {"raised": total.count(None)}, messages=["boom"] if None in total else [])
 
         return judge
 
@@ -201,9 +181,11 @@ def test_failed_rewards_are_left_out_and_a_prefix_without_any_falls_back() -> No
     assert metrics["values/failed"].value == 3
 
 
-def steps_by_token(prompts: Any, texts: Sequence[str], columns: Any) -> StepScores:
+def steps_by_token(prompts: Any, texts: Sequence[str], columns: Any) -> ProcessScores:
     """A step per token that is written, worth its number."""
-    return StepScores([tuple((2 * i + 1, float(w)) for i, w in enumerate(text.split())) for text in texts])
+    return ProcessScores(
+        [tuple((2 * i + 1, float(w)) for i, w in enumerate(text.split())) for text in texts], {}, {}, []
+    )
 
 
 def test_a_rollout_carries_values_and_they_are_unbiased() -> None:

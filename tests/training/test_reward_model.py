@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import policygrad as pg
+from doubles.files import write_rows
+from doubles.models import changed_copy
 from policygrad.errors import DataError, ModelError, PolicygradError, RunError
 from policygrad.models.classifier import encode, forward, load_scorer, load_tokenizer, micro_batches, score
 from policygrad.models.tokenizer import Tokenizer
@@ -34,11 +36,6 @@ PAIRS = [
 ]
 
 
-def write(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def judge(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random reward model with the embedded tokenizer."""
@@ -54,19 +51,14 @@ def changed(judge: Path, tmp_path: Path) -> Callable[..., Path]:
     """A copy of the reward model whose JSON files say something else."""
 
     def change(**files: dict[str, Any]) -> Path:
-        folder = tmp_path / "changed"
-        shutil.copytree(judge, folder, dirs_exist_ok=True)
-        for name, values in files.items():
-            path = folder / f"{name}.json"
-            path.write_text(json.dumps(json.loads(path.read_text()) | values))
-        return folder
+        return changed_copy(judge, tmp_path / "changed", **files)
 
     return change
 
 
 @pytest.fixture(scope="module")
 def config(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> pg.RewardModelConfig:
-    data = write(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", PAIRS)
+    data = write_rows(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", PAIRS)
     return pg.RewardModelConfig(data=data, model=str(random_model), batch_size=16, epochs=2, lr=3e-3)
 
 
@@ -86,7 +78,7 @@ def test_chat_messages_go_through_the_reward_models_own_template(judge: Path) ->
     ids = encode(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
     assert tokenizer.hf.decode(ids) == "[user]2 + 3 =;[assistant]5;"
     tokenizer.hf.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(ModelError, match=r"chat template of .* refuses the messages \(roles: user, assistant\): no"):
+    with pytest.raises(ModelError, match=r"chat template of .*\(roles: user, assistant\): no"):
         encode(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
     tokenizer.hf.chat_template = None
     with pytest.raises(ModelError, match="no chat template: set `chat_template`"):
@@ -293,7 +285,7 @@ def test_it_learns_is_resumed_bit_for_bit_and_is_loaded_by_others(config: pg.Rew
 
 
 def test_a_held_out_file_takes_its_prompts_out_of_training(config: pg.RewardModelConfig, tmp_path: Path) -> None:
-    other = write(tmp_path / "other.jsonl", PAIRS[:4])
+    other = write_rows(tmp_path / "other.jsonl", PAIRS[:4])
     objective = Preferences(replace(config, held_out=other).resolved())
     trained = {objective.pairs[i].prompt for unit in objective.units for i in unit}
     measured = {objective.pairs[i].prompt for unit in objective.held_out for i in unit}
@@ -345,7 +337,7 @@ def test_a_model_without_a_padding_token_gets_one(config: pg.RewardModelConfig, 
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
-    path = write(tmp_path / "bad.jsonl", [PAIRS[0]])
+    path = write_rows(tmp_path / "bad.jsonl", [PAIRS[0]])
     with Path(path).open("a") as file:
         file.write("\n" + json.dumps(row) + "\n")
     with pytest.raises(DataError, match=says):
@@ -364,9 +356,9 @@ def test_bad_files_models_and_folders(config: pg.RewardModelConfig, judge: Path,
     refused("no such file", data=str(tmp_path / "nosuch.jsonl"))
     refused("reward-model needs data: --data FILE.jsonl", data="")
     refused("there is no model folder", model="./nosuch")
-    long = write(tmp_path / "long.jsonl", [*PAIRS, {"prompt": "a" * 3000, "chosen": "b", "rejected": "c"}])
+    long = write_rows(tmp_path / "long.jsonl", [*PAIRS, {"prompt": "a" * 3000, "chosen": "b", "rejected": "c"}])
     refused(r"long.jsonl:\d+: prompt and 'chosen' have \d+ tokens, more than the 256", data=long)
-    special = write(tmp_path / "equal.jsonl", [*PAIRS, {"prompt": "a", "chosen": "b", "rejected": "b<eos>"}])
+    special = write_rows(tmp_path / "equal.jsonl", [*PAIRS, {"prompt": "a", "chosen": "b", "rejected": "b<eos>"}])
     refused(r"equal.jsonl:\d+: 'chosen' and 'rejected' are equal in token ids", data=special)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")

@@ -1,0 +1,49 @@
+"""Tab completion: what bash is offered."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+
+from policygrad.commands.completion import script
+from policygrad.commands.train import flags
+
+
+@functools.cache
+def bash_script() -> str:
+    return script("bash")
+
+
+def complete(*words: str) -> list[str]:
+    """What bash offers for the last word."""
+    command = f'{bash_script()}\nCOMP_WORDS=(policygrad "$@")\nCOMP_CWORD=$#\n_policygrad\nprintf \'%s\\n\' "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", command, "bash", *words], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_completion() -> None:
+    assert complete("tr") == ["train"]
+    assert complete("train", "da") == ["dapo"]
+    assert complete("show", "Cl") == ["Clip"]
+    assert {"--algorithm.gate", "--algorithm.gate.high", "--algorithm.gate.tau-pos"} <= set(
+        complete("train", "--algorithm.g")
+    )
+    assert complete("train", "dapo", "--algorithm.gate", "W") == ["WeightCap"]
+    assert complete("train", "dapo", "--algorithm.gate", "n") == []  # an algorithm has one
+    assert complete("train", "dapo", "--algorithm.critic", "n") == complete("train", "--algorithm.psi", "n") == ["none"]
+    assert complete("train", "vineppo", "--task", "embedded_") == ["embedded_steps"]
+    assert complete("train", "grpo_process", "--reward", "w") == ["worked_steps"]
+    assert complete("train", "--config", "") == []  # the shell's own: files
+    assert "--threshold" in complete("eval", "--th")
+    assert complete("lab", "--experiment", "z_") == ["z_score"]
+    assert complete("lab", "con") == ["control"]
+    assert {"--output", "--part", "--json"} <= set(complete("lab", "--"))
+    assert "bashcompinit" in script("zsh")
+
+
+def test_completion_offers_options_that_exist_and_nothing_else() -> None:
+    offered = flags("grpo")
+    assert "--steps" in offered
+    assert "--algorithm.gate.low" in offered
+    assert all(flag[2].isalpha() and flag[-1].isalnum() for flag in offered)
+    assert "--algorithm" not in offered  # from the help text's `--algorithm.FIELD`

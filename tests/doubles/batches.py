@@ -1,0 +1,51 @@
+"""Ragged rollouts of random tokens, and their log-probabilities by the definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+import policygrad as pg
+
+VOCABULARY = 40
+
+
+def make_batch(seed: int, groups: int = 3, size: int = 4, width: int = 6, *, holes: bool = True) -> pg.Batch:
+    """Ragged completions with tool tokens in their midst, equal completions, an empty one, prompts of several lengths."""
+    g = torch.Generator().manual_seed(seed)
+    rows = groups * size
+    lengths = torch.randint(1, width + 1, (rows,), generator=g)
+    mask = torch.arange(width) < lengths[:, None]
+    tokens = torch.randint(VOCABULARY, (rows, width), generator=g)
+    reward = torch.randint(0, 2, (rows,), generator=g).double()
+    for row in range(0, rows - 1, size):  # each group's first two are the same
+        mask[row + 1], tokens[row + 1], reward[row + 1] = mask[row], tokens[row], reward[row]
+    if holes:
+        mask = mask & ((torch.rand(rows, width, generator=g) > 0.2) | (torch.arange(rows) % size < 2)[:, None])
+    mask[-1] = False
+    prompts = tuple(
+        torch.randint(VOCABULARY, (int(n),), generator=g) for n in torch.randint(1, 7, (groups,), generator=g)
+    )
+    return pg.Batch(
+        mask=mask, group=torch.arange(groups).repeat_interleave(size), reward=reward, tokens=tokens, prompts=prompts
+    )
+
+
+def naive_logp(model: nn.Module, batch: pg.Batch, temperature: float) -> Tensor:
+    """One completion at a time, with nothing shared: the definition."""
+    assert batch.tokens is not None
+    assert batch.prompts is not None
+    out = []
+    for i in range(len(batch.mask)):
+        prompt = batch.prompts[int(batch.group[i])]
+        ids = torch.cat([prompt, batch.tokens[i]])[None]
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
+        out.append(logits.log_softmax(-1).gather(-1, batch.tokens[i][:, None]).squeeze(1))
+    return torch.stack(out)
+
+
+def float_batch(seed: int = 0) -> pg.Batch:
+    batch = make_batch(seed, holes=False)
+    return replace(batch, reward=batch.reward.float())

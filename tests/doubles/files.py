@@ -1,0 +1,36 @@
+"""The files of a run, read, and JSON Lines, written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> str:
+    """JSON Lines; the path as a run takes it."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().split("\n") if line]  # splitlines would also cut at U+2028
+
+
+def untimed(path: Path) -> list[dict[str, Any]]:
+    """Metrics without what a clock decides."""
+    return [{k: v for k, v in row.items() if "time" not in k and "per_second" not in k} for row in rows(path)]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Those of the model that a run has saved."""
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    """Equal to the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

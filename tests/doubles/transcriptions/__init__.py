@@ -1,0 +1,1 @@
+"""The papers' objectives, literally: what the library's objective is compared with."""

@@ -1,0 +1,123 @@
+"""Classic control, trained: it learns, it stays in its region, and its numbers are written down."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import measure_control
+import policygrad as pg
+from policygrad import cli
+from policygrad.lab.control.environments import GymEnvironments
+from policygrad.lab.control.presets import PRESETS, preset, with_gamma
+from policygrad.lab.control.rollout import seeds
+from policygrad.lab.control.train import Trained, evaluate, train
+
+
+def run(name: str, steps: int, env: str = "CartPole-v1", seed: int = 0, **settings: object) -> Trained:
+    found = preset(name)
+    chosen = replace(found.settings, **settings)  # type: ignore[arg-type]
+    return train(GymEnvironments(env, chosen.environments), found.algorithm, chosen, steps=steps, seed=seed)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("ppo", 9000), ("trpo", 9000), ("a2c", 14000), ("reinforce", 25000)])
+def test_it_learns(name: str, steps: int) -> None:
+    trained = run(name, steps)
+    found = evaluate(trained.learner, GymEnvironments("CartPole-v1", 10), 30, seed=1)
+    assert len(found.returns) == 30
+    assert found.mean > 60  # a random policy's episodes last 22 steps
+    assert trained.curve[0].steps < trained.curve[-1].steps
+    assert trained.curve[-1].steps == steps or trained.algorithm.critic is None
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_an_accepted_step_stays_in_the_region(env: str) -> None:
+    curve = run("trpo", 4096, env, environments=4, rollout=64).curve
+    assert len(curve) == 16
+    taken = [u for u in curve if u.accepted]
+    assert len(taken) > 8
+    for u in curve:
+        assert u.kl <= 0.01 * (1 + 1e-5)
+        assert (u.kl > 0) == bool(u.accepted)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_penalty", "natural", "a2c", "reinforce"])
+def test_continuous_actions_run(name: str) -> None:
+    trained = run(name, 1600, "Pendulum-v1", environments=4, rollout=200, normalise=True)
+    assert all(math.isfinite(u.kl) and u.kl > 0 for u in trained.curve)  # π_old is a copy: it did not move along
+    assert trained.curve[-1].mean_return is not None
+    assert trained.curve[-1].mean_return < -100
+    assert trained.learner.normaliser is not None
+    assert trained.learner.normaliser.count > 1000
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    first = run("ppo", 600, environments=2, rollout=100).curve
+    torch.rand(7)
+    np.random.rand(7)
+    second = run("ppo", 600, environments=2, rollout=100).curve
+    other = run("ppo", 600, environments=2, rollout=100, seed=1).curve
+    assert [replace(u, seconds=0) for u in first] == [replace(u, seconds=0) for u in second]
+    assert [replace(u, seconds=0) for u in first] != [replace(u, seconds=0) for u in other]
+    assert not set(seeds(0, 8)) & set(seeds(1, 8))
+
+
+def test_presets_are_the_named_algorithms() -> None:
+    for name in ("reinforce", "a2c", "trpo", "ppo"):
+        mine, named = PRESETS[name].algorithm, pg.ALGORITHMS[name]
+        assert mine.name == name
+        assert (mine.gate, mine.ratio, mine.aggregate) == (named.gate, named.ratio, named.aggregate)
+        assert [type(link) for link in mine.psi] == [type(link) for link in named.psi]
+        assert type(mine.step) is type(named.step)
+    other = with_gamma(preset("ppo").algorithm, 0.9)
+    assert other.critic is not None
+    assert (other.psi[0].gamma, other.critic.gamma) == (0.9, 0.9)  # type: ignore[attr-defined]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "curve.json"
+    words = ["lab", "control", "--steps", "512", "--num-envs", "2", "--rollout", "128", "--episodes", "3"]
+    assert cli.main([*words, "--output", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "mean return of 3 fresh episodes" in said
+    assert "actions drawn from the policy" in said
+    assert said.count("steps/s") == 2
+    assert cli.main([*words, "--json"]) == 0
+    printed, written = json.loads(capsys.readouterr().out), json.loads(file.read_text())
+    assert [u["steps"] for u in printed["curve"]] == [256, 512]
+    assert printed["evaluation"] == written["evaluation"]  # the same seed
+    assert printed["settings"]["environments"] == 2
+    assert cli.main(["lab", "control", "--algorithm", "trpo", "--lr", "1e-3"]) == 2
+    assert "--lr: trpo sets its step's length by a KL" in capsys.readouterr().err
+    assert cli.main(["lab", "control", "--env", "CartPol", "--steps", "99"]) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_the_measured_table(tmp_path: Path) -> None:
+    run = {
+        "algorithm": "ppo",
+        "seed": 1,
+        "env": "CartPole-v1",
+        "evaluation": {"returns": [500.0, 450.0], "mean": 475.0, "standard_error": 25.0},
+        "curve": [
+            {"steps": 10, "episodes": 99, "mean_return": 480.0},
+            {"steps": 20, "episodes": 120, "mean_return": 480.0},
+            {"steps": 1500, "episodes": 130, "mean_return": 460.0},
+        ],
+    }
+    row = measure_control.row(run) | {"cpu_seconds": 12.4}
+    assert row["reached"] == 20  # not of fewer than 100 episodes
+    page = tmp_path / "control.md"
+    page.write_text(f"before\n{measure_control.BEGIN}\nold\n{measure_control.END}\nafter\n")
+    measure_control.write([row | {"seed": 2, "mean": 100.0, "reached": None}, row], page)
+    text = page.read_text()
+    assert "| `ppo` | 475.0 ± 25.0, 100.0 ± 25.0 | 450 | 20, never | 1,500 | 12 |" in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text

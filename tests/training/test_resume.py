@@ -1,0 +1,253 @@
+"""A run that was stopped, killed or failed is taken up again and ends bit for bit as one that never was."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import policygrad as pg
+from doubles.failing import FailingSampler, learner_cut_short, learner_with_a_bad_gradient
+from doubles.files import rows, same, untimed, weights
+from doubles.trackers import Interrupting, Record
+from policygrad.checkpoint import format as checkpoint
+from policygrad.errors import RunError
+from policygrad.training.config.run import Checkpointing, Evaluation, Run
+from policygrad.training.config.toml import load
+from policygrad.training.trainer import train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "reinforce", "ppo", "prorl"])
+def test_resume_at_every_step_is_bitwise_equal(small: Run, tmp_path: Path, name: str) -> None:
+    """Stopped after every step and taken up again, the weights and the files are those of a run never stopped.
+
+    GRPO needs its reference again and refits several updates; REINFORCE's baseline is state of the algorithm itself; PPO has
+    a critic, and here a phase in which only the critic is fitted, which ends within the run; ProRL's reference has moved.
+    """
+    algorithm = pg.algorithm(name)
+    if name == "grpo":
+        algorithm = replace(algorithm, step=pg.FirstOrder(epochs=2, minibatches=2))
+    if name == "prorl":
+        algorithm = replace(algorithm, filters=(), reference=pg.Reference(every=2, reset=True))
+    if name == "ppo":
+        algorithm = replace(algorithm, critic=pg.Critic(pretrain=2, explained=1.0))
+    whole = train(replace(small, algorithm=algorithm, output=str(tmp_path / "whole")))
+    pieces = tmp_path / "pieces"
+    result = train(replace(small, algorithm=algorithm, output=str(pieces)), stop_after=1)
+    while result.steps < small.steps:
+        assert result.model is None
+        result = train(resume=pieces, stop_after=1)
+    assert result.steps == small.steps
+    assert same(weights(whole.output), weights(pieces))
+    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+
+
+CHILD = """
+import os, sys
+import torch
+from policygrad.checkpoint import format as checkpoint
+import policygrad as pg
+stop_at, calls = int(sys.argv[2]), 0
+def counted(name, inner):
+    def call(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == stop_at:
+            os.kill(os.getpid(), 9)
+        return inner(*args, **kwargs)
+    return call
+save = checkpoint.save
+def saving(*args, **kwargs):
+    for name in ("fsync", "replace", "rename", "open", "write"):
+        setattr(os, name, counted(name, getattr(os, name)))
+    try:
+        return save(*args, **kwargs)
+    finally:
+        for name in ("fsync", "replace", "rename", "open", "write"):
+            setattr(os, name, ORIGINAL[name])
+ORIGINAL = {name: getattr(os, name) for name in ("fsync", "replace", "rename", "open", "write")}
+checkpoint.save = saving
+torch.set_num_threads(int(sys.argv[3]))  # as the run it is compared with: sums are split among threads
+pg.train(resume=sys.argv[1], display=False)
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_while_saving_leaves_a_run_that_resumes(small: Run, tmp_path: Path) -> None:
+    """A run killed inside `checkpoint.save` of its third step goes on and ends with the weights of one never killed.
+
+    (test_interrupted_save.py kills a save at 20 random moments; here the whole run is taken up again.)
+    """
+    whole = train(replace(small, output=str(tmp_path / "whole")))
+    killed = tmp_path / "killed"
+    train(replace(small, output=str(killed)), stop_after=2)
+    moments = random.Random(0).sample(range(1, 12), 2)
+    for moment in moments:
+        child = subprocess.run(
+            [sys.executable, "-c", CHILD, str(killed), str(moment), str(torch.get_num_threads())],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert child.returncode == -signal.SIGKILL, child.stderr
+        assert not (killed / "model").exists()
+    train(resume=killed)
+    assert same(weights(whole.output), weights(killed))
+    assert untimed(whole.output / "metrics.jsonl") == untimed(killed / "metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_a_signal_stops_after_the_step_with_a_checkpoint(small: Run, tmp_path: Path) -> None:
+    record = Interrupting(2)
+    result = train(replace(small, output=str(tmp_path / "run"), checkpoint=Checkpointing(every=100)), display=record)
+    assert result.model is None
+    assert 2 <= result.steps <= 3
+    assert "--resume" in record.summary["go on with"]
+    assert train(resume=tmp_path / "run").steps == small.steps
+    whole = train(replace(small, output=str(tmp_path / "whole")))
+    assert same(weights(whole.output), weights(tmp_path / "run"))
+
+
+def failing(where: str, at: int) -> dict[str, Any]:
+    """What makes a run fail: its `at`-th optimiser step finds a gradient of NaN, or is cut short; or a rollout fails."""
+    if where in ("rollout", "interrupt"):
+        error = KeyboardInterrupt() if where == "interrupt" else OSError("no workers")
+        return {"sampler": lambda model, tokenizer: FailingSampler(model, tokenizer, at, error)}
+    broken = learner_cut_short if where == "midst" else learner_with_a_bad_gradient
+    return {"learner": lambda model, run: broken(model, run, at)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "error"), [("gradient", FloatingPointError), ("rollout", OSError)])
+def test_a_step_that_fails_leaves_the_one_before_it(
+    small: Run, tmp_path: Path, where: str, error: type[Exception]
+) -> None:
+    """The run that goes on from there ends with the weights and the files of one that never failed."""
+    run = replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run"))
+    record = Record()
+    with pytest.raises(error) as caught:
+        train(run, display=record, **failing(where, 4))
+    (said,) = [note for note in record.notes if "failed" in note]
+    assert said.startswith("step 4 failed")
+    assert f"--resume {tmp_path / 'run'} goes on from step 3" in said
+    assert ("lower --lr or change --seed" in said) is (where == "gradient")
+    assert caught.value.__notes__ == [said]
+    train(resume=tmp_path / "run")
+    whole = train(replace(run, output=str(tmp_path / "whole")))
+    assert same(weights(whole.output), weights(tmp_path / "run"))
+    assert untimed(whole.output / "metrics.jsonl") == untimed(tmp_path / "run" / "metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_between_its_updates_says_what_is_saved(small: Run, tmp_path: Path) -> None:
+    algorithm = replace(pg.DR_GRPO, step=pg.FirstOrder(epochs=2, minibatches=2))
+    run = replace(
+        small, algorithm=algorithm, steps=3, checkpoint=Checkpointing(every=100, keep=1), output=str(tmp_path / "run")
+    )
+    train(run, stop_after=1)
+    record = Record()
+    with pytest.raises(FloatingPointError):
+        train(resume=tmp_path / "run", display=record, **failing("gradient", 4 + 2))  # the second of step 3's four
+    (said,) = [note for note in record.notes if "step 3 failed" in note]
+    assert "step 2 is saved, with 1 update of the failed step" in said
+    assert "--resume" in said
+    assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step-000001", "step-000002"]
+    saved = checkpoint.load_latest(tmp_path / "run" / "checkpoints", warn=pytest.fail)
+    assert saved is not None
+    assert saved.state["learner"]["optimizer"]["taken"] == 2 * 4 + 1
+    assert all(tensor.isfinite().all() for name, tensor in saved.tensors.items() if name.startswith("weights/"))
+    assert train(resume=tmp_path / "run").steps == 3
+
+
+@pytest.mark.parametrize(("where", "error"), [("midst", RuntimeError), ("interrupt", KeyboardInterrupt)])
+def test_what_is_of_no_one_step_is_not_saved(
+    small: Run, tmp_path: Path, where: str, error: type[BaseException]
+) -> None:
+    """An optimiser step that is cut short has moved some weights and not others; Ctrl-C, twice, is meant to end at once."""
+    record = Record()
+    run = replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run"))
+    with pytest.raises(error):
+        train(run, display=record, **failing(where, 2))
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    if where == "midst":
+        (said,) = [note for note in record.notes if "failed" in note]
+        assert "step 1 could not be saved" in said
+        assert said.endswith("goes on from step 0")
+
+
+@pytest.mark.slow
+def test_a_token_budget_ends_the_run_also_across_resumes(small: Run, tmp_path: Path) -> None:
+    run = replace(small, steps=50, tokens=600, evaluation=Evaluation(problems=2, samples=2))
+    record = Record()
+    whole = train(replace(run, output=str(tmp_path / "whole")), display=record)
+    sampled = [m["tokens/sampled"] for m in rows(whole.output / "metrics.jsonl") if "reward" in m]
+    assert 1 < whole.steps == len(sampled) < 50
+    assert sum(sampled[:-1]) < 600 <= sum(sampled)
+    assert whole.model is not None
+    numbers = json.loads((whole.output / "result.json").read_text())
+    assert numbers["tokens"] == sum(sampled)
+    assert numbers["held_out_after"] == whole.after is not None
+    assert 50 < numbers["peak_memory_mib"] < 50_000
+    clocks = [m["time/rollout"] + m["time/update"] for m in rows(whole.output / "metrics.jsonl") if "reward" in m]
+    assert numbers["seconds"] == pytest.approx(sum(clocks))
+
+    pieces = tmp_path / "pieces"
+    result = train(replace(run, output=str(pieces)), stop_after=1)
+    while result.model is None:
+        result = train(resume=pieces, stop_after=1)
+    assert result.steps == whole.steps
+    assert same(weights(whole.output), weights(pieces))
+    again = json.loads((pieces / "result.json").read_text())
+    clocks = [m["time/rollout"] + m["time/update"] for m in rows(pieces / "metrics.jsonl") if "reward" in m]
+    assert again["tokens"] == numbers["tokens"]
+    assert again["seconds"] == pytest.approx(sum(clocks))
+
+    more = train(
+        replace(load(pieces / "run.toml", Run()), tokens=sum(sampled) + 1), resume=pieces
+    )  # a larger budget goes on
+    assert more.steps == whole.steps + 1
+
+
+@pytest.mark.slow
+def test_a_reference_that_waits_for_better_scores_resumes_bit_for_bit(small: Run, tmp_path: Path) -> None:
+    """Held-out problems that nothing can solve: best after step 1, no better after 2 and 3, so anew with the 4th rollout."""
+    folder = Path(small.task).parent
+    (folder / "stalls.py").write_text(
+        "def digits(prompts, completions, **columns):\n"
+        "    return [0.0 if a == 'none' else float(c[:1].isdigit()) for c, a in zip(completions, columns['answer'])]\n"
+    )
+    (folder / "held.jsonl").write_text('{"prompt": "9 + 9 =\\n", "answer": "none"}\n')
+    run = replace(
+        small,
+        algorithm=replace(pg.PRORL, filters=(), shaping=(), reference=pg.Reference(stall=2, reset=True)),
+        reward=(f"{folder / 'stalls.py'}:digits",),
+        held_out=str(folder / "held.jsonl"),
+        evaluation=Evaluation(problems=1, samples=2, every=1),
+        steps=8,
+    )
+    whole = train(replace(run, output=str(tmp_path / "whole")))
+    metrics = rows(whole.output / "metrics.jsonl")
+    assert [m["step"] for m in metrics if m.get("reference/refreshed")] == [4, 7]
+    pieces = tmp_path / "pieces"
+    result = train(replace(run, output=str(pieces)), stop_after=1)
+    while result.model is None:
+        result = train(resume=pieces, stop_after=1)
+    assert same(weights(whole.output), weights(pieces))
+    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+
+
+def test_another_algorithm_that_a_checkpoint_has_no_state_for_is_refused(small: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(replace(small, algorithm=pg.REINFORCE, steps=2, output=str(folder)), stop_after=1)
+    with pytest.raises(RunError, match=r"'critic.*', which a2c needs: .* --model"):
+        train(replace(small, algorithm=pg.A2C, steps=2), resume=folder)

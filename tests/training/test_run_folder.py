@@ -1,0 +1,100 @@
+"""What a run writes into its folder and says of it: run.toml before all else, completions without a reward, its result."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import policygrad as pg
+from doubles.files import rows
+from doubles.trackers import Record
+
+SMALL = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2}
+TASK = [{"prompt": "1 + 1 ="}, {"prompt": "1 + 2 ="}]
+
+
+def mine(folder: Path, body: str) -> str:
+    (folder / "mine.py").write_text(f"def mine(prompts, completions, **columns):\n    return {body}\n")
+    return f"{folder / 'mine.py'}:mine"
+
+
+def test_run_toml_is_the_first_file_of_a_run_so_that_a_killed_one_can_be_resumed(tmp_path: Path, monkeypatch) -> None:
+    from policygrad.training import lifecycle
+
+    def killed(folder: Path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lifecycle, "JsonlTracker", killed)
+    with pytest.raises(KeyboardInterrupt):
+        pg.train(pg.Run(**SMALL, evaluation=pg.Evaluation(problems=0), output=str(tmp_path / "run")))
+    monkeypatch.undo()
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["run.toml"]
+    assert pg.train(resume=tmp_path / "run").steps == 1
+
+
+def test_held_out_completions_without_a_reward_are_said_to_count_as_zero(tmp_path: Path) -> None:
+    display = Record()
+    run = pg.Run(
+        **SMALL,
+        task=TASK,
+        reward=(mine(tmp_path, "[None]"),),
+        evaluation=pg.Evaluation(problems=2, samples=2),
+        output=str(tmp_path / "run"),
+    )
+    pg.train(run, display=display)
+    assert "4 of 4 held-out completions have no reward and count as 0" in display.notes
+
+
+def test_the_global_random_state_belongs_to_the_seed(tmp_path: Path) -> None:
+    states = []
+    for name in ("a", "b"):
+        torch.manual_seed(len(name) + len(states))
+        pg.train(pg.Run(**SMALL, evaluation=pg.Evaluation(problems=0), output=str(tmp_path / name)))
+        states.append(torch.get_rng_state())
+        shutil.rmtree(tmp_path / name)
+    assert torch.equal(*states)
+
+
+def test_a_completion_without_a_reward_has_its_tokens_in_the_log(tmp_path: Path) -> None:
+    reward = mine(tmp_path, "[None if len(completions[0]) % 2 else 1.0]")
+    run = pg.Run(
+        algorithm=pg.DR_GRPO,
+        task=TASK,
+        reward=(reward,),
+        steps=1,
+        prompts_per_step=2,
+        samples_per_prompt=8,
+        evaluation=pg.Evaluation(problems=0),
+        output=str(tmp_path / "run"),
+    )
+    pg.train(run)
+    completions = rows(tmp_path / "run" / "completions.jsonl")
+    assert {row["reward"] for row in completions} == {None, 1.0}
+    assert all(1 <= row["tokens"] <= 32 for row in completions)
+    sampled = rows(tmp_path / "run" / "metrics.jsonl")[-1]["tokens/sampled"]
+    assert sum(row["tokens"] for row in completions) == sampled
+
+
+def test_a_run_that_nothing_could_be_scored_in_says_so(tmp_path: Path) -> None:
+    display = Record()
+    run = pg.Run(
+        **SMALL,
+        task=TASK,
+        reward=(mine(tmp_path, "[None]"),),
+        evaluation=pg.Evaluation(problems=2, samples=2),
+        checkpoint=pg.Checkpointing(every=1),
+        output=str(tmp_path / "run"),
+    )
+    result = pg.train(run, display=display)
+    assert result.before is result.after is None
+    assert display.summary["held-out"].startswith("nothing could be scored, before or after")
+    written = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert written["held_out_before"] is written["held_out_after"] is None
+    assert "held_out" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    pg.train(replace(run, steps=2, reward=(mine(tmp_path, "[0.25]"),)), resume=tmp_path / "run", display=display)
+    assert display.summary["held-out reward"] == "not scored -> 0.25"
