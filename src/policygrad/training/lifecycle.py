@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +31,14 @@ from policygrad.training.stopping import Stopping
 C = TypeVar("C", bound=Any)  # a configuration: a frozen dataclass with `output` and `checkpoint`
 P = TypeVar("P", bound=Stepped)
 M = TypeVar("M")
+
+
+class Followers(TypedDict, total=False):
+    """Who follows a training, as `Lifecycle` takes them."""
+
+    display: Tracker | bool
+    trackers: Sequence[Tracker]
+    callbacks: Sequence[Callback]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,9 @@ from policygrad.models.loading import resolve, without_dropout
 from policygrad.models.precision import DTYPES
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.tasks.preferences import Pair, by_prompt, read_pairs, split_rows, without
-from policygrad.trackers import Tracker, change
-from policygrad.training.callbacks import Callback
+from policygrad.trackers import change
 from policygrad.training.config.supervised import RewardModelConfig
-from policygrad.training.lifecycle import Result
+from policygrad.training.lifecycle import Followers, Result
 from policygrad.training.resources import pick_device
 from policygrad.training.sft import held_out_words
 from policygrad.training.supervised import Numbers, supervise
@@ -38,27 +38,16 @@ def train_reward_model(
     *,
     resume: str | Path | None = None,
     stop_after: int | None = None,
-    display: Tracker | bool = True,
-    trackers: Sequence[Tracker] = (),
-    callbacks: Sequence[Callback] = (),
+    **followers: Unpack[Followers],
 ) -> Result[Numbers | None]:
     """Trains a reward model on preferences, or goes on with the run in the folder `resume`.
 
-    stop_after: stop, resumably, after so many steps of this call. display, trackers, callbacks: see `Lifecycle`.
+    stop_after: stop, resumably, after so many steps of this call. followers: see `Lifecycle`.
 
     Raises:
         PolicygradError: what cannot be trained, with the way out.
     """
-    return supervise(
-        Preferences,
-        RewardModelConfig,
-        config,
-        resume=resume,
-        stop_after=stop_after,
-        display=display,
-        trackers=trackers,
-        callbacks=callbacks,
-    )
+    return supervise(Preferences, RewardModelConfig, config, resume=resume, stop_after=stop_after, **followers)
 
 
 class Preferences:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,9 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.conversations import Demonstration, read_demonstrations
 from policygrad.tasks.preferences import split_rows, without
-from policygrad.trackers import Tracker, change
-from policygrad.training.callbacks import Callback
+from policygrad.trackers import change
 from policygrad.training.config.supervised import SFTConfig
-from policygrad.training.lifecycle import Result
+from policygrad.training.lifecycle import Followers, Result
 from policygrad.training.resources import pick_device
 from policygrad.training.supervised import Numbers, supervise
 
@@ -35,27 +35,16 @@ def train_sft(
     *,
     resume: str | Path | None = None,
     stop_after: int | None = None,
-    display: Tracker | bool = True,
-    trackers: Sequence[Tracker] = (),
-    callbacks: Sequence[Callback] = (),
+    **followers: Unpack[Followers],
 ) -> Result[Numbers | None]:
     """Fine-tunes a causal language model on demonstrations, or goes on with the run in the folder `resume`.
 
-    stop_after: stop, resumably, after so many steps of this call. display, trackers, callbacks: see `Lifecycle`.
+    stop_after: stop, resumably, after so many steps of this call. followers: see `Lifecycle`.
 
     Raises:
         PolicygradError: what cannot be trained, with the way out.
     """
-    return supervise(
-        FineTuning,
-        SFTConfig,
-        config,
-        resume=resume,
-        stop_after=stop_after,
-        display=display,
-        trackers=trackers,
-        callbacks=callbacks,
-    )
+    return supervise(FineTuning, SFTConfig, config, resume=resume, stop_after=stop_after, **followers)
 
 
 sft = train_sft

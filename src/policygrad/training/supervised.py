@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack
 
 from torch import nn
 
@@ -18,12 +18,11 @@ from policygrad.checkpoint.manager import State
 from policygrad.errors import RunError
 from policygrad.learners.local.optimizer import Optimizer, train_only
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.trackers import RunInfo, Tracker
-from policygrad.training.callbacks import Callback
+from policygrad.trackers import RunInfo
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import load
 from policygrad.training.folder import check_resumable
-from policygrad.training.lifecycle import Lifecycle, Result
+from policygrad.training.lifecycle import Followers, Lifecycle, Result
 
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 Numbers = Mapping[str, float]
@@ -83,9 +82,7 @@ def supervise(
     *,
     resume: str | Path | None,
     stop_after: int | None,
-    display: Tracker | bool,
-    trackers: Sequence[Tracker],
-    callbacks: Sequence[Callback],
+    **followers: Unpack[Followers],
 ) -> Result[Numbers | None]:
     """Trains what `objective` makes of the configuration, or goes on with the run in the folder `resume`.
 
@@ -95,23 +92,16 @@ def supervise(
     if config is None and resume is not None:
         config = load(check_resumable(Path(resume), kind.kind) / f"{kind.kind}.toml", kind())
     chosen = config or kind()
-    trainer = SupervisedTrainer(chosen, objective, display=display, trackers=trackers, callbacks=callbacks)
-    return trainer.train(resume=resume, stop_after=stop_after)
+    return SupervisedTrainer(chosen, objective, **followers).train(resume=resume, stop_after=stop_after)
 
 
 class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
     """A training on rows with their answers. `trainer.optimizer.lr` is its learning rate."""
 
     def __init__(
-        self,
-        config: Supervised,
-        objective: Callable[[Any], Objective],
-        *,
-        display: Tracker | bool = True,
-        trackers: Sequence[Tracker] = (),
-        callbacks: Sequence[Callback] = (),
+        self, config: Supervised, objective: Callable[[Any], Objective], **followers: Unpack[Followers]
     ) -> None:
-        super().__init__(config.resolved(), display=display, trackers=trackers, callbacks=callbacks)
+        super().__init__(config.resolved(), **followers)
         self.kind, self.file = config.kind, f"{config.kind}.toml"  # type: ignore[misc]  # of each instance here
         self._objective = objective
 
