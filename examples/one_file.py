@@ -141,7 +141,7 @@ class Algorithm:
     kl_loss: float = 0.0  # β of the k3 term
     kl_reward: float = 0.0  # β of the penalty per token
     before: tuple[Callable[[Rollout], Rollout], ...] = ()
-    epochs: int = 2  # optimiser steps per rollout
+    epochs: int = 2  # updates per rollout
 
 
 def advantages(roll: Rollout, algorithm: Algorithm) -> Tensor:

@@ -104,7 +104,7 @@ def _same(found: dict[str, list[Row]]) -> str:
     if not same:
         return ""
     return (
-        "While a rollout feeds one optimiser step every ratio is 1, where every gate's weight is 1: algorithms that differ in "
+        "While a rollout feeds one update every ratio is 1, where every gate's weight is 1: algorithms that differ in "
         f"nothing else that came up here take the same steps, to the digit ({'; '.join(same)}). More updates per rollout tell "
         "them apart: `--algorithm.step.epochs`."
     )

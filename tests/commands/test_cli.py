@@ -258,7 +258,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("train reinforce --temperature 0", "set --temperature above 0"),
         ("train --top-p 0.9", "Leave top_p = 1"),
         ("train --algorithm.reference none", "a KL term without a reference"),
-        ("train reinforce --algorithm.step.epochs 2", "one optimiser step per rollout"),
+        ("train reinforce --algorithm.step.epochs 2", "one update per rollout"),
         ("train --algorithm.step.minibatches 65", "as many prompts per step"),
         ("train --algorithm.terms.kl-to-reference.form k1", "zero expected gradient"),
         ("train rloo --algorithm.shaping.kl-in-reward.form k3", "KLInReward takes k1 only"),

@@ -1,4 +1,4 @@
-"""The gradient belongs to the optimiser step: micro-batches, ranks, order, padding and merged duplicates change nothing."""
+"""The gradient belongs to the update: micro-batches, ranks, order, padding and merged duplicates change nothing."""
 
 from __future__ import annotations
 

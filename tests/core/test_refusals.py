@@ -28,10 +28,10 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "k3 in the reward": (lambda: pg.KLInReward(form="k3"), ["k3", "sequence KL", "KLToReference"]),
     "a negative β in the loss": (lambda: pg.KLToReference(-0.1), ["KLToReference.beta", "-0.1"]),
     "a negative β in the reward": (lambda: pg.KLInReward(-0.1), ["KLInReward.beta", "-0.1"]),
-    "on-policy, several steps": (lambda: replace(pg.RLOO, step=TWO_STEPS), ["one optimiser step", "not 2", "Clip()"]),
+    "on-policy, several steps": (lambda: replace(pg.RLOO, step=TWO_STEPS), ["one update", "not 2", "Clip()"]),
     "on-policy, minibatches": (
         lambda: replace(pg.REINFORCE, step=pg.FirstOrder(minibatches=3)),
-        ["one optimiser step", "not 3", "FirstOrder(1, 1)"],
+        ["one update", "not 3", "FirstOrder(1, 1)"],
     ),
     "on-policy, with a ratio": (
         lambda: pg.Algorithm(ratio=pg.Token()),

@@ -30,7 +30,7 @@ class FailingSampler(LocalSampler):
 
 
 def learner_with_a_bad_gradient(model: nn.Module, run: Run, at: int) -> LocalLearner:
-    """Its `at`-th optimiser step finds a gradient of NaN."""
+    """Its `at`-th update finds a gradient of NaN."""
     learner = local_learner(model, run)
     step, left = learner.optimizer.step, [at]
 
@@ -46,7 +46,7 @@ def learner_with_a_bad_gradient(model: nn.Module, run: Run, at: int) -> LocalLea
 
 
 def learner_cut_short(model: nn.Module, run: Run, at: int) -> LocalLearner:
-    """Its `at`-th optimiser step is cut short in its midst."""
+    """Its `at`-th update is cut short in its midst."""
     learner = local_learner(model, run)
     step, left = learner.optimizer.adam.step, [at]
 

@@ -70,7 +70,7 @@ class TabularLearner:
 
 @dataclass(frozen=True, eq=False)
 class TabularProblem:
-    """One optimiser step's share of a rollout, on a table."""
+    """One update's share of a rollout, on a table."""
 
     learner: TabularLearner
     batch: Batch

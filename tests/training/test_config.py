@@ -127,7 +127,7 @@ def test_base_is_changed_not_replaced(tmp_path: Path) -> None:
         ('[algorithm.gate]\nhigh = "0.3"', "'algorithm.gate.high' must be a number, not '0.3'"),
         ("[algorithm.gate]\nhigh = -1", "algorithm.gate: Clip.high must be at least 0, not -1.0"),
         ('[algorithm]\nreference = "none"', "a KL term without a reference"),
-        ('[algorithm]\nname = "reinforce"\nstep = { epochs = 2 }', "one optimiser step per rollout, not 2"),
+        ('[algorithm]\nname = "reinforce"\nstep = { epochs = 2 }', "one update per rollout, not 2"),
         ('[[algorithm.terms]]\npart = "KLToReference"\nform = "k1"', "zero expected gradient"),
         ('[[algorithm.shaping]]\npart = "KLInReward"\nform = "k2"', "KLInReward takes k1 only"),
         ("samples_per_prompt = 1", "set samples_per_prompt to 2 or more"),

@@ -119,7 +119,7 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(small: Run, tmp_path: P
 
 
 def failing(where: str, at: int) -> dict[str, Any]:
-    """What makes a run fail: its `at`-th optimiser step finds a gradient of NaN, or is cut short; or a rollout fails."""
+    """What makes a run fail: its `at`-th update finds a gradient of NaN, or is cut short; or a rollout fails."""
     if where in ("rollout", "interrupt"):
         error = KeyboardInterrupt() if where == "interrupt" else OSError("no workers")
         return {"sampler": lambda model, tokenizer: FailingSampler(model, tokenizer, at, error)}
@@ -173,7 +173,7 @@ def test_a_step_that_fails_between_its_updates_says_what_is_saved(small: Run, tm
 def test_what_is_of_no_one_step_is_not_saved(
     small: Run, tmp_path: Path, where: str, error: type[BaseException]
 ) -> None:
-    """An optimiser step that is cut short has moved some weights and not others; Ctrl-C, twice, is meant to end at once."""
+    """An update that is cut short has moved some weights and not others; Ctrl-C, twice, is meant to end at once."""
     record = Record()
     run = replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run"))
     with pytest.raises(error):
