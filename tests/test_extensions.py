@@ -180,6 +180,5 @@ def test_a_callback_changes_the_learning_rate(tmp_path: Path) -> None:
 def test_a_learner(tmp_path: Path) -> None:
     names, _ = run_block("learner", tmp_path)
     (learner,) = names["made"]
-    assert learner.calls["update"] == 4
-    assert learner.calls["publish"] == 5
-    assert learner.calls["state"] == 1
+    assert learner.updates == 4
+    assert learner.version == 4

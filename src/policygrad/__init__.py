@@ -51,7 +51,7 @@ _HOME = {
     "policygrad.tasks.types": "Example",
     "policygrad.trackers": "RunInfo Tracker",
     "policygrad.training.callbacks": "Callback",
-    "policygrad.training.resources": "collect evaluate",
+    "policygrad.training.evaluation": "collect evaluate",
     "policygrad.training.sft": "sft train_sft",
     "policygrad.weight_sync.base": "Published",
     "policygrad.training.config.supervised": "RewardModelConfig SFTConfig",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -12,28 +12,29 @@ T = TypeVar("T")
 
 
 class Waiter:
-    """Runs coroutines to their end, one after another, in one loop, so that an engine's connections stay open between them."""
+    """Runs coroutines to their end, one after another, in one loop, so that an engine's connections stay open between them.
+
+    Ctrl-C acts at once, as it does in code that does not await: the loop leaves the signal to whoever handles it.
+    """
 
     def __init__(self) -> None:
-        self._runner: asyncio.Runner | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns; what it raises is raised here."""
+        loop = self._loop = self._loop or asyncio.new_event_loop()
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return self._loop().run(work)
-        return in_thread(lambda: self._loop().run(work))  # this thread's loop is busy with whoever called us
-
-    def _loop(self) -> asyncio.Runner:
-        self._runner = self._runner or asyncio.Runner()
-        return self._runner
+            return loop.run_until_complete(work)
+        return _in_thread(loop, work)  # this thread's own loop is busy with whoever called us
 
     def close(self) -> None:
-        """Ends the loop; again is no error."""
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
+        """Ends the loop, unless an interrupted call is still in it; again is no error."""
+        if self._loop is not None and not self._loop.is_running():
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+        self._loop = None
 
     def __enter__(self) -> Self:
         return self
@@ -42,20 +43,28 @@ class Waiter:
         self.close()
 
 
-def in_thread(work: Callable[[], T]) -> T:
-    """What `work` returns, or raises, run in a thread of its own."""
+def _in_thread(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """In a thread of its own; an interrupt of this one cancels it, so that it ends where it next awaits."""
     found: list[T] = []
     raised: list[BaseException] = []
 
     def target() -> None:
         try:
-            found.append(work())
+            found.append(loop.run_until_complete(work))
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=target)
+    def cancel() -> None:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+
+    thread = threading.Thread(target=target, daemon=True)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        loop.call_soon_threadsafe(cancel)
+        raise
     if raised:
         raise raised[0]
     return found[0]

@@ -262,7 +262,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("train --algorithm.step.minibatches 65", "as many prompts per step"),
         ("train --algorithm.terms.kl-to-reference.form k1", "zero expected gradient"),
         ("train rloo --algorithm.shaping.kl-in-reward.form k3", "KLInReward takes k1 only"),
-        ("train --resume no/such/run", "not a run's folder"),
+        ("train --resume no/such/run", "holds no run of `policygrad train`"),
         ("train --config no/such.toml", "no/such.toml"),
         ("show Clipp", "did you mean 'Clip'"),
         ("show", "NAME"),

@@ -201,7 +201,7 @@ def test_a_rollout_carries_values_and_they_are_unbiased() -> None:
 
     many, options = 500, {"prompts": 1, "samples": 24, "step": 1, "position": 0}
     algorithm = replace(pg.VINEPPO, psi=(pg.PrefixValue(many),))
-    stepped = rollouter(sampler, steps=steps_by_token)
+    stepped = rollouter(sampler, score_steps=steps_by_token)
     found = stepped.collect(algorithm, SAMPLING, **options)
     batch, checked = found.batch, 0
     assert batch.values is not None
@@ -228,7 +228,7 @@ def test_a_rollout_carries_values_and_they_are_unbiased() -> None:
 
 
 def test_values_of_no_steps_are_refused() -> None:
-    with pytest.raises(ValueError, match="give its Rollouter `steps`"):
+    with pytest.raises(ValueError, match="give its Rollouter `score_steps`"):
         rollouter(TabularSampler(1, 3, 3)).collect(pg.VINEPPO, SAMPLING, prompts=1, samples=2)
 
 

@@ -98,7 +98,7 @@ def run(algorithm: pg.Algorithm, score_steps: Any = steps) -> Any:
 
 def rollouter(prompts: int, score: Any, score_steps: Any) -> Rollouter:
     sampler = TabularSampler(2, 3, 4)
-    return Rollouter(lambda i: Example(str(i % prompts)), TabularTokenizer(), sampler, score, steps=score_steps)  # type: ignore[arg-type, return-value]
+    return Rollouter(lambda i: Example(str(i % prompts)), TabularTokenizer(), sampler, score, score_steps=score_steps)  # type: ignore[arg-type, return-value]
 
 
 def test_a_rollout_has_its_steps_at_tokens_and_the_outcome_apart() -> None:

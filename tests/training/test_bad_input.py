@@ -20,7 +20,7 @@ from policygrad.models.hub import locate
 from policygrad.models.loading import resolve
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.run import Checkpointing, Evaluation, LearnerConfig, Rewarding, Run
-from policygrad.training.resources import evaluate as measure_model
+from policygrad.training.evaluation import evaluate as measure_model
 from policygrad.training.trainer import train
 
 REWARDS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from doubles.trackers import Record
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.training.config.toml import load
+from policygrad.waiting import Waiter
 
 ROWS = [{"prompt": f"{i} + {j} =\n", "answer": str(i + j)} for i in range(4) for j in range(3)]
 
@@ -186,7 +188,9 @@ def test_an_environment_that_says_different_things_to_one_examples_samples_is_re
 
 def test_an_environment_has_no_prefix_values(run: pg.Run) -> None:
     vine = replace(pg.VINEPPO, psi=(pg.PrefixValue(2),))
-    with pytest.raises(pg.ConfigError, match="PrefixValue starts again in the midst of an answer"):
+    with pytest.raises(
+        pg.ConfigError, match="the reasoning steps of an answer, and an episode of an environment has turns"
+    ):
         pg.collect(replace(run, algorithm=vine, step_end="[a-z ]"), environment=lambda example: pg.SingleTurn(example))
 
 
@@ -241,3 +245,117 @@ def test_what_does_not_do_what_it_must_is_refused_by_name(run: pg.Run) -> None:
     ):
         with pytest.raises(pg.EngineError, match=said):
             pg.collect(replace(run, model="tiny", task="embedded"), environment=environment)
+
+
+def test_a_run_in_an_environment_goes_on_in_it_or_not_at_all(run: pg.Run) -> None:
+    run = replace(run, model="tiny", reward=(), task="embedded")
+    record = Record()
+    stopped = pg.train(run, environment=Chat, stop_after=1, display=record)
+    assert "environment given as objects" in record.said
+    assert record.summary["go on with"].startswith("pg.train(run, resume=")
+    with pytest.raises(pg.RunError, match=r"the run was given as environment= .* the environment it began with"):
+        pg.train(resume=stopped.output, display=False)
+    assert pg.train(run, environment=Chat, resume=stopped.output, display=False).steps == 3
+
+
+class Apart(pg.LocalLearner):
+    """Learns on a model of its own, not on the one that the run has loaded."""
+
+    @classmethod
+    def beside(cls, model: Any, run: pg.Run) -> pg.LocalLearner:
+        return pg.local_learner(pg.replica(model).requires_grad_(True), run)
+
+
+def test_the_model_that_is_saved_is_the_learners(run: pg.Run, tmp_path: Path) -> None:
+    """Sampled from and saved: what was learned, also where the learner's weights are others in memory."""
+    record = Record()
+    named = pg.train(replace(run, output=str(tmp_path / "named")), display=False)
+    apart = pg.train(run, learner=Apart.beside, display=record)
+    assert same(weights(named.output), weights(apart.output))
+    assert all(metrics["staleness/max"] == 0 for _, metrics in record.steps)
+
+
+def test_a_measurement_after_a_resume_is_of_the_checkpoints_weights(run: pg.Run) -> None:
+    """Killed after the last checkpoint and before the last measurement: the sampler has its weights by then."""
+    seen: list[int] = []
+
+    class Watched(pg.LocalSampler):
+        async def generate(self, requests: Any) -> Any:
+            seen.append(self.version)
+            return await super().generate(requests)
+
+    def sampler(model: Any, tokenizer: Any) -> pg.LocalSampler:
+        return Watched.of(model, tokenizer)
+
+    whole = pg.train(run, sampler=sampler, display=False)
+    lines = (whole.output / "metrics.jsonl").read_text().splitlines()
+    (whole.output / "metrics.jsonl").write_text(
+        "\n".join(line for line in lines if "held_out_stderr" not in line) + "\n"
+    )
+    seen.clear()
+    again = pg.train(run, resume=whole.output, sampler=sampler, display=False)
+    assert again.after == whole.after
+    assert set(seen) == {3}
+
+
+def test_a_class_is_a_factory(run: pg.Run) -> None:
+    class Own(pg.LocalSampler):
+        def __init__(self, model: Any, tokenizer: Any) -> None:
+            super().__init__(model, tokenizer.end, 0)
+
+    assert pg.train(run, sampler=Own, display=False).steps == 3
+
+
+def test_a_sampler_whose_lengths_do_not_agree_is_refused(run: pg.Run) -> None:
+    class Short(pg.LocalSampler):
+        async def generate(self, requests: Any) -> Any:
+            found = await super().generate(requests)
+            return [replace(g, logp=g.logp[:-1]) for g in found]
+
+    with pytest.raises(pg.EngineError, match=r"Short\.generate returned \d+ tokens, \d+ log-probabilities"):
+        pg.collect(run, sampler=lambda model, tokenizer: Short.of(model, tokenizer))
+
+
+def test_a_part_that_is_no_dataclass_is_refused_before_there_is_a_folder(run: pg.Run, tmp_path: Path) -> None:
+    class Half(pg.Gate):
+        def weight(self, ratio: Any, psi: Any) -> Any:
+            return ratio / 2
+
+        def value(self, ratio: Any, psi: Any) -> Any:
+            return ratio / 2 * psi
+
+    with pytest.raises(pg.ConfigError, match=r"Half in gate is no dataclass, .* write @dataclass\(frozen=True\)"):
+        replace(run, algorithm=replace(pg.GRPO, gate=Half()))
+
+
+def test_a_tokenizer_of_another_model_is_refused(run: pg.Run, tmp_path: Path) -> None:
+    own = load_tokenizer("tiny", load_model("tiny")).hf
+    own.add_tokens([f"<extra{i}>" for i in range(4)])
+    own.save_pretrained(tmp_path / "other")
+    for given in (own, str(tmp_path / "other")):
+        with pytest.raises(pg.ModelError, match=r"has \d+ tokens and the model reads \d+"):
+            pg.train(replace(run, tokenizer=given), display=False)
+
+
+def test_a_tokenizer_may_stand_in_a_folder_of_its_own(run: pg.Run, tmp_path: Path) -> None:
+    load_tokenizer(str(run.model), load_model(str(run.model))).hf.save_pretrained(tmp_path / "tokenizer")
+    assert pg.train(replace(run, tokenizer=str(tmp_path / "tokenizer")), display=False).steps == 3
+
+
+def test_what_waits_is_run_below_another_loop_and_ends_at_once_when_interrupted() -> None:
+    async def answer() -> int:
+        return 7
+
+    async def notebook(waiter: Waiter) -> int:
+        return waiter(answer())
+
+    async def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with Waiter() as waiter:
+        assert waiter(answer()) == 7
+        assert asyncio.run(notebook(waiter)) == 7
+        with pytest.raises(KeyboardInterrupt):
+            waiter(interrupted())
+        assert waiter(answer()) == 7
+    waiter.close()

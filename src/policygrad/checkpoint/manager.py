@@ -13,7 +13,7 @@ from torch import Tensor
 from policygrad.checkpoint import format as checkpoints
 from policygrad.errors import CheckpointError, NumericsError
 
-State = tuple[dict[str, Tensor], dict[str, Any]]
+Saved = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors by name, and values that JSON can hold."""
 
 
@@ -38,7 +38,7 @@ class Checkpointer(Generic[P]):
         *,
         every: int,
         keep: int,
-        pack: Callable[[P], State],
+        pack: Callable[[P], Saved],
         version: Callable[[], int],
         sync: Callable[[], None],
         note: Callable[[str], None],
@@ -116,7 +116,7 @@ class Checkpointer(Generic[P]):
                 self._save(last, max(2, self.keep))  # the one before stays, should this lead to the same end
                 said += f"; step {last.step} is saved"
                 said += f", with {moved} update{'s' * (moved > 1)} of the failed step in its weights" if moved else ""
-        except (RuntimeError, OSError) as failure:
+        except Exception as failure:  # whatever a learner's state may raise: the first error is the one to see
             said += f", and step {last.step} could not be saved ({failure})"
         said += f": {self._resume} goes on from step {self.saved}"
         return said + ("; the same samples would have the same gradient, so lower --lr or change --seed" * by_numbers)

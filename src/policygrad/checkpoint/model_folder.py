@@ -13,10 +13,10 @@ from policygrad.checkpoint.disk import install, is_full, sync
 from policygrad.errors import RunError
 
 
-def save_model(folder: Path, model: nn.Module, tokenizer: Any, command: str = "policygrad train") -> Path:
+def save_model(folder: Path, model: nn.Module, tokenizer: Any, resume: str = "") -> Path:
     """`folder/model`, which the AutoModel class it came from and AutoTokenizer load; whole and on the disk, or as it was before.
 
-    tokenizer: transformers' own. command: what goes on with the run, for the message.
+    tokenizer: transformers' own. resume: what goes on with the run, for the message.
 
     Raises:
         RunError: a full disk, say; the checkpoint of the last step still holds the weights.
@@ -38,7 +38,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any, command: str = "p
         reason, first = ("the disk is full", "free some space") if full else (str(error), "see to the cause")
         raise RunError(
             f"{final} was not written: {reason}; the trained weights are in the last checkpoint: {first}, then "
-            f"{command} --resume {folder}"
+            f"{resume or f'policygrad train --resume {folder}'}"
         ) from error
     shutil.rmtree(old, ignore_errors=True)
     return final

@@ -69,7 +69,7 @@ def evaluate(args: list[str]) -> int:
     folder = Path(options.model)
     if (folder / "run.toml").is_file() and not (folder / "model" / "config.json").is_file():
         raise ConfigError(f"the run in {folder} has no model yet: finish it first, policygrad train --resume {folder}")
-    from policygrad.training.resources import evaluate as measure
+    from policygrad.training.evaluation import evaluate as measure
 
     names = ("reward", "held_out", "problems", "samples", "sampling", "seed", "device", "dtype", "budget")
     outcome = measure(options.model, options.task, **{name: getattr(options, name) for name in names}, progress=_count)

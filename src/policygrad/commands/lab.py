@@ -143,7 +143,7 @@ def with_part(base: Algorithm, spec: str) -> tuple[str, Algorithm]:
         )
     several = isinstance(getattr(base, place), tuple)
     changes: dict[str, Any] = {place: (part,) if several else part}
-    if place == "gate" and part.on_policy:
+    if place == "gate" and getattr(part, "on_policy", False):  # of no role yet
         changes["ratio"] = None
     label = kind.__name__
     return label, replace(base, name=label, **changes)

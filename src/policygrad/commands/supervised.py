@@ -14,6 +14,7 @@ from policygrad.commands.options import CommandOptions, printed_flags
 from policygrad.errors import ConfigError
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import dumps, load
+from policygrad.training.folder import check_resumable
 
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 _FLAT = tyro.conf.arg(name="")
@@ -31,13 +32,7 @@ def parse(kind: type[AnyConfig], args: list[str], words: tuple[str, ...]) -> tup
     _, command = _parse(kind(), args, words)  # which files to read first
     base = kind()
     if command.resume is not None:
-        path = Path(command.resume) / f"{kind.kind}.toml"
-        if not path.is_file():
-            raise ConfigError(
-                f"--resume {command.resume}: no run of `policygrad {kind.kind}` is in it, there is no {path.name}. A run's folder "
-                f"is what --output named, or runs/{kind.kind}-N"
-            )
-        base = load(path, base)
+        base = load(check_resumable(Path(command.resume), kind.kind) / f"{kind.kind}.toml", base)
     if command.config is not None:
         base = load(command.config, base)
         if base.output is not None and Path(base.output).resolve() == Path(command.config).resolve().parent:

@@ -24,12 +24,14 @@ from policygrad.commands.options import (
 from policygrad.errors import ConfigError
 from policygrad.training.config.run import Draft, Options, Run, optional
 from policygrad.training.config.toml import dumps, load
+from policygrad.training.folder import check_resumable
 
 HELP = (
     "Train a causal language model by policy gradient.",
     f"ALGORITHM is one of {', '.join(ALGORITHMS)}; `policygrad show ALGORITHM` explains it.",
     "Every field of the algorithm's parts is an option, listed last. --algorithm.FIELD Part[,Part] puts other parts in "
-    "their place: --algorithm.gate WeightCap, --algorithm.psi GroupMean, --algorithm.terms none.",
+    "their place: --algorithm.gate WeightCap, --algorithm.psi GroupMean, --algorithm.terms none. "
+    "--algorithm.behaviour sampler takes what the sampler says for π_old, also where it is behind the weights.",
 )
 _FLAT = tyro.conf.arg(name="")
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed)
@@ -118,13 +120,7 @@ def _base(name: str | None, args: Sequence[str]) -> Draft:
     run = Draft()
     resumed, config = _flag(args, "--resume"), _flag(args, "--config")
     if resumed is not None:
-        path = Path(resumed) / "run.toml"
-        if not path.is_file():
-            raise ConfigError(
-                f"--resume {resumed}: not a run's folder, it has no run.toml. A run's folder is what --output named, or "
-                "runs/ALGORITHM-N"
-            )
-        run = load(path, run)
+        run = load(check_resumable(Path(resumed), "train") / "run.toml", run)
     if config is not None:
         run = load(config, run)
         if run.output is not None and Path(run.output).resolve() == Path(config).resolve().parent:
@@ -144,7 +140,7 @@ def _check_resumable(before: Draft, run: Run, folder: str) -> None:
                 f"--resume {folder} goes on with the run's own weights in its own folder, so --{name} would mean nothing: "
                 f"leave it out, or train anew with --config {folder}/run.toml --model {folder}/model --output DIR"
             )
-    for name in ("task", "held_out", "reward"):
+    for name in ("tokenizer", "task", "held_out", "reward"):
         if getattr(before, name) != getattr(run, name):
             raise ConfigError(
                 f"--resume {folder} with another --{name.replace('_', '-')} would compare before and after on different "

@@ -60,15 +60,17 @@ class Reference(Part):
             return {"best": score.value, "waited": 0}
         return {"best": best, "waited": 0 if refreshed else state["waited"] + (score is not None)}
 
-    def at(self, state: State) -> Waiting:
-        return Waiting(self.every, self.reset, self.stall, state["waited"])
+    def at(self, state: State) -> StalledReference:
+        return StalledReference(self.every, self.reset, self.stall, self, state["waited"])
 
 
 @dataclass(frozen=True)
-class Waiting(Reference):
-    """A reference that has waited for so many held-out evaluations."""
+class StalledReference(Reference):
+    """A reference with its memory put in: for how many held-out evaluations nothing better has come."""
 
+    configured: Reference | None = None
     waited: int = 0
 
     def due(self, rollouts: int) -> bool:
-        return (self.stall is not None and self.waited >= self.stall) or super().due(rollouts)
+        stalled = self.stall is not None and self.waited >= self.stall
+        return stalled or (self.configured is not None and self.configured.due(rollouts))

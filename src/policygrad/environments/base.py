@@ -37,7 +37,7 @@ class Step:
     reward: float | None = None
     """Of this turn; an episode's rewards add up, to what the run's reward functions say of it. None = none of its own."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers for the log, averaged over episodes."""
+    """Numbers for the log: an episode's turns are added up, and averaged over the episodes that have them."""
 
 
 class Environment(Protocol):

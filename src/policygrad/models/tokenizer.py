@@ -75,7 +75,7 @@ def load_tokenizer(model: str | object, network: nn.Module) -> Tokenizer:
     """
     if isinstance(model, str):
         path = resolve(model)
-        name, tokenizer, written = model, _pretrained(path, model), list(_written_ends(path))
+        name, tokenizer, written = model, _pretrained(path, model), [*_written_ends(path), *_set_ends(network)]
     else:
         tokenizer = _checked(model)
         name, written = str(getattr(model, "name_or_path", "") or type(model).__name__), _set_ends(network)
@@ -122,6 +122,8 @@ def _written_ends(path: str) -> Iterator[Any]:
         try:
             file = cached_file(path, name)
         except OSError:  # a model need not have the second
+            continue
+        if file is None:  # nor a tokenizer's own folder the first
             continue
         written = json.loads(Path(str(file)).read_text(encoding="utf-8"))
         yield written.get("eos_token_id")

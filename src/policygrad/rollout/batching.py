@@ -62,11 +62,15 @@ def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:
     whole = {name: torch.cat(parts).double() for name, parts in found.items()}
     metrics: Metrics = {name: Mean(float(x.sum()), float(len(x))) for name, x in whole.items() if len(x)}
     metrics |= {"tokens/sampled": Sum(float(lengths.sum())), "completions/max_length": Max(float(lengths.max()))}
-    return merge(metrics, *map(_of_environment, rows))
+    return merge(metrics, *map(_of_environment, rows), _turns(rows))
 
 
 def _of_environment(row: Trajectory) -> Metrics:
-    """Turns, where there are several, and what the environment measured."""
-    turns = sum(s.sampled for s in row.segments)
-    metrics: Metrics = {f"environment/{name}": Mean(value) for name, value in row.metrics.items()}
-    return metrics | ({"environment/turns": Mean(float(turns))} if turns > 1 or metrics else {})
+    """What the environment measured; a mean over the episodes that have it."""
+    return {f"environment/{name}": Mean(value) for name, value in row.metrics.items()}
+
+
+def _turns(rows: Sequence[Trajectory]) -> Metrics:
+    """Turns of the policy per episode, where any has several."""
+    turns = [sum(s.sampled for s in row.segments) for row in rows]
+    return {"environment/turns": Mean(float(sum(turns)), float(len(turns)))} if max(turns) > 1 else {}

@@ -40,11 +40,6 @@ class Encoder(Protocol):
         ...
 
 
-def messages(content: Prompt) -> Sequence[dict[str, str]]:
-    """Of an observation that is no text."""
-    return () if isinstance(content, str) else content
-
-
 class _Episode:
     """One episode under way."""
 
@@ -65,8 +60,15 @@ class _Episode:
         key = (*self.start.key, self.sample, turn) if turn else (*self.start.key, self.sample)
         return Request(self.context, key, sampling, self.left)
 
-    async def take(self, generation: Generation, encoder: Encoder) -> None:
+    async def take(self, generation: Generation, encoder: Encoder, sampler: Sampler) -> None:
         """The turn that was sampled, and what the environment says to it."""
+        sizes = {len(generation.tokens), len(generation.logp), len(generation.versions)}
+        if len(sizes) > 1 or not 1 <= len(generation.tokens) <= self.left:
+            raise EngineError(
+                f"{type(sampler).__name__}.generate returned {len(generation.tokens)} tokens, {len(generation.logp)} "
+                f"log-probabilities and {len(generation.versions)} versions for a request of at most {self.left} tokens: there is "
+                "one of each per token, and at least one token"
+            )
         cut = generation.finish_reason == "length"
         text = encoder.decode(generation.tokens)
         step = await _awaited(self.environment, "step", Action(text, cut))
@@ -137,7 +139,7 @@ async def play(
             raise EngineError(
                 f"{name}.generate returned {len(generations)} generations for {asked} requests: one for each"
             )
-        await asyncio.gather(*(e.take(g, encoder) for e, g in zip(going, generations, strict=True)))
+        await asyncio.gather(*(e.take(g, encoder, sampler) for e, g in zip(going, generations, strict=True)))
         going = [episode for episode in going if not episode.over]
     return [
         Group(start, prompt, tuple(episode.trajectory(encoder) for episode in episodes))
@@ -163,8 +165,9 @@ def _observed(environment: Environment, seen: object) -> Observation:
 async def _begin(episodes: Sequence[_Episode], encoder: Encoder) -> Tensor:
     """Resets the episodes of one start and gives them their context, one tensor for all; the prompt."""
     start = episodes[0].start
-    seen = [_observed(e.environment, await _awaited(e.environment, "reset")) for e in episodes]
-    if any(observation.content != seen[0].content for observation in seen):
+    said = await asyncio.gather(*(_awaited(episode.environment, "reset") for episode in episodes))
+    seen = [_observed(episode.environment, found) for episode, found in zip(episodes, said, strict=True)]
+    if any((o.content, list(o.tools)) != (seen[0].content, list(seen[0].tools)) for o in seen):
         name = type(episodes[0].environment).__name__
         raise EngineError(
             f"{name}.reset says different things to the samples of one example ({start.where}), and what they begin with is "

@@ -71,7 +71,7 @@ class Rollouter:
     score: Score | None
     """The reward functions; None = the environment's own rewards are all there is."""
     seed: int = 0
-    steps: ScoreSteps | None = None
+    score_steps: ScoreSteps | None = None
     """Where reasoning steps end and what they are worth; None = nobody looks at them."""
     environment: EnvironmentFactory = SingleTurn
     wait: Waiter = field(default_factory=Waiter)
@@ -82,8 +82,8 @@ class Rollouter:
 
     def play(self, starts: Sequence[Start], n: int, sampling: Sampling) -> list[Group]:
         """n episodes from each start, not judged yet."""
-        players = {"sampler": self.sampler, "encoder": self.tokenizer, "environment": self.environment}
-        return self.wait(play(starts, n, sampling, **players))  # type: ignore[arg-type]  # each by its own name
+        episodes = play(starts, n, sampling, sampler=self.sampler, encoder=self.tokenizer, environment=self.environment)
+        return self.wait(episodes)
 
     def collect(
         self,
@@ -111,15 +111,13 @@ class Rollouter:
             indices = range(position, position := position + prompts)
             starts = [self._start(i, self.examples(i), sampling, TRAIN, step) for i in indices]
             groups, said = judge(self.play(starts, samples, sampling), self.score)
-            groups, of_steps = judge_steps(groups, self.steps, self.tokenizer.decode, worth=worth)
+            groups, of_steps = judge_steps(groups, self.score_steps, self.tokenizer.decode, worth=worth)
             judged, batch = judged | said | of_steps, to_batch(groups)
             rounds.append((groups, batch))
-            out = (
-                refilling.dropped(_filled(batch, refilling.needs, evaluate))
-                if refilling
-                else torch.zeros(len(batch.group)) > 0
-            )
-            flat = out.view(prompts, samples).all(1).tolist()
+            none = torch.zeros(len(batch.group), dtype=torch.bool)
+            out = refilling.dropped(_filled(batch, refilling.needs, evaluate)) if refilling else none
+            out, failed = (x.view(prompts, samples) for x in (out, ~batch.mask.any(1)))
+            flat = ((out | failed).all(1) & out.any(1)).tolist()
             kept += [group for group, dropped in zip(groups, flat, strict=True) if not dropped][: prompts - len(kept)]
             aside += [group for group, dropped in zip(groups, flat, strict=True) if dropped]
         missing = prompts - len(kept)
@@ -128,9 +126,13 @@ class Rollouter:
             note = f"dynamic sampling: groups were still without spread after {most} rounds; the others are reweighted"
             judged |= Judged(messages=(note,))
         whole = len(rounds) == 1 and not missing
-        batch = _filled(rounds[0][1] if whole else to_batch(kept), algorithm.filter_needs, evaluate)
-        batch = algorithm.filtered(batch, refilled=True)
-        if self.steps is not None:
+        batch = rounds[0][1] if whole else to_batch(kept)
+        if (
+            self.score_steps is not None
+        ):  # filters look at the outcome's score: they may see where steps end, not their worth
+            batch = with_steps(batch, marks_of(kept), scored=False)
+        batch = algorithm.filtered(_filled(batch, algorithm.filter_needs, evaluate), refilled=True)
+        if self.score_steps is not None:
             batch = with_steps(batch, marks_of(kept), scored=worth)
         for link in algorithm.psi:
             if link.samples_values:

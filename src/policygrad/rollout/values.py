@@ -53,7 +53,7 @@ def _prefixes(batch: Batch, groups: Sequence[Group]) -> tuple[list[Prefix], list
     """The distinct prefixes, and per completion (first token of a step, its prefix); completions that take no part have none."""
     if batch.step_end is None:
         raise ConfigError(
-            "a rollout whose completions have no steps has none to take values of: give its Rollouter `steps`"
+            "a rollout whose completions have no steps has none to take values of: give its Rollouter `score_steps`"
         )
     places: dict[tuple[int, bytes], int] = {}
     prefixes: list[Prefix] = []

@@ -12,7 +12,7 @@ from policygrad.models.tokenizer import Tokenizer, padding_id
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.draw import draw, uniforms
 from policygrad.weight_sync.base import Published
-from policygrad.weight_sync.in_process import copy_weights
+from policygrad.weight_sync.in_process import put_weights
 
 
 class LocalSampler:
@@ -30,7 +30,7 @@ class LocalSampler:
 
     async def update(self, weights: Published) -> None:
         """Copies the weights, except where they already are this model's own memory."""
-        copy_weights(weights.tensors, self.model)
+        put_weights(weights.tensors, self.model)
         self.version = weights.version
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from policygrad.checkpoint.disk import write_atomically
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.manager import Checkpointer, State, Stepped
+from policygrad.checkpoint.manager import Checkpointer, Saved, Stepped
 from policygrad.checkpoint.model_folder import save_model
 from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
         """Where training begins: at its beginning, or at a checkpoint, which is put back."""
 
     @abstractmethod
-    def pack(self, progress: P) -> State:
+    def pack(self, progress: P) -> Saved:
         """What a resumed run needs."""
 
     @property
@@ -194,7 +194,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
             version=lambda: self.version,
             sync=self.files.sync,
             note=self.trackers.note,
-            resume=f"policygrad {self.kind} --resume {self.folder}",
+            resume=self.resume_words,
         )
         saved = self.checkpointer.restore() if resumed else None
         self.progress = self.start(saved)
@@ -247,7 +247,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
 
     def _finish(self) -> Result[M | None]:
         after = self.take(self.phase("after training"), self.progress.step) if self.measures else None
-        model = save_model(self.folder, self.model, self.tokenizer.hf, f"policygrad {self.kind}")
+        model = save_model(self.folder, self.model, self.tokenizer.hf, self.resume_words)
         numbers = self.numbers(self.progress, after)
         write_atomically(self.folder / "result.json", json.dumps(numbers, indent=1) + "\n")
         self.trackers.finish({**self.summary(after), "model": str(model), "run": str(self.folder)})

@@ -64,8 +64,8 @@ class Watcher(Protocol):
 
 
 def loop(run: Run, rollouter: Rollouter, learner: Learner, progress: Progress, watcher: Watcher) -> Progress:
-    """Steps until the `watcher` says stop. It never asks which sampler, environment or learner it has."""
-    rollouter.update(learner.publish())
+    """Steps until the `watcher` says stop, from a rollouter that has the learner's weights. It never asks which sampler,
+    environment or learner it has."""
     going = True
     while going:
         step, algorithm, began = progress.step + 1, run.algorithm.at(progress.state), time.perf_counter()

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from policygrad.environments import EnvironmentFactory, SingleTurn
-from policygrad.errors import ConfigError, RunError
+from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import Reward, RewardPool, resolve
 from policygrad.rewards.process_rewards import StepEnd
-from policygrad.rollout.evaluation import EvaluationResult
-from policygrad.rollout.rollouter import Rollout, Rollouter
-from policygrad.samplers.base import Sampler, Sampling
+from policygrad.rollout.rollouter import Rollouter
+from policygrad.samplers.base import Sampler
 from policygrad.samplers.local import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.types import Task
@@ -71,6 +70,11 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         PolicygradError: what does not exist or does not fit, with the way out.
     """
     task = load_task(needed.task, seed=needed.seed, held_out=needed.held_out)
+    if needed.environment is not None and (needed.step_end or "step_end" in (needed.needs or ())):
+        raise ConfigError(
+            "the algorithm looks at the reasoning steps of an answer, and an episode of an environment has turns: take a task of "
+            "prompts and answers, or an algorithm without steps, such as grpo"
+        )
     own = needed.environment is not None and not needed.reward  # the environment says what its turns are worth
     chosen = () if own else choose_rewards(task, needed.reward, needed.needs, needed.step_end)
     workers = (RewardPool(chosen, workers=needed.workers, budget=needed.budget),) if chosen else ()
@@ -79,7 +83,15 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     beside = (
         needed.model if isinstance(needed.model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
     )
+    if not (needed.tokenizer or beside):
+        raise ModelError("the model is an object that names no folder to read its tokenizer from: give tokenizer= too")
     tokenizer = load_tokenizer(needed.tokenizer or beside, model)
+    known = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    if len(tokenizer.hf) > known:
+        raise ModelError(
+            f"the tokenizer {tokenizer.name!r} has {len(tokenizer.hf)} tokens and the model reads {known}: give the tokenizer "
+            "that it was trained with"
+        )
     for example in task.rows:  # a prompt too long for the model is better found now than in a week
         tokenizer.encode(example.prompt, needed.max_tokens, example.source or "a prompt")
     rollouter = Rollouter(
@@ -99,7 +111,8 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
 def _sampler(given: Sampler | SamplerFactory | None, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
     if given is None:
         return LocalSampler.of(model, tokenizer)
-    made = given if isinstance(given, Sampler) else given(model, tokenizer) if callable(given) else given
+    factory = isinstance(given, type) or (callable(given) and not isinstance(given, Sampler))
+    made: object = given(model, tokenizer) if factory else given  # type: ignore[operator]
     if not isinstance(made, Sampler):
         raise ConfigError(
             f"sampler is {made!r}: give an object with `async generate(requests)` and `async update(weights)`, see "
@@ -210,53 +223,3 @@ def needed_for(
         sampler=sampler,
         environment=environment,
     )
-
-
-def collect(
-    run: Run | None = None,
-    *,
-    step: int = 1,
-    position: int = 0,
-    sampler: Sampler | SamplerFactory | None = None,
-    environment: EnvironmentFactory | None = None,
-) -> Rollout:
-    """One step's rollout of a run, without training: its batch, its texts, its metrics.
-
-    Raises:
-        PolicygradError: what does not exist or does not fit, with the way out.
-    """
-    run = (run or Run()).resolved()
-    with ExitStack() as stack:
-        found = load(stack, needed_for(run, sampler, environment))
-        return found.rollouter.collect(
-            run.algorithm,
-            run.sampling,
-            prompts=run.prompts_per_step,
-            samples=run.group_size,
-            step=step,
-            position=position,
-        )
-
-
-def evaluate(
-    model: Any,
-    task: Any = "embedded",
-    *,
-    reward: tuple[Any, ...] = (),
-    problems: int = 256,
-    samples: int = 8,
-    sampling: Sampling | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    **options: Any,
-) -> EvaluationResult:
-    """Scores of a model on a task's held-out problems. options: the other fields of `Needed`, such as held_out, seed, device,
-    dtype, sampler, environment.
-
-    Raises:
-        PolicygradError: what does not exist or does not fit, with the way out.
-    """
-    sampling = sampling or Sampling()
-    with ExitStack() as stack:
-        needed = Needed(model, task, sampling.max_tokens, reward=reward, **options)
-        found = load(stack, needed)
-        return found.rollouter.evaluate(found.task.held_out(problems), samples, sampling, progress)

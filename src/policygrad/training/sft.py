@@ -48,7 +48,7 @@ def train_sft(
 
 
 sft = train_sft
-"""The same, by its older name."""
+"""The command's name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,15 +86,15 @@ class FineTuning:
             self.facts["left out"] = f"{len(rows) - len(kept)} rows, the held-out file has their prompts"
         if config.learner.gradient_checkpointing:
             recompute_activations(self.model)
-        self.scorer = probe(self.model, 1.0)
+        self.evaluator = probe(self.model, 1.0)
 
     def accumulate(self, rows: Sequence[int], collect: Callable[[], None]) -> dict[str, float]:
         """One update's gradient; {"loss": nats per token, "tokens": how many}."""
         batch = to_batch([self.rows[i] for i in rows])
         total, loss = float(batch.mask.sum()), 0.0
-        for part in self.scorer.packs(batch, torch.arange(len(rows)), self.config.learner.micro_tokens):
+        for part in self.evaluator.packs(batch, torch.arange(len(rows)), self.config.learner.micro_tokens):
             with differentiating(self.model, self.config.learner.gradient_checkpointing):
-                share = -self.scorer(part.to(self.device)).sum() / total
+                share = -self.evaluator(part.to(self.device)).sum() / total
                 torch.autograd.backward(share)
             collect()
             loss += float(share.detach())
@@ -107,8 +107,8 @@ class FineTuning:
         for start in range(0, len(self.held_out), PORTION):
             some = self.held_out[start : start + PORTION]
             batch = to_batch([self.rows[i] for i in some])
-            for part in self.scorer.packs(batch, torch.arange(len(some)), self.config.learner.micro_tokens):
-                total -= float(self.scorer(part.to(self.device)).double().sum())
+            for part in self.evaluator.packs(batch, torch.arange(len(some)), self.config.learner.micro_tokens):
+                total -= float(self.evaluator(part.to(self.device)).double().sum())
             tokens += int(batch.mask.sum())
             progress(min(start + PORTION, len(self.held_out)), len(self.held_out))
         loss = total / tokens

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, Unpack
 from torch import nn
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.manager import State
+from policygrad.checkpoint.manager import Saved
 from policygrad.errors import RunError
 from policygrad.learners.local.optimizer import Optimizer, train_only
 from policygrad.models.tokenizer import Tokenizer
@@ -123,7 +123,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
     def steps(self) -> int:
         return len(self.plan)
 
-    def pack(self, progress: RowsDone) -> State:
+    def pack(self, progress: RowsDone) -> Saved:
         tensors, values = self.optimizer.state()
         return tensors, {"optimizer": values, "before": dict(self.before or {}), "data": self.digest}
 

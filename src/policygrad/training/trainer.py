@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.manager import State
+from policygrad.checkpoint.manager import Saved
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.environments import EnvironmentFactory
 from policygrad.errors import ConfigError, RunError
@@ -23,12 +23,14 @@ from policygrad.trackers import RunInfo, Tracker, change
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.run import Run
 from policygrad.training.config.toml import algorithm_to_dict, load
+from policygrad.training.folder import check_resumable
 from policygrad.training.lifecycle import Lifecycle, Result
 from policygrad.training.loop import Done, Progress, loop
 from policygrad.training.memory import peak_memory
 from policygrad.training.report import notes_of, rows_of, values_of
 from policygrad.training.resources import Resources, SamplerFactory, needed_for
 from policygrad.training.resources import load as load_resources
+from policygrad.weight_sync.in_process import put_weights
 
 LearnerFactory = Callable[[nn.Module, Run], Learner]
 """From the run's model and its configuration to what learns: `local_learner`, or a wrapper around it."""
@@ -67,9 +69,7 @@ def train(
         PolicygradError: what cannot be trained, with the way out.
     """
     if run is None and resume is not None:
-        if not (Path(resume) / "run.toml").is_file():
-            raise RunError(f"{resume} is not a run's folder: it has no run.toml")
-        run = load(Path(resume) / "run.toml", Run())
+        run = load(check_resumable(Path(resume), "train") / "run.toml", Run())
     trainer = Trainer(
         run,
         sampler=sampler,
@@ -107,6 +107,12 @@ class Trainer(Lifecycle[Run, Progress, float]):
     ) -> None:
         super().__init__((run or Run()).resolved(), display=display, trackers=trackers, callbacks=callbacks)
         self._sampler, self._learner, self._environment = sampler, learner, environment
+        given = {
+            "sampler": sampler,
+            "environment": environment,
+            "learner": None if learner is local_learner else learner,
+        }
+        self._given = [name for name, value in given.items() if value is not None]
         self._said: set[str] = set()
         self._waiting = False  # the policy, for its critic
         self._binary = True  # every held-out score is 0 or 1
@@ -127,7 +133,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     def _learned(self, model: nn.Module) -> Learner:
         given = self._learner
-        made: object = given if isinstance(given, Learner) else given(model, self.config) if callable(given) else given
+        factory = isinstance(given, type) or (callable(given) and not isinstance(given, Learner))
+        made: object = given(model, self.config) if factory else given  # type: ignore[operator]
         if not isinstance(made, Learner):
             raise ConfigError(
                 f"learner is {made!r}: give a function of (model, run) that returns what policygrad.Learner describes (evaluate, "
@@ -146,7 +153,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
     def over(self, progress: Progress) -> bool:
         return progress.over(self.config)
 
-    def pack(self, progress: Progress) -> State:
+    def pack(self, progress: Progress) -> Saved:
         tensors, values = self.learner.state()
         return tensors, {
             "learner": values,
@@ -158,13 +165,22 @@ class Trainer(Lifecycle[Run, Progress, float]):
             "before": self.before,
             "measured": self.measured,
             "binary": self._binary,
+            "given": self._given,
         }
 
     def start(self, saved: Checkpoint | None) -> Progress:
         run, algorithm = self.config, self.config.algorithm
         if saved is None:
+            self.resources.rollouter.update(self.learner.publish())
             return Progress(algorithm.init())
         state = saved.state
+        for name in ("environment", "learner"):
+            if (name in state["given"]) is not (name in self._given):
+                verb = "was given" if name in state["given"] else "had none"
+                raise RunError(
+                    f"{self.folder}: the run {verb} as {name}= from Python, and what it learned would go on as something else: "
+                    f"go on with pg.train(run, resume={str(self.folder)!r}) and the {name} it began with"
+                )
         try:
             self.learner.restore(saved.tensors, state["learner"])
         except KeyError as error:
@@ -173,7 +189,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
                 f"or train anew from its model, --model {self.folder}"
             ) from error
         except RuntimeError as error:
-            raise RunError(f"{saved.path} does not fit the model {run.model!r}: {error}") from error
+            raise RunError(f"{saved.path} does not fit the model {run.named('model')!r}: {error}") from error
         self.before, self.measured, self._binary = state["before"], state["measured"], state["binary"]
         parts = state["parts"]
         if state["algorithm"] != algorithm_to_dict(algorithm):
@@ -181,6 +197,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
                 "the algorithm is not the one the checkpoint was made with: its parts start without their state"
             )
             parts = algorithm.init()
+        self.resources.rollouter.update(self.learner.publish())
         return Progress(parts, saved.step, state["position"], state["tokens"], state["seconds"])
 
     def info(self, progress: Progress) -> RunInfo:
@@ -195,9 +212,9 @@ class Trainer(Lifecycle[Run, Progress, float]):
         }
         if self._held_out and self.resources.task.held_out_is_train:
             facts["held out"] = "too few prompts to hold any out: measured on the training prompts"
-        if run.objects:
+        if objects := [*run.objects, *self._given]:
             self.trackers.note(
-                f"{' and '.join(run.objects)} given as objects, which run.toml cannot hold: this run can be gone on with from "
+                f"{' and '.join(objects)} given as objects, which run.toml cannot hold: this run can be gone on with from "
                 "Python, pg.train(run, resume=folder), but not from the command line alone"
             )
         return RunInfo(
@@ -213,7 +230,9 @@ class Trainer(Lifecycle[Run, Progress, float]):
         )
 
     def run(self, progress: Progress) -> Progress:
-        return loop(self.config, self.resources.rollouter, self.learner, progress, self)
+        progress = loop(self.config, self.resources.rollouter, self.learner, progress, self)
+        put_weights(self.learner.publish().tensors, self.model)  # a learner of one's own may have others in memory
+        return progress
 
     def record(self, done: Done) -> Metrics:
         """After every step: its lines in the files, its picture on the display, and perhaps an evaluation."""
@@ -285,4 +304,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     @property
     def resume_words(self) -> str:
-        return f"pg.train(run, resume={str(self.folder)!r})" if self.config.objects else super().resume_words
+        return (
+            f"pg.train(run, resume={str(self.folder)!r})"
+            if self.config.objects or self._given
+            else super().resume_words
+        )

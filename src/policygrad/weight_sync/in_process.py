@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 @torch.no_grad()
-def copy_weights(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+def put_weights(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Puts the named tensors into the model's parameters, except where they already are its own memory."""
     own = dict(model.named_parameters())
     for name, tensor in tensors.items():

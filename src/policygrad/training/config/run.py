@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from types import NoneType
 from typing import Annotated, Any
 
@@ -243,6 +243,12 @@ class Run(Draft):
         if not isinstance(self.algorithm, Algorithm):
             way_out = f"pg.algorithm({self.algorithm!r})" if isinstance(self.algorithm, str) else "pg.GRPO"
             raise ConfigError(f"algorithm must be an Algorithm, such as {way_out}, not {self.algorithm!r}")
+        for place, part in self.algorithm.parts():
+            if not is_dataclass(part):
+                raise ConfigError(
+                    f"{type(part).__name__} in {place} is no dataclass, so that run.toml cannot hold its settings: write "
+                    "@dataclass(frozen=True) above its class"
+                )
         if isinstance(self.reward, str):
             raise ConfigError(
                 f"reward must be a tuple of names, reward=({self.reward!r},), not the text {self.reward!r}"

@@ -1,0 +1,83 @@
+"""The two halves of the pipeline alone: a rollout without training, and a model measured on held-out problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from policygrad.environments import EnvironmentFactory
+from policygrad.rollout.evaluation import EvaluationResult
+from policygrad.rollout.rollouter import Rollout
+from policygrad.samplers.base import Sampler, Sampling
+from policygrad.training.config.run import Run
+from policygrad.training.resources import Needed, SamplerFactory, load, needed_for
+
+
+def collect(
+    run: Run | None = None,
+    *,
+    step: int = 1,
+    position: int = 0,
+    sampler: Sampler | SamplerFactory | None = None,
+    environment: EnvironmentFactory | None = None,
+) -> Rollout:
+    """One step's rollout of a run, without training: its batch, its texts, its metrics.
+
+    Raises:
+        PolicygradError: what does not exist or does not fit, with the way out.
+    """
+    run = (run or Run()).resolved()
+    with ExitStack() as stack:
+        found = load(stack, needed_for(run, sampler, environment))
+        return found.rollouter.collect(
+            run.algorithm,
+            run.sampling,
+            prompts=run.prompts_per_step,
+            samples=run.group_size,
+            step=step,
+            position=position,
+        )
+
+
+def evaluate(
+    model: Any,
+    task: Any = "embedded",
+    *,
+    reward: tuple[Any, ...] = (),
+    problems: int = 256,
+    samples: int = 8,
+    sampling: Sampling | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    tokenizer: Any = None,
+    held_out: Any = None,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "fp32",
+    budget: float = 10.0,
+    sampler: Sampler | SamplerFactory | None = None,
+    environment: EnvironmentFactory | None = None,
+) -> EvaluationResult:
+    """Scores of a model on a task's held-out problems, as `Run`'s options of these names say.
+
+    Raises:
+        PolicygradError: what does not exist or does not fit, with the way out.
+    """
+    sampling = sampling or Sampling()
+    with ExitStack() as stack:
+        needed = Needed(
+            model,
+            task,
+            sampling.max_tokens,
+            tokenizer,
+            reward,
+            held_out=held_out,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            budget=budget,
+            sampler=sampler,
+            environment=environment,
+        )
+        found = load(stack, needed)
+        return found.rollouter.evaluate(found.task.held_out(problems), samples, sampling, progress)
