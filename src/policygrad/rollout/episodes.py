@@ -52,6 +52,8 @@ class _Episode:
         self.segments: list[Segment] = []
         self.rewards: list[float | None] = []
         self.metrics: Counter[str] = Counter()
+        self.text = ""
+        """Of the last turn."""
         self.left = start.max_tokens
         self.over = self.truncated = False
 
@@ -70,7 +72,7 @@ class _Episode:
                 "one of each per token, and at least one token"
             )
         cut = generation.finish_reason == "length"
-        text = encoder.decode(generation.tokens)
+        self.text = text = encoder.decode(generation.tokens)
         step = await _awaited(self.environment, "step", Action(text, cut))
         if not isinstance(step, Step):
             name = type(self.environment).__name__
@@ -106,12 +108,12 @@ class _Episode:
         self.segments.append(Segment(new))
 
     def trajectory(self, encoder: Encoder) -> Trajectory:
-        parts = [s.tokens for s in self.segments]
-        whole = torch.cat(parts if self.start.prefix is None else [self.start.prefix, *parts])
+        before = () if self.start.prefix is None else (self.start.prefix,)
+        parts = (*before, *(s.tokens for s in self.segments))
         own = [reward for reward in self.rewards if reward is not None]
         return Trajectory(
             tuple(self.segments),
-            encoder.decode(whole),
+            self.text if len(parts) == 1 else encoder.decode(torch.cat(parts)),
             self.truncated,
             tuple(self.rewards),
             sum(own) if own else None,

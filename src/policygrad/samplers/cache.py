@@ -55,10 +55,13 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers
 
 def _roomy(x: Tensor, repeats: Tensor | None, room: int) -> Tensor:
     """A copy with room behind it, row i `repeats[i]` times."""
-    x = x if repeats is None else x.repeat_interleave(repeats, 0)
     rows, heads, length, width = x.shape
-    roomy = x.new_empty(rows, heads, length + room, width)
-    roomy[:, :, :length] = x
+    times = [1] * rows if repeats is None else repeats.tolist()
+    roomy = x.new_empty(sum(times), heads, length + room, width)
+    if len(set(times)) == 1:  # in one go, and nothing is held twice
+        roomy.view(rows, times[0], heads, length + room, width)[:, :, :, :length] = x[:, None]
+    else:
+        roomy[:, :, :length] = x.repeat_interleave(torch.tensor(times, device=x.device), 0)
     return roomy
 
 
