@@ -135,7 +135,7 @@ class Weighed(pg.Term):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({self.field} & {"logp_sampler"})  # the others tell completions apart unasked
+        return frozenset({self.field} & {"logp_sampler", "version"})  # the others tell completions apart unasked
 
     def score(self, out: pg.Forward, batch: pg.Batch) -> Tensor:
         value = getattr(batch, self.field).double()

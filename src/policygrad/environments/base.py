@@ -41,7 +41,10 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode. Those of a rollout take their turns together, so awaiting a tool holds up nobody's thread."""
+    """One episode. Those of a rollout take their turns together, so awaiting a tool holds up nobody's thread.
+
+    One that never waits may say so with `waits = False`: it is then called without a task of its own.
+    """
 
     async def reset(self) -> Observation:
         """What the policy reads first; the same for every sample of an example."""

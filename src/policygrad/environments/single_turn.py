@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from policygrad.environments.base import Action, Observation, Step
 from policygrad.tasks.types import Example
@@ -13,6 +14,7 @@ class SingleTurn:
     """Asks the example's prompt; the first answer ends the episode."""
 
     example: Example
+    waits: ClassVar[bool] = False
 
     async def reset(self) -> Observation:
         return Observation(self.example.prompt)

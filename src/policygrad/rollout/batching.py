@@ -21,10 +21,13 @@ def to_batch(groups: Sequence[Group]) -> Batch:
     def padded(columns: list[Tensor]) -> Tensor:
         return pad_sequence(columns, batch_first=True)
 
+    lengths = torch.tensor([sum(len(s.tokens) for s in t.segments) for t in rows])
+    within = torch.arange(int(lengths.max())) < lengths[:, None]
+    one_turn = all(len(t.segments) == 1 for t in rows)
     scored = torch.tensor([t.reward is not None for t in rows], dtype=torch.bool)
     sizes = torch.tensor([len(g.trajectories) for g in groups], dtype=torch.int64)
     return Batch(
-        mask=padded([t.mask for t in rows]) & scored[:, None],
+        mask=(within if one_turn else padded([t.mask for t in rows])) & scored[:, None],
         group=torch.arange(len(groups)).repeat_interleave(sizes),
         reward=torch.tensor([0.0 if t.reward is None else t.reward for t in rows]),
         tokens=padded([t.tokens for t in rows]),
@@ -46,7 +49,7 @@ def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:
         "completions/mean_length": [lengths],
         "completions/truncated_ratio": [torch.tensor([float(t.truncated) for t in rows])],
         "entropy": [  # −log μ at the samples: an unbiased estimate of the policy's entropy
-            -s.logp for t in rows for s in t.segments if s.logp is not None
+            -torch.cat([s.logp for t in rows for s in t.segments if s.logp is not None])
         ],
     }
     for _, batch in rounds:

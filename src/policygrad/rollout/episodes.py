@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from policygrad.models.chat import Tools
 from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
 from policygrad.samplers.base import Generation, Request, Sampler, Sampling
 from policygrad.tasks.types import Prompt
+
+T = TypeVar("T")
 
 
 class Encoder(Protocol):
@@ -64,13 +66,7 @@ class _Episode:
 
     async def take(self, generation: Generation, encoder: Encoder, sampler: Sampler) -> None:
         """The turn that was sampled, and what the environment says to it."""
-        sizes = {len(generation.tokens), len(generation.logp), len(generation.versions)}
-        if len(sizes) > 1 or not 1 <= len(generation.tokens) <= self.left:
-            raise EngineError(
-                f"{type(sampler).__name__}.generate returned {len(generation.tokens)} tokens, {len(generation.logp)} "
-                f"log-probabilities and {len(generation.versions)} versions for a request of at most {self.left} tokens: there is "
-                "one of each per token, and at least one token"
-            )
+        _check(generation, self.left, sampler)
         cut = generation.finish_reason == "length"
         self.text = text = encoder.decode(generation.tokens)
         step = await _awaited(self.environment, "step", Action(text, cut))
@@ -141,12 +137,31 @@ async def play(
             raise EngineError(
                 f"{name}.generate returned {len(generations)} generations for {asked} requests: one for each"
             )
-        await asyncio.gather(*(e.take(g, encoder, sampler) for e, g in zip(going, generations, strict=True)))
+        pairs = zip(going, generations, strict=True)
+        await _together(going, [e.take(g, encoder, sampler) for e, g in pairs])
         going = [episode for episode in going if not episode.over]
     return [
         Group(start, prompt, tuple(episode.trajectory(encoder) for episode in episodes))
         for start, prompt, episodes in zip(starts, prompts, groups, strict=True)
     ]
+
+
+async def _together(episodes: Sequence[_Episode], work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What each comes to; side by side where one of the environments may wait."""
+    if any(getattr(episode.environment, "waits", True) for episode in episodes):
+        return await asyncio.gather(*work)
+    return [await one for one in work]
+
+
+def _check(generation: Generation, most: int, sampler: Sampler) -> None:
+    """Raises EngineError for lengths that do not agree, or that were not asked for."""
+    n, said = len(generation.tokens), len(generation.logp)
+    versions = n if isinstance(generation.version, int) else len(generation.version)
+    if not n == said == versions or not 1 <= n <= most:
+        raise EngineError(
+            f"{type(sampler).__name__}.generate returned {n} tokens, {said} log-probabilities and {versions} versions for a "
+            f"request of at most {most} tokens: there is one of each per token, and at least one token"
+        )
 
 
 async def _awaited(environment: Environment, method: str, *args: Any) -> Any:
@@ -167,7 +182,7 @@ def _observed(environment: Environment, seen: object) -> Observation:
 async def _begin(episodes: Sequence[_Episode], encoder: Encoder) -> Tensor:
     """Resets the episodes of one start and gives them their context, one tensor for all; the prompt."""
     start = episodes[0].start
-    said = await asyncio.gather(*(_awaited(episode.environment, "reset") for episode in episodes))
+    said = await _together(episodes, [_awaited(episode.environment, "reset") for episode in episodes])
     seen = [_observed(episode.environment, found) for episode, found in zip(episodes, said, strict=True)]
     if any((o.content, list(o.tools)) != (seen[0].content, list(seen[0].tools)) for o in seen):
         name = type(episodes[0].environment).__name__

@@ -45,12 +45,12 @@ class Segment:
     """[n] int64."""
     logp: Tensor | None = None
     """[n] nats under what was really sampled from; None = not sampled: a tool or the environment said them."""
-    version: Tensor | None = None
-    """[n] int64, of the weights that drew each token; None where none did."""
+    version: int | Tensor = 0
+    """Of the weights that drew it; [n] int64 where they changed on the way."""
 
     @classmethod
     def drawn(cls, generation: Generation) -> Segment:
-        return cls(generation.tokens, generation.logp, generation.versions)
+        return cls(generation.tokens, generation.logp, generation.version)
 
     @property
     def sampled(self) -> bool:
@@ -79,23 +79,29 @@ class Trajectory:
     @property
     def tokens(self) -> Tensor:
         """[n] int64."""
-        return torch.cat([s.tokens for s in self.segments])
+        return self._joined([s.tokens for s in self.segments])
 
     @property
     def mask(self) -> Tensor:
         """[n] bool; True where the policy sampled the token."""
-        return torch.cat([torch.full(s.tokens.shape, s.sampled) for s in self.segments])
+        return self._joined([torch.full(s.tokens.shape, s.sampled) for s in self.segments])
 
     @property
     def logp(self) -> Tensor:
         """[n] nats, log μ; 0 where nothing was sampled."""
-        return torch.cat([torch.zeros(len(s.tokens)) if s.logp is None else s.logp.float() for s in self.segments])
+        return self._joined([torch.zeros(len(s.tokens)) if s.logp is None else s.logp.float() for s in self.segments])
 
     @property
     def version(self) -> Tensor:
         """[n] int64; 0 where nothing was sampled."""
-        zero = torch.zeros_like
-        return torch.cat([zero(s.tokens) if s.version is None else s.version for s in self.segments])
+        whole = (
+            torch.full_like(s.tokens, s.version) if isinstance(s.version, int) else s.version for s in self.segments
+        )
+        return self._joined(list(whole))
+
+    @staticmethod
+    def _joined(parts: list[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @property
     def sampled(self) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from policygrad.errors import ConfigError
@@ -72,11 +71,6 @@ class Generation:
     """stop: the policy ended it; length: the budget did."""
     version: int | Tensor
     """Of the weights that drew it; [n] int64 where they changed on the way."""
-
-    @property
-    def versions(self) -> Tensor:
-        """[n] int64."""
-        return self.version if isinstance(self.version, Tensor) else torch.full(self.tokens.shape, self.version)
 
 
 @runtime_checkable
