@@ -57,7 +57,8 @@ def merge_equal(batch: Batch, psi: Tensor, rows: Tensor, needs: frozenset[str] =
     Ψ have one gradient, times the sum of their coefficients.
 
     Equal in everything the batch holds, since a part of anyone's may read it. `needs`: the fields an algorithm declares; what
-    the sampler said (the same up to rounding) and its version tell two completions apart only if they are among them. The batch is on the CPU.
+    the sampler said (the same up to rounding) and its version tell two completions apart only if they are among them. The
+    batch is on the CPU.
     """
     if not len(rows):
         return rows, rows
