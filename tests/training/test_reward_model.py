@@ -19,7 +19,7 @@ import policygrad as pg
 from doubles.files import write_rows
 from doubles.models import changed_copy
 from policygrad.errors import DataError, ModelError, PolicygradError, RunError
-from policygrad.models.classifier import encode, forward, load_scorer, load_tokenizer, micro_batches, score
+from policygrad.models.classifier import encode, forward, load_classifier, load_tokenizer, micro_batches, score
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards import RewardPool, resolve
 from policygrad.rewards.calls import Caller
@@ -98,7 +98,7 @@ def test_a_tokenizer_that_closes_texts_itself_closes_them_once() -> None:
 @pytest.mark.parametrize("padding", [0, 1, None])
 def test_a_padded_batch_scores_like_each_text_alone(judge: Path, padding: int | None) -> None:
     """The pad token, the end token as padding, and no padding token at all; by transformers one text at a time."""
-    model = load_scorer(str(judge))
+    model = load_classifier(str(judge))
     model.config.pad_token_id = padding
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(2, 400, (n,), generator=generator).tolist() + [1] * (padding != 1) for n in (3, 9, 1, 5, 9)]
@@ -128,7 +128,7 @@ def test_micro_batches_hold_every_text_once_within_the_budget() -> None:
 def test_it_scores_in_a_worker_of_its_own(changed: Callable[..., Path]) -> None:
     """The weighted score is transformers' own, the other workers do not load the model, and what is too long is told."""
     judge = changed(config={"max_position_embeddings": 40})
-    model, tokenizer = load_scorer(str(judge)), load_tokenizer(str(judge))
+    model, tokenizer = load_classifier(str(judge)), load_tokenizer(str(judge))
     prompts = ["2 + 3 =\n", "7 - 1 =\n", "1 + 1 =\n"] * 3
     completions = ["5", "", "a longer answer: 2", "6", "<answer>5</answer>", "x", "5" * 40, "z", "5 5 5 5"]
     expected = [
@@ -188,7 +188,7 @@ def test_weights_without_a_head_are_refused(random_model: Path, changed: Callabl
     folder = changed()
     shutil.copy(random_model / "model.safetensors", folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"lacks score\.weight, so its scores would be random"):
-        load_scorer(str(folder))
+        load_classifier(str(folder))
 
 
 # --- the loss

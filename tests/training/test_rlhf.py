@@ -11,7 +11,7 @@ import torch
 
 from doubles.files import rows
 from policygrad import cli
-from policygrad.models.classifier import encode, load_scorer, load_tokenizer, score
+from policygrad.models.classifier import encode, load_classifier, load_tokenizer, score
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_preferences.py"
 
@@ -54,7 +54,7 @@ def test_sft_then_a_reward_model_then_ppo(tmp_path: Path, capsys: pytest.Capture
     assert all(row["grad_norm"] > 0 and row["reward_std"] > 0 for row in metrics)
     assert metrics[-1]["kl"] > 1e-4  # it has left the SFT model, which is its reference
 
-    model, tokenizer = load_scorer(f"{judge}/model"), load_tokenizer(f"{judge}/model")
+    model, tokenizer = load_classifier(f"{judge}/model"), load_tokenizer(f"{judge}/model")
     sampled = rows(Path(ppo, "completions.jsonl"))[:40]
     scores = score(model, [encode(tokenizer, row["prompt"], row["completion"]) for row in sampled])
     assert torch.allclose(scores, torch.tensor([row["reward"] for row in sampled]), atol=1e-4)

@@ -123,7 +123,9 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise ModelError(f"{path!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
 
 
-def load_scorer(path: str, dtype: torch.dtype | str = "auto", device: str = "cpu", *, new_head: bool = False) -> Any:
+def load_classifier(
+    path: str, dtype: torch.dtype | str = "auto", device: str = "cpu", *, new_head: bool = False
+) -> Any:
     """The network with one label, in evaluation mode. new_head: its head may be drawn afresh, to be trained.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from policygrad.errors import ConfigError, ModelError
-from policygrad.models.classifier import context_length, encode, labels, load_scorer, load_tokenizer, score
+from policygrad.models.classifier import context_length, encode, labels, load_classifier, load_tokenizer, score
 from policygrad.models.hub import locate
 
 BUDGET = 600.0
@@ -78,7 +78,7 @@ class ModelReward:
 @lru_cache(maxsize=2)
 def _loaded(path: str) -> tuple[Any, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return load_scorer(path, device=device), load_tokenizer(path)
+    return load_classifier(path, device=device), load_tokenizer(path)
 
 
 def find(model: str) -> str:

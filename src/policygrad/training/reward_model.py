@@ -17,7 +17,7 @@ from policygrad.models.classifier import (
     encode,
     forward,
     labels,
-    load_scorer,
+    load_classifier,
     load_tokenizer,
     micro_batches,
 )
@@ -178,7 +178,7 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
             "which has one"
         )
     device = pick_device(config.learner.device)
-    model = load_scorer(path, DTYPES[config.learner.dtype], device, new_head=count == 0)
+    model = load_classifier(path, DTYPES[config.learner.dtype], device, new_head=count == 0)
     tokenizer = load_tokenizer(path)
     for module in model.modules():
         without_dropout(module)

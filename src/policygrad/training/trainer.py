@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -24,7 +24,7 @@ from policygrad.training.callbacks import Callback
 from policygrad.training.config.run import Run
 from policygrad.training.config.toml import algorithm_to_dict, load
 from policygrad.training.folder import check_resumable
-from policygrad.training.lifecycle import Lifecycle, Result
+from policygrad.training.lifecycle import Followers, Lifecycle, Result
 from policygrad.training.loop import Done, Progress, loop
 from policygrad.training.memory import peak_memory
 from policygrad.training.report import notes_of, rows_of, values_of
@@ -101,11 +101,9 @@ class Trainer(Lifecycle[Run, Progress, float]):
         sampler: Sampler | SamplerFactory | None = None,
         learner: Learner | LearnerFactory = local_learner,
         environment: EnvironmentFactory | None = None,
-        display: Tracker | bool = True,
-        trackers: Sequence[Tracker] = (),
-        callbacks: Sequence[Callback] = (),
+        **followers: Unpack[Followers],
     ) -> None:
-        super().__init__((run or Run()).resolved(), display=display, trackers=trackers, callbacks=callbacks)
+        super().__init__((run or Run()).resolved(), **followers)
         self._sampler, self._learner, self._environment = sampler, learner, environment
         given = {
             "sampler": sampler,
