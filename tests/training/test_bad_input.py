@@ -339,7 +339,7 @@ def test_an_output_folder_that_is_not_empty(bench: Bench) -> None:
 
 def test_resume_of_something_else(bench: Bench) -> None:
     for folder in (bench.folder, bench.folder / "nosuch"):
-        with pytest.raises(RunError, match=r"is not a run's folder: it has no run.toml"):
+        with pytest.raises(RunError, match=r"holds no run of `policygrad train`, there is no run.toml in it"):
             train(resume=folder)
 
 

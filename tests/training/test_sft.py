@@ -260,7 +260,7 @@ def test_the_command_line(run_command: Callable[..., tuple[int, str, str]], comm
     assert (code, "epochs = 3" in out) == (0, True)
     for args, says in (
         (("--resume", str(tmp_path), "--epochs", "5"), "so another --epochs would not be what the run began with"),
-        (("--resume", str(tmp_path / "nowhere")), f"no run of `policygrad {command}` is in it"),
+        (("--resume", str(tmp_path / "nowhere")), f"holds no run of `policygrad {command}`"),
         ((), f"{command} needs data: --data FILE.jsonl"),
         (("--data", "a", "--batch-size", "0"), "batch_size must be at least 1, not 0"),
         (("--data", "a", "--lr", "-1"), "lr must be at least 0 and finite, not -1"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -138,7 +138,7 @@ async def play(
                 f"{name}.generate returned {len(generations)} generations for {asked} requests: one for each"
             )
         pairs = zip(going, generations, strict=True)
-        await _together(going, [e.take(g, encoder, sampler) for e, g in pairs])
+        await _together(going, (e.take(g, encoder, sampler) for e, g in pairs))
         going = [episode for episode in going if not episode.over]
     return [
         Group(start, prompt, tuple(episode.trajectory(encoder) for episode in episodes))
@@ -146,8 +146,8 @@ async def play(
     ]
 
 
-async def _together(episodes: Sequence[_Episode], work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What each comes to; side by side where one of the environments may wait."""
+async def _together(episodes: Sequence[_Episode], work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What each comes to; side by side where one of the environments may wait, else each begun when the one before is done."""
     if any(getattr(episode.environment, "waits", True) for episode in episodes):
         return await asyncio.gather(*work)
     return [await one for one in work]
@@ -182,7 +182,7 @@ def _observed(environment: Environment, seen: object) -> Observation:
 async def _begin(episodes: Sequence[_Episode], encoder: Encoder) -> Tensor:
     """Resets the episodes of one start and gives them their context, one tensor for all; the prompt."""
     start = episodes[0].start
-    said = await _together(episodes, [_awaited(episode.environment, "reset") for episode in episodes])
+    said = await _together(episodes, (_awaited(episode.environment, "reset") for episode in episodes))
     seen = [_observed(episode.environment, found) for episode, found in zip(episodes, said, strict=True)]
     if any((o.content, list(o.tools)) != (seen[0].content, list(seen[0].tools)) for o in seen):
         name = type(episodes[0].environment).__name__

@@ -172,13 +172,12 @@ class Trainer(Lifecycle[Run, Progress, float]):
             self.resources.rollouter.update(self.learner.publish())
             return Progress(algorithm.init())
         state = saved.state
-        for name in ("environment", "learner"):
-            if (name in state["given"]) is not (name in self._given):
-                verb = "was given" if name in state["given"] else "had none"
-                raise RunError(
-                    f"{self.folder}: the run {verb} as {name}= from Python, and what it learned would go on as something else: "
-                    f"go on with pg.train(run, resume={str(self.folder)!r}) and the {name} it began with"
-                )
+        if ("environment" in state["given"]) is not ("environment" in self._given):
+            had = "was given an environment" if "environment" in state["given"] else "had no environment"
+            raise RunError(
+                f"{self.folder}: the run {had} from Python, and what it learned there would go on as something else: go on as it "
+                f"began, with pg.train(run, resume={str(self.folder)!r}, environment=…) or without"
+            )
         try:
             self.learner.restore(saved.tensors, state["learner"])
         except KeyError as error:
