@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from doubles.drawing import Context, sample
+from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer, padding_id
 from policygrad.samplers.base import Generation, Sampling
@@ -130,3 +131,10 @@ def test_update_copies_other_weights_and_counts_versions(random_model: Path) -> 
     asyncio.run(sampler.update(Published(5, dict(other.named_parameters()))))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert sample(sampler, [Context(torch.tensor([1]), (0,))], 1, Sampling(max_tokens=1))[0][0].version == 5
+
+
+def test_weights_of_another_model_are_refused(random_model: Path) -> None:
+    model = load_model(str(random_model))
+    sampler = LocalSampler.of(model, load_tokenizer(str(random_model), model))
+    with pytest.raises(EngineError, match=r"publishes 'head\.bias', which this LlamaForCausalLM does not have"):
+        asyncio.run(sampler.update(Published(1, {"head.bias": torch.zeros(1)})))

@@ -7,11 +7,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from policygrad.errors import EngineError
+
 
 @torch.no_grad()
 def put_weights(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Puts the named tensors into the model's parameters, except where they already are its own memory."""
+    """Puts the named tensors into the model's parameters, except where they already are its own memory.
+
+    Raises:
+        EngineError: a name that the model does not have.
+    """
     own = dict(model.named_parameters())
     for name, tensor in tensors.items():
+        if name not in own:
+            raise EngineError(
+                f"the learner publishes {name!r}, which this {type(model).__name__} does not have: let publish() name its "
+                "parameters"
+            )
         if own[name].data_ptr() != tensor.data_ptr():
             own[name].copy_(tensor)
