@@ -90,11 +90,9 @@ class _Episode:
         if isinstance(self.conversation, str):
             self.conversation += f"{text}{content}"
         else:
-            self.conversation = (
-                *self.conversation,
-                {"role": "assistant", "content": text},
-                *(dict(m) for m in content if isinstance(m, dict)),
-            )
+            new_messages = () if isinstance(content, str) else content  # text was refused by `continuation`
+            reply = {"role": "assistant", "content": text}
+            self.conversation = (*self.conversation, reply, *map(dict, new_messages))
         self.context = torch.cat([self.context, drawn, new])
         room = self.left if encoder.context is None else min(self.left, encoder.context - len(self.context))
         if room < 1:  # nothing more can be said, so what the environment said is left away
