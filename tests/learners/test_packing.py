@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import policygrad as pg
 from doubles.batches import VOCABULARY, make_batch, naive_logp
+from doubles.models import Wrapped
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN
 from policygrad.learners.config import LearnerConfig
@@ -86,21 +87,8 @@ def test_probe_finds_both_short_cuts_and_notices_when_they_do_not_hold(model: nn
     assert found.network.split_head
     assert found.share_prompts
 
-    class Scaled(nn.Module):
+    class Scaled(Wrapped):
         """A model whose logits are not its head's, and that ignores 4D masks."""
-
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def get_decoder(self) -> nn.Module:
-            return self.inner.get_decoder()  # type: ignore[operator, no-any-return]
-
-        def get_input_embeddings(self) -> nn.Module:
-            return self.inner.get_input_embeddings()  # type: ignore[operator, no-any-return]
-
-        def get_output_embeddings(self) -> nn.Module:
-            return self.inner.get_output_embeddings()  # type: ignore[operator, no-any-return]
 
         def forward(self, input_ids: Tensor, attention_mask: Tensor | None, **rest: object) -> object:
             mask = None if attention_mask is None or attention_mask.ndim == 4 else attention_mask

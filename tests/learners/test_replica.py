@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.architectures import CONFIGS
 from doubles.batches import float_batch
+from doubles.models import Wrapped
 from policygrad.errors import ModelError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
@@ -87,26 +88,6 @@ def test_weights_are_copied_again_where_the_model_has_moved() -> None:
     assert not torch.equal(logits(made), logits(model))
     copy_weights(model, made)
     assert torch.equal(logits(made), logits(model))
-
-
-class Wrapped(nn.Module):
-    """A model of one's own: no configuration."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def get_decoder(self) -> nn.Module:
-        return self.inner.get_decoder()  # type: ignore[operator, no-any-return]
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.inner.get_input_embeddings()  # type: ignore[operator, no-any-return]
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.inner.get_output_embeddings()  # type: ignore[operator, no-any-return]
-
-    def forward(self, **inputs: object) -> object:
-        return self.inner(**inputs)
 
 
 def test_a_model_without_a_configuration_is_built_by_its_owner(random_model: Path) -> None:

@@ -273,6 +273,8 @@ def test_the_model_that_is_saved_is_the_learners(run: pg.Run, tmp_path: Path) ->
     apart = pg.train(run, learner=Apart.beside, display=record)
     assert same(weights(named.output), weights(apart.output))
     assert all(metrics["staleness/max"] == 0 for _, metrics in record.steps)
+    again = pg.train(run, learner=Apart.beside, resume=apart.output, display=False)  # over already: saved once more
+    assert same(weights(named.output), weights(again.output))
 
 
 def test_a_measurement_after_a_resume_is_of_the_checkpoints_weights(run: pg.Run) -> None:

@@ -129,7 +129,7 @@ class Rollouter:
         batch = rounds[0][1] if whole else to_batch(kept)
         if (
             self.score_steps is not None
-        ):  # filters look at the outcome's score: they may see where steps end, not their worth
+        ):  # filters look at the outcome's score: they see where steps end, not their worth
             batch = with_steps(batch, marks_of(kept), scored=False)
         batch = algorithm.filtered(_filled(batch, algorithm.filter_needs, evaluate), refilled=True)
         if self.score_steps is not None:

@@ -163,9 +163,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
             self.trackers = Trackers([self._display, *self._others])
             stack.push(lambda *error: self.trackers.__exit__(*error))
             self.trackers.phase("loading the model")
-            torch.manual_seed(
-                self.config.seed
-            )  # what a model or a reward may draw; completions have their own generators
+            torch.manual_seed(self.config.seed)  # what a model or a reward may draw; completions have keys of their own
             self.build(stack)
             self._open()
             return self._train(resume is not None, stop_after)

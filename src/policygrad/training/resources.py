@@ -77,8 +77,9 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         )
     own = needed.environment is not None and not needed.reward  # the environment says what its turns are worth
     chosen = () if own else choose_rewards(task, needed.reward, needed.needs, needed.step_end)
-    workers = (RewardPool(chosen, workers=needed.workers, budget=needed.budget),) if chosen else ()
-    pool = next(map(stack.enter_context, workers), None)  # its workers import meanwhile
+    pool = None
+    if chosen:  # its workers import meanwhile
+        pool = stack.enter_context(RewardPool(chosen, workers=needed.workers, budget=needed.budget))
     model = load_model(needed.model, dtype=needed.dtype, device=pick_device(needed.device))
     beside = (
         needed.model if isinstance(needed.model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -111,14 +112,19 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
 def _sampler(given: Sampler | SamplerFactory | None, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
     if given is None:
         return LocalSampler.of(model, tokenizer)
-    factory = isinstance(given, type) or (callable(given) and not isinstance(given, Sampler))
-    made: object = given(model, tokenizer) if factory else given  # type: ignore[operator]
-    if not isinstance(made, Sampler):
+    sampler = made(given, Sampler, model, tokenizer)
+    if not isinstance(sampler, Sampler):
         raise ConfigError(
-            f"sampler is {made!r}: give an object with `async generate(requests)` and `async update(weights)`, see "
+            f"sampler is {sampler!r}: give an object with `async generate(requests)` and `async update(weights)`, see "
             "policygrad.Sampler, or a function of (model, tokenizer) that returns one"
         )
-    return made
+    return sampler
+
+
+def made(given: object, kind: type, *args: object) -> object:
+    """What was given, or what it makes of `args`: a class is a factory, though a protocol takes it for one of its instances."""
+    factory = callable(given) and (isinstance(given, type) or not isinstance(given, kind))
+    return given(*args) if factory else given  # type: ignore[operator]
 
 
 def pick_device(name: str) -> str:

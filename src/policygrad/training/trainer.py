@@ -28,7 +28,7 @@ from policygrad.training.lifecycle import Followers, Lifecycle, Result
 from policygrad.training.loop import Done, Progress, loop
 from policygrad.training.memory import peak_memory
 from policygrad.training.report import notes_of, rows_of, values_of
-from policygrad.training.resources import Resources, SamplerFactory, needed_for
+from policygrad.training.resources import Resources, SamplerFactory, made, needed_for
 from policygrad.training.resources import load as load_resources
 from policygrad.weight_sync.in_process import put_weights
 
@@ -130,15 +130,20 @@ class Trainer(Lifecycle[Run, Progress, float]):
             found.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
 
     def _learned(self, model: nn.Module) -> Learner:
-        given = self._learner
-        factory = isinstance(given, type) or (callable(given) and not isinstance(given, Learner))
-        made: object = given(model, self.config) if factory else given  # type: ignore[operator]
-        if not isinstance(made, Learner):
+        learner = made(self._learner, Learner, model, self.config)
+        if not isinstance(learner, Learner):
             raise ConfigError(
-                f"learner is {made!r}: give a function of (model, run) that returns what policygrad.Learner describes (evaluate, "
-                "update, publish, version, state, restore), such as pg.local_learner"
+                f"learner is {learner!r}: give a function of (model, run) that returns what policygrad.Learner describes "
+                "(evaluate, update, publish, version, state, restore), such as pg.local_learner"
             )
-        return made
+        return learner
+
+    def _publish(self) -> None:
+        """The learner's weights to the sampler, and into the model that is saved: a learner of one's own may have others in
+        memory."""
+        published = self.learner.publish()
+        self.resources.rollouter.update(published)
+        put_weights(published.tensors, self.model)
 
     @property
     def version(self) -> int:
@@ -169,7 +174,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
     def start(self, saved: Checkpoint | None) -> Progress:
         run, algorithm = self.config, self.config.algorithm
         if saved is None:
-            self.resources.rollouter.update(self.learner.publish())
+            self._publish()
             return Progress(algorithm.init())
         state = saved.state
         if ("environment" in state["given"]) is not ("environment" in self._given):
@@ -194,7 +199,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
                 "the algorithm is not the one the checkpoint was made with: its parts start without their state"
             )
             parts = algorithm.init()
-        self.resources.rollouter.update(self.learner.publish())
+        self._publish()
         return Progress(parts, saved.step, state["position"], state["tokens"], state["seconds"])
 
     def info(self, progress: Progress) -> RunInfo:
@@ -228,7 +233,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     def run(self, progress: Progress) -> Progress:
         progress = loop(self.config, self.resources.rollouter, self.learner, progress, self)
-        put_weights(self.learner.publish().tensors, self.model)  # a learner of one's own may have others in memory
+        put_weights(self.learner.publish().tensors, self.model)
         return progress
 
     def record(self, done: Done) -> Metrics:

@@ -61,11 +61,6 @@ def algorithm_to_dict(algorithm: Algorithm) -> dict[str, Any]:
     return _algorithm(algorithm)
 
 
-def algorithm_from_dict(data: Mapping[str, Any], where: str = "algorithm") -> Algorithm:
-    """What `algorithm_to_dict` wrote."""
-    return _read_algorithm(Algorithm(), data, where, "algorithm")
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Algorithm):
         return _algorithm(value)
