@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,19 @@ def to_batch(groups: Sequence[Group]) -> Batch:
         logp_sampler=padded([t.logp for t in rows]),
         version=padded([t.version for t in rows]),
         truncated=torch.tensor([t.truncated for t in rows], dtype=torch.bool),
+        **_experts(groups),
     )
+
+
+def _experts(groups: Sequence[Group]) -> dict[str, Any]:
+    """The experts that sampled, where every episode tells them: of each completion, and of each group's prompt."""
+    rows = [(t.routes, len(g.prompt)) for g in groups for t in g.trajectories]
+    known = [(routes, size) for routes, size in rows if routes is not None]
+    if len(known) < len(rows):
+        return {}
+    prompts = tuple(routes[: len(g.prompt)] for g in groups if (routes := g.trajectories[0].routes) is not None)
+    answers = pad_sequence([routes[size:] for routes, size in known], batch_first=True, padding_value=-1)
+    return {"experts": answers, "prompt_experts": prompts}
 
 
 def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:

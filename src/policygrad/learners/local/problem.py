@@ -87,7 +87,7 @@ class LocalGradientProblem:
             "completions/computed": Sum(float(len(merged.unique))),
             "completions/offered": Sum(float(batch.mask.any(1).sum())),
         }
-        bare = replace(batch, prompts=None, tokens=None)  # the equation does not read them
+        bare = replace(batch, prompts=None, tokens=None, experts=None)  # the equation does not read them
         for part in networks.packs(batch, merged.unique):
             at = merged.place[part.rows]
             share = bare.select(part.rows).to(device)
@@ -98,6 +98,7 @@ class LocalGradientProblem:
                     torch.autograd.backward(surrogate(out, share, psi, self.algorithm, coef))
             networks.optimizer.collect()
             metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef, count[at].to(device)))
+        metrics |= {} if networks.policy.network.routing is None else networks.policy.network.routing.measured()
         if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens are not clipped, but count
             skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))
             metrics = merge(metrics, {"clip_ratio/low": skipped, "clip_ratio/high": skipped})

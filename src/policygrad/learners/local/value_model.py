@@ -111,7 +111,7 @@ class ValueModel:
         assert batch.values is not None
         merged = Merged.of(batch, batch.returns, batch.mask.any(1).nonzero().squeeze(1))
         coefficient = merged.summed(TokenMean()(batch.mask, batch.group).to(batch.reward.dtype))
-        bare = replace(batch, prompts=None, tokens=None)
+        bare = replace(batch, prompts=None, tokens=None, experts=None)
         device = next(self.network.parameters()).device
         metrics: Metrics = {}
         self.network.train(self.config.gradient_checkpointing)
