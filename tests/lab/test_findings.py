@@ -99,7 +99,7 @@ def test_what_is_measured(found) -> None:
     assert chains.numbers["times_0.02_8"] < 1.1 < chains.numbers["times_0.02_128"] < chains.numbers["times_0.02_512"]
     assert chains.numbers["drift_token"] < 0.05 < 0.5 < chains.numbers["drift_sequence"]
     assert "it jumps as well" in by["experts"].sentence
-    assert 1 < math.exp(by["experts"].numbers["growth_token"] - by["experts"].numbers["growth_less"])
+    assert math.exp(by["experts"].numbers["growth_token"] - by["experts"].numbers["growth_less"]) > 1
     assert "with a fixed α" in by["adam"].sentence
 
 

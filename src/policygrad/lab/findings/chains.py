@@ -140,13 +140,14 @@ def long_chains(seed: int = 0) -> Finding:
         "long_chains",
         "Over long answers one ratio per sequence cuts variance against one per token.",
         holds,
-        f"On chains of {_list(LENGTHS)} tokens ({CHAINS} sampled in each of {WORLDS} random worlds) the sequence ratio's variance is "
+        f"On chains of {_list(LENGTHS)} tokens ({CHAINS} sampled in each of {WORLDS} random worlds) the sequence ratio's variance "
+        "is "
         + "; ".join(_said(kl, mean[d], error[d]) for d, kl in enumerate(DISTANCES))
         + f": {verdict(holds, 'less at every length', 'no cut that grows with the length')}. Its weights do vary less, "
         f"{_pair(width['sequence'][:, -1])} against {_pair(width['token'][:, -1])} at {last} tokens, but they let the score drift: "
-        f"{_percents(drift['sequence'][:, -1])} of its variance is Var R times the squared mean of Σ∇log π under π_old, which token "
-        f"ratios keep near 0 ({_percents(drift['token'][:, -1])}). Its bias is {_pair(bias['sequence'][:, -1])} of ‖∇J‖ there, the "
-        f"token ratio's {_pair(bias['token'][:, -1])}.",
+        f"{_percents(drift['sequence'][:, -1])} of its variance is Var R times the squared mean of Σ∇log π under π_old, which "
+        f"token ratios keep near 0 ({_percents(drift['token'][:, -1])}). Its bias is {_pair(bias['sequence'][:, -1])} of ‖∇J‖ "
+        f"there, the token ratio's {_pair(bias['token'][:, -1])}.",
         {f"times_{kl:g}_{n}": float(mean[d, i]) for d, kl in enumerate(DISTANCES) for i, n in enumerate(LENGTHS)}
         | {f"drift_{name}": float(drift[name][0, -1].mean()) for name in ratios},
         error=float(error.max()),
