@@ -51,7 +51,6 @@ def train(args: list[str]) -> int:
     base = _base(name, args)
     chosen, rest = choose_parts(open_budget(base.algorithm, base.sampling.max_tokens), args)
     run, command = _parse(replace(base, algorithm=chosen), rest)
-    run = run.resolved()
     if command.resume is not None:
         _check_resumable(base, run, command.resume)
     if command.dry_run:
@@ -67,8 +66,10 @@ def train(args: list[str]) -> int:
 
 def dry_run(run: Run) -> str:
     """What would be done, as TOML that --config reads; the equation stands above it as comments."""
+    said = [run.few_prompts, ""] if run.few_prompts else []
+    run = run.resolved()
     lines = ["".join(text for text, _ in line) for line in describe(run.algorithm, page_width() - 2)]
-    return "\n".join([*(f"# {line}".rstrip() for line in lines), "", dumps(run).rstrip()])
+    return "\n".join([*(f"# {line}".rstrip() for line in [*said, *lines]), "", dumps(run).rstrip()])
 
 
 def flags(name: str) -> list[str]:

@@ -103,7 +103,9 @@ class Trainer(Lifecycle[Run, Progress, float]):
         environment: EnvironmentFactory | None = None,
         **followers: Unpack[Followers],
     ) -> None:
-        super().__init__((run or Run()).resolved(), **followers)
+        run = run or Run()
+        self._few_prompts = run.few_prompts  # which the resolved run no longer shows
+        super().__init__(run.resolved(), **followers)
         self._sampler, self._learner, self._environment = sampler, learner, environment
         given = {
             "sampler": sampler,
@@ -219,6 +221,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
                 f"{' and '.join(objects)} given as objects, which run.toml cannot hold: this run can be gone on with from "
                 "Python, pg.train(run, resume=folder), but not from the command line alone"
             )
+        if self._few_prompts:
+            self.trackers.note(self._few_prompts)
         return RunInfo(
             f"policygrad · {run.algorithm.name} on {run.named('task')}",
             facts,

@@ -40,10 +40,11 @@ class LocalGradientProblem:
     """Equal completions are computed once."""
 
     def split(self, epoch: int, minibatches: int) -> list[Self]:
-        """Minibatches of whole groups, shuffled by (weights' version, epoch)."""
-        if minibatches == 1:
+        """Minibatches of whole groups, shuffled by (weights' version, epoch): of those groups that filters left something of,
+        and as many as there are groups where those are fewer."""
+        groups = torch.unique(self.batch.group[self.batch.mask.any(1)])
+        if minibatches == 1 or not len(groups):
             return [self]
-        groups = torch.unique(self.batch.group)
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed * 1009 + epoch))
         return [self._of(groups[chunk]) for chunk in order.tensor_split(minibatches) if len(chunk)]
 
