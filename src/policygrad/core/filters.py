@@ -17,12 +17,15 @@ from policygrad.errors import ConfigError
 class DropNoSpread(Filter):
     """Dynamic sampling: drop groups whose rewards are all equal (all right, all wrong). Source: Yu et al. 2025 (DAPO), eq. 11.
 
-    mode 'refill': keep sampling until the step is full, at most `max_rounds` rounds of the step's size; then reweight and report.
+    mode 'refill': keep sampling until the step is full, at most `max_rounds` times the step's prompts; then reweight and report.
     mode 'reweight': keep the coefficients of the unfiltered step and multiply them by 1/(1 − f), f the fraction dropped.
     """
 
     mode: Literal["refill", "reweight"] = "refill"
     max_rounds: int = 4
+    carry: bool = True
+    """With refill: groups with spread that a full step has no room for begin the next step, which corrects for older weights
+    (π_old/μ, see `behaviour.py`). False = they are thrown away, and every step is the policy's own."""
     group_statistic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

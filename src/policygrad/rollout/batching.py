@@ -68,6 +68,14 @@ def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:
     return merge(metrics, *map(_of_environment, rows), _turns(rows))
 
 
+def used(sampled: int, batch: Batch) -> Metrics:
+    """completions/sampled_per_trained: completions sampled in a step over those of its batch that can move the weights; nothing
+    where none can. 1 = each is trained on; dynamic sampling and down-sampling take more, what was carried over takes less."""
+    trains = batch.mask if batch.weight is None else batch.mask & (batch.weight != 0)
+    trained = int(trains.any(1).sum())
+    return {"completions/sampled_per_trained": Mean(float(sampled), float(trained))} if trained else {}
+
+
 def _of_environment(row: Trajectory) -> Metrics:
     """What the environment measured; a mean over the episodes that have it."""
     return {f"environment/{name}": Mean(value) for name, value in row.metrics.items()}

@@ -57,7 +57,10 @@ def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:
     elif not values.get("updates/taken") and "value_pretraining" not in values:
         why = _why_nothing(done, values)
         notes += [(f"step {step}: nothing was learned; {why}", why)]
-    if values.get("staleness/max"):
+    if carried := values.get("dynamic/carried"):
+        groups = f"{carried:.0f} group{'s' * (carried > 1)} sampled in the step before"
+        notes += [(f"step {step}: it begins with {groups}, which count as off-policy (DropNoSpread.carry)", "carried")]
+    elif values.get("staleness/max"):
         versions = f"up to {values['staleness/max']:.0f} versions older than the weights that learn from it"
         notes += [(f"step {step}: the rollout is {versions}; it counts as off-policy (algorithm.behaviour)", "stale")]
     elif values.get("mismatch/logp_max", 0.0) > MISMATCH:

@@ -17,6 +17,7 @@ from policygrad.environments import EnvironmentFactory
 from policygrad.errors import ConfigError, RunError
 from policygrad.learners.base import Learner
 from policygrad.learners.local.learner import LocalLearner
+from policygrad.rollout import carried
 from policygrad.samplers.base import Sampler
 from policygrad.tasks.types import Example
 from policygrad.trackers import RunInfo, Tracker, change
@@ -158,13 +159,15 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     def pack(self, progress: Progress) -> Saved:
         tensors, values = self.learner.state()
-        return tensors, {
+        groups, said = carried.pack(progress.carried)
+        return tensors | groups, {
             "learner": values,
             "parts": progress.state,
             "algorithm": algorithm_to_dict(self.config.algorithm),
             "position": progress.position,
             "tokens": progress.tokens,
             "seconds": progress.seconds,
+            "carried": said,
             "before": self.before,
             "measured": self.measured,
             "binary": self._binary,
@@ -177,6 +180,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
             self._publish()
             return Progress(algorithm.init())
         state = saved.state
+        groups, tensors = carried.split(saved.tensors)
         if ("environment" in state["given"]) is not ("environment" in self._given):
             had = "was given an environment" if "environment" in state["given"] else "had no environment"
             raise RunError(
@@ -184,7 +188,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
                 f"began, with pg.train(run, resume={str(self.folder)!r}, environment=…) or without"
             )
         try:
-            self.learner.restore(saved.tensors, state["learner"])
+            self.learner.restore(tensors, state["learner"])
         except KeyError as error:
             raise RunError(
                 f"{saved.path} has no {error}, which {algorithm.name} needs: go on with the algorithm that the run began with, "
@@ -193,14 +197,14 @@ class Trainer(Lifecycle[Run, Progress, float]):
         except RuntimeError as error:
             raise RunError(f"{saved.path} does not fit the model {run.named('model')!r}: {error}") from error
         self.before, self.measured, self._binary = state["before"], state["measured"], state["binary"]
-        parts = state["parts"]
+        parts, kept = state["parts"], carried.unpack(groups, state.get("carried", ()), self.resources.task.train)
         if state["algorithm"] != algorithm_to_dict(algorithm):
             self.trackers.note(
                 "the algorithm is not the one the checkpoint was made with: its parts start without their state"
             )
-            parts = algorithm.init()
+            parts, kept = algorithm.init(), ()
         self._publish()
-        return Progress(parts, saved.step, state["position"], state["tokens"], state["seconds"])
+        return Progress(parts, saved.step, state["position"], state["tokens"], state["seconds"], kept)
 
     def info(self, progress: Progress) -> RunInfo:
         run = self.config
