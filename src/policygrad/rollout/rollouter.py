@@ -17,8 +17,8 @@ from policygrad.errors import ConfigError
 from policygrad.rollout.batching import measure, to_batch, used
 from policygrad.rollout.episodes import Encoder, play
 from policygrad.rollout.evaluation import EvaluationResult
-from policygrad.rollout.judging import Judged, Score, ScoreSteps, judge, judge_steps, marks_of
 from policygrad.rollout.filling import Round, fill
+from policygrad.rollout.judging import Judged, Score, ScoreSteps, judge, judge_steps, marks_of
 from policygrad.rollout.reasoning_steps import with_steps
 from policygrad.rollout.trajectory import EVALUATE, TRAIN, Group, Start
 from policygrad.rollout.values import with_values
