@@ -33,6 +33,9 @@ USUAL: dict[str, str] = {
     "BatchStd.eps": "our choice, as for the group's std",
     "Whiten.eps": "our choice, and that of common code",
     "MaskTruncated.keep_in_statistics": "off: a masked answer is as if it had not been sampled",
+    "GAE.bootstrap": "off: an answer that the budget cut off has ended",
+    "NStep.bootstrap": "off: an answer that the budget cut off has ended",
+    "LengthAdaptiveGAE.bootstrap": "off: an answer that the budget cut off has ended",
     "DropNoSpread.carry": "our choice: so that nothing good is thrown away; no paper says what becomes of it",
 }
 """`Part.setting` -> what there is to say of a part's own default where no paper speaks of it."""

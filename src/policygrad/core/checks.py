@@ -109,6 +109,11 @@ def _values(algorithm: Composition) -> Iterator[str]:
         name = type(sampled[0]).__name__
         yield f"{name} takes its values from fresh samples and would leave a critic unread: set critic=None, or use GAE()"
         return
+    if "bootstrap" in algorithm.declared and any(isinstance(part, MaskTruncated) for part in algorithm.filters):
+        yield (
+            "an advantage with bootstrap=True goes on after what was cut off, and MaskTruncated leaves those answers out: drop it, "
+            "or set bootstrap=False"
+        )
     if algorithm.critic is None and read:
         yield (
             "an advantage from values without a critic: set critic=Critic(), or use a group baseline such as LeaveOneOut()"

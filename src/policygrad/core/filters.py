@@ -24,8 +24,8 @@ class DropNoSpread(Filter):
     mode: Literal["refill", "reweight"] = "refill"
     max_rounds: int = 4
     carry: bool = True
-    """With refill: groups with spread that a full step has no room for begin the next step, which corrects for older weights
-    (π_old/μ, see `behaviour.py`). False = they are thrown away, and every step is the policy's own."""
+    """With refill: groups with spread that a full step has no room for begin the next one, where π_old/μ corrects for the older
+    weights. False = they are thrown away, and every sample is the policy's own."""
     group_statistic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
