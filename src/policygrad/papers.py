@@ -36,6 +36,7 @@ USUAL: dict[str, str] = {
     "GAE.bootstrap": "off: an answer that the budget cut off has ended",
     "NStep.bootstrap": "off: an answer that the budget cut off has ended",
     "LengthAdaptiveGAE.bootstrap": "off: an answer that the budget cut off has ended",
+    "Downsample.keep": "our choice: half of the usual eight; no algorithm has it",
     "DropNoSpread.carry": "our choice: so that nothing good is thrown away; no paper says what becomes of it",
 }
 """`Part.setting` -> what there is to say of a part's own default where no paper speaks of it."""

@@ -9,7 +9,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.controllers import penalties
 from policygrad.core.dual_descent import DualDescent
-from policygrad.core.filters import MaskTruncated
+from policygrad.core.filters import Downsample, MaskTruncated
 from policygrad.core.process import ProcessReward
 from policygrad.core.roles import check_kinds
 from policygrad.core.shaping import KLInReward
@@ -40,7 +40,14 @@ def check_rollout(algorithm: Composition) -> None:
 
 
 def check_sampling(algorithm: Composition, samples_per_prompt: int, temperature: float) -> None:
-    """Raises ConfigError for one sample per prompt, or equal ones, where a part compares a prompt's samples."""
+    """Raises ConfigError for one sample per prompt, or equal ones, where a part compares a prompt's samples, and for fewer than
+    are to be trained on."""
+    for part in (part for part in algorithm.filters if isinstance(part, Downsample)):
+        if part.keep > samples_per_prompt:
+            raise ConfigError(
+                f"Downsample trains on {part.keep} of a prompt's samples, and there are {samples_per_prompt}: set "
+                f"samples_per_prompt to {part.keep} or more, or Downsample.keep to {samples_per_prompt} or less"
+            )
     for name in (type(part).__name__ for _, part in algorithm.parts() if part.group_statistic):
         if samples_per_prompt < 2:
             raise ConfigError(
@@ -128,6 +135,8 @@ def _order(algorithm: Composition) -> Iterator[str]:
             yield f"{type(part).__name__} looks at the task's score of whole groups: put it first in filters"
         elif part.refill and i:
             yield f"{type(part).__name__} decides which groups are sampled again: put it first in filters, alone of its kind"
+        elif isinstance(part, Downsample) and part is not algorithm.filters[-1]:
+            yield "Downsample chooses among the completions that the other filters leave: put it last in filters"
     late = [type(link).__name__ for link in algorithm.psi[1:] if link.starts]
     if late:
         yield f"{late[0]} starts from the rewards and would ignore what stands before it: put it first in psi"

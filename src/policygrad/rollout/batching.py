@@ -69,11 +69,12 @@ def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:
 
 
 def used(sampled: int, batch: Batch) -> Metrics:
-    """completions/sampled_per_trained: completions sampled in a step over those of its batch that can move the weights; nothing
-    where none can. 1 = each is trained on; dynamic sampling and down-sampling take more, what was carried over takes less."""
+    """completions/sampled in a step; /trained, those of its batch that can move the weights; /sampled_per_trained, their ratio,
+    where there are any: dynamic sampling and down-sampling take more than 1, what was carried over takes less."""
     trains = batch.mask if batch.weight is None else batch.mask & (batch.weight != 0)
-    trained = int(trains.any(1).sum())
-    return {"completions/sampled_per_trained": Mean(float(sampled), float(trained))} if trained else {}
+    trained = float(trains.any(1).sum())
+    counts: Metrics = {"completions/sampled": Sum(float(sampled)), "completions/trained": Sum(trained)}
+    return counts | ({"completions/sampled_per_trained": Mean(float(sampled), trained)} if trained else {})
 
 
 def _of_environment(row: Trajectory) -> Metrics:
