@@ -36,6 +36,7 @@ USUAL: dict[str, str] = {
     "GAE.bootstrap": "off: an answer that the budget cut off has ended",
     "NStep.bootstrap": "off: an answer that the budget cut off has ended",
     "LengthAdaptiveGAE.bootstrap": "off: an answer that the budget cut off has ended",
+    "ProcessReward.outcome": "on, our choice: the task's reward scores the last step; sec. 4.1.3 has process rewards alone",
     "Downsample.keep": "our choice: half of the usual eight; no algorithm has it",
     "DropNoSpread.carry": "our choice: so that nothing good is thrown away; no paper says what becomes of it",
 }

@@ -9,7 +9,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.controllers import penalties
 from policygrad.core.dual_descent import DualDescent
-from policygrad.core.filters import Downsample, MaskTruncated
+from policygrad.core.filters import Downsample, DropNoSpread, MaskTruncated
 from policygrad.core.process import ProcessReward
 from policygrad.core.roles import check_kinds
 from policygrad.core.shaping import KLInReward
@@ -143,8 +143,11 @@ def _order(algorithm: Composition) -> Iterator[str]:
 
 
 def _steps(algorithm: Composition) -> Iterator[str]:
-    if not any(isinstance(link, ProcessReward) for link in algorithm.psi):
+    links = [link for link in algorithm.psi if isinstance(link, ProcessReward)]
+    if not links:
         return
+    if not all(link.outcome for link in links):
+        yield from _no_outcome(algorithm)
     if any(isinstance(part, KLInReward) for part in algorithm.shaping):
         yield (
             "ProcessReward reads rewards where steps end, and KLInReward puts one at every token: drop it, and put "
@@ -154,6 +157,19 @@ def _steps(algorithm: Composition) -> Iterator[str]:
         yield (
             "ProcessReward's statistics are over steps, and a masked completion has none left: set "
             "MaskTruncated(keep_in_statistics=False)"
+        )
+
+
+def _no_outcome(algorithm: Composition) -> Iterator[str]:
+    """Parts that look at the outcome's reward, where it does not enter Ψ."""
+    by_outcome = [
+        f for f in algorithm.filters if isinstance(f, DropNoSpread) or (isinstance(f, Downsample) and f.by == "spread")
+    ]
+    for part in (*by_outcome, *algorithm.shaping):
+        does = "shapes" if part in algorithm.shaping else "chooses by"
+        yield (
+            f"{type(part).__name__} {does} the outcome's reward, which ProcessReward(outcome=False) does not read: drop it, or set "
+            "outcome=True"
         )
 
 
