@@ -23,6 +23,7 @@ from policygrad.tasks.types import Example
 from policygrad.trackers import RunInfo, Tracker, change
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.run import Run
+from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import algorithm_to_dict, load
 from policygrad.training.folder import check_resumable
 from policygrad.training.lifecycle import Followers, Lifecycle, Result
@@ -218,6 +219,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
         }
         if self._held_out and self.resources.task.held_out_is_train:
             facts["held out"] = "too few prompts to hold any out: measured on the training prompts"
+        for text in idle(run):
+            self.trackers.note(text)
         if objects := [*run.objects, *self._given]:
             self.trackers.note(
                 f"{' and '.join(objects)} given as objects, which run.toml cannot hold: this run can be gone on with from "
