@@ -37,6 +37,12 @@ USUAL: dict[str, str] = {
     "BatchStd.eps": "our choice, as for the group's std",
     "Whiten.eps": "our choice, and that of common code",
     "MaskTruncated.keep_in_statistics": "off: a masked answer is as if it had not been sampled",
+    "GAE.bootstrap": "off: an answer that the budget cut off has ended",
+    "NStep.bootstrap": "off: an answer that the budget cut off has ended",
+    "LengthAdaptiveGAE.bootstrap": "off: an answer that the budget cut off has ended",
+    "ProcessReward.outcome": "on, our choice: the task's reward scores the last step; sec. 4.1.3 has process rewards alone",
+    "Downsample.keep": "our choice: half of the usual eight; no algorithm has it",
+    "DropNoSpread.carry": "our choice: so that nothing good is thrown away; no paper says what becomes of it",
 }
 """`Part.setting` -> what there is to say of a part's own default where no paper speaks of it."""
 RECIPE = frozenset({"FirstOrder.epochs", "FirstOrder.minibatches"})

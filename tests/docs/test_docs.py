@@ -134,7 +134,7 @@ def test_origins_are_inherited_only_with_the_value() -> None:
 
 def test_differences_from_the_parent() -> None:
     assert difference(pg.GRPO, pg.DAPO) == {
-        "filters": ("–", "DropNoSpread(refill, 4) MaskTruncated(False)"),
+        "filters": ("–", "DropNoSpread(refill, 4, True) MaskTruncated(False)"),
         "shaping": ("–", "SoftOverlong(0.2, 1)"),
         "gate": ("Clip(high=0.2)", "Clip(high=0.28)"),
         "average": ("SequenceMean", "TokenMean"),

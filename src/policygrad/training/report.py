@@ -63,7 +63,10 @@ def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:
     if 0 < groups < shares:
         few = f"the rollout has {groups} group{'s' * (groups > 1)} left for {shares} minibatches of whole groups"
         notes += [(f"step {step}: {few}: one update per group and epoch", "fewer groups than minibatches")]
-    if values.get("staleness/max"):
+    if carried := values.get("dynamic/carried"):
+        before = f"{carried:.0f} group{'s' * (carried > 1)} sampled in the step before"
+        notes += [(f"step {step}: it begins with {before}, which count as off-policy (DropNoSpread.carry)", "carried")]
+    elif values.get("staleness/max"):
         versions = f"up to {values['staleness/max']:.0f} versions older than the weights that learn from it"
         notes += [(f"step {step}: the rollout is {versions}; it counts as off-policy (algorithm.behaviour)", "stale")]
     elif values.get("mismatch/logp_max", 0.0) > MISMATCH:
