@@ -5,7 +5,7 @@ and prefix values it is one pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from policygrad.errors import ConfigError
 from policygrad.rollout.batching import measure, to_batch
 from policygrad.rollout.episodes import Encoder, play
 from policygrad.rollout.evaluation import EvaluationResult
+from policygrad.rollout.greedy import with_baseline
 from policygrad.rollout.judging import Judged, Score, ScoreSteps, judge, judge_steps, marks_of
 from policygrad.rollout.reasoning_steps import with_steps
 from policygrad.rollout.trajectory import EVALUATE, TRAIN, Group, Start
@@ -139,11 +140,18 @@ class Rollouter:
                 batch, cost = self._with_values(batch, kept, sampling, link.samples, step)
                 judged |= cost
         unfilled: Metrics = {"dynamic/unfilled": Sum(float(missing))} if refilling else {}
+        if "baseline" in algorithm.declared:
+            batch, cost = with_baseline(batch, kept, lambda s: self._greedy(s, sampling))
+            judged |= cost
         metrics = merge(measure(rounds), judged.metrics, unfilled)
         return Rollout(batch, tuple(kept), position, metrics, judged.messages)
 
     def _start(self, index: int, example: Example, sampling: Sampling, stream: int, step: int) -> Start:
         return Start(example, (self.seed, stream, step, index), sampling.max_tokens)
+
+    def _greedy(self, starts: list[Start], sampling: Sampling) -> tuple[list[Group], Judged]:
+        """One episode from each start, of the most probable token at every step."""
+        return judge(self.play(starts, 1, replace(sampling, temperature=0.0)), self.score)
 
     def _with_values(
         self, batch: Batch, groups: list[Group], sampling: Sampling, samples: int, step: int
