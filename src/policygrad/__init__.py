@@ -7,12 +7,14 @@ __version__ = "0.1.0"
 
 _HOME = {
     "policygrad.algorithms": (
+        "ASYMRE GPG LITE_PPO MAXRL PASSK RAFT REINFORCE_PP REINFORCE_PP_BASELINE REMAX SCALE_RL TOPR "
         "A2C ALGORITHMS CISPO DAPO DR_GRPO GRPO GRPO_PROCESS GSPO GSPO_TOKEN ITERATIVE_GRPO MAGISTRAL NATURAL OPO PPO "
         "PPO_PENALTY PRORL REINFORCE RLOO SAPO TRPO VAPO VINEPPO algorithm"
     ),
     "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut OptimalBaseline RunningMean",
     "policygrad.core.aggregates": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
     "policygrad.core.algorithm": "Algorithm",
+    "policygrad.core.baselines": "ConstantBaseline GreedyBaseline",
     "policygrad.core.batch": "Batch Forward",
     "policygrad.core.corrections": "MaskedIS TruncatedIS",
     "policygrad.core.critic": "Critic",
@@ -21,12 +23,14 @@ _HOME = {
     "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
     "policygrad.core.loss_terms": "ExactEntropy ExactKLToOld",
     "policygrad.core.objective": "gate_weight objective surrogate",
+    "policygrad.core.off_policy": "Taper Unweighted",
     "policygrad.core.problems": "AdaptiveProblem CurvatureProblem GradientProblem",
     "policygrad.core.process": "PrefixValue ProcessReward",
     "policygrad.core.protocols": "Advantage Aggregation Correction Filter Gate LossTerm Part Ratio Shaping Term UpdateRule",
     "policygrad.core.ratios": "Sequence SequenceProduct Token",
     "policygrad.core.reference": "Reference",
     "policygrad.core.shaping": "KLInReward SoftOverlong",
+    "policygrad.core.success": "Accepted OverGroupMean PassAtK",
     "policygrad.core.terms": "Entropy KLToOld KLToReference PositiveNLL",
     "policygrad.core.trust_region": "TrustRegion",
     "policygrad.core.update_rules": "FirstOrder",

@@ -8,13 +8,16 @@ from dataclasses import replace
 from policygrad.core.advantages import BatchStd, GroupMean, GroupStd, LeaveOneOut, OptimalBaseline, RunningMean
 from policygrad.core.aggregates import FixedLength, GroupTokenMean, SequenceMean, SequenceSum, TokenMean
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.baselines import ConstantBaseline, GreedyBaseline
 from policygrad.core.critic import Critic
 from policygrad.core.filters import DropNoSpread, MaskTruncated
 from policygrad.core.gates import Clip, Importance, OnPolicy, SoftGate, WeightCap
+from policygrad.core.off_policy import Taper, Unweighted
 from policygrad.core.process import PrefixValue, ProcessReward
-from policygrad.core.ratios import Sequence, Token
+from policygrad.core.ratios import Sequence, SequenceProduct, Token
 from policygrad.core.reference import Reference
 from policygrad.core.shaping import KLInReward, SoftOverlong
+from policygrad.core.success import Accepted, OverGroupMean, PassAtK
 from policygrad.core.terms import Entropy, KLToOld, KLToReference, PositiveNLL
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.update_rules import FirstOrder
@@ -117,9 +120,67 @@ MAGISTRAL = replace(
     filters=(DropNoSpread(),),
 )
 
+REMAX = replace(REINFORCE, name="remax", psi=(GreedyBaseline(),), samples_per_prompt=1)
+REINFORCE_PP = Algorithm(
+    "reinforce_pp",
+    psi=(Whiten(),),
+    ratio=Token(),
+    gate=Clip(0.2, 0.2),
+    aggregate=TokenMean(),
+    shaping=(KLInReward(0.01),),
+    step=FirstOrder(minibatches=8),
+)
+REINFORCE_PP_BASELINE = replace(
+    REINFORCE_PP,
+    name="reinforce_pp_baseline",
+    psi=(GroupMean(), Whiten()),
+    shaping=(),
+    terms=(KLToReference(1e-5, "k2"),),
+    step=FirstOrder(),
+)
+GPG = replace(
+    REINFORCE,
+    name="gpg",
+    psi=(GroupMean(),),
+    aggregate=TokenMean(),
+    filters=(DropNoSpread("reweight"),),
+)
+RAFT = Algorithm(
+    "raft",
+    psi=(Accepted(),),
+    ratio=Token(),
+    gate=Unweighted(),
+    aggregate=TokenMean(),
+    step=FirstOrder(minibatches=4),
+    behaviour="sampler",
+)
+MAXRL = replace(GRPO, name="maxrl", psi=(GroupMean(), OverGroupMean()), aggregate=TokenMean(), terms=())
+PASSK = replace(GRPO, name="passk", psi=(PassAtK(2),), terms=())
+TOPR = Algorithm(
+    "topr",
+    psi=(ConstantBaseline(0.5),),
+    ratio=SequenceProduct(),
+    gate=Taper(),
+    step=FirstOrder(minibatches=8),
+    behaviour="sampler",
+)
+ASYMRE = replace(TOPR, name="asymre", psi=(GroupMean(), ConstantBaseline(-0.1)), ratio=Token(), gate=Unweighted())
+SCALE_RL = replace(
+    GRPO,
+    name="scale_rl",
+    psi=(GroupMean(), BatchStd()),
+    gate=WeightCap(0.0, 5.0),
+    aggregate=GroupTokenMean(),
+    terms=(),
+    filters=(DropNoSpread("drop"),),
+    behaviour="sampler",
+)
+
+LITE_PPO = replace(MAXRL, name="lite_ppo", psi=(GroupMean(), BatchStd(of="rewards")), step=FirstOrder(minibatches=8))
+_OUTCOMES = (REMAX, REINFORCE_PP, REINFORCE_PP_BASELINE, GPG, RAFT, MAXRL, PASSK, TOPR, ASYMRE, SCALE_RL, LITE_PPO)
 _CRITICS = (A2C, TRPO, NATURAL, PPO, PPO_PENALTY, VAPO, VINEPPO)
 _GROUPS = (GRPO, GRPO_PROCESS, ITERATIVE_GRPO, DR_GRPO, DAPO, PRORL, MAGISTRAL, GSPO, GSPO_TOKEN, CISPO, SAPO)
-ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, RLOO, OPO, *_CRITICS, *_GROUPS)}
+ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, RLOO, OPO, *_CRITICS, *_GROUPS, *_OUTCOMES)}
 
 
 def algorithm(name: str) -> Algorithm:

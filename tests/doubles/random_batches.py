@@ -88,6 +88,8 @@ def make(shape: Shape, off_policy: float | None = None, extra: str | None = None
         values=torch.where(mask, random.normal(rows, shape.width), NAN),
         logp_sampler=logp + 0.5 * random.normal(rows, shape.width),
     )
+    greedy = Random(shape.seed + 1).normal(len(shape.groups))  # from draws of its own: what else is drawn stays
+    batch = replace(batch, baseline=greedy[batch.group], example=100 + 3 * batch.group)
     if off_policy is not None:
         batch = replace(batch, logp_old=logp + off_policy * random.normal(rows, shape.width))
     if extra == "steps":

@@ -13,6 +13,7 @@ from policygrad.core.filters import Downsample, DropNoSpread, MaskTruncated
 from policygrad.core.process import ProcessReward
 from policygrad.core.roles import check_kinds
 from policygrad.core.shaping import KLInReward
+from policygrad.core.success import PassAtK
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.update_rules import FirstOrder
 from policygrad.errors import ConfigError
@@ -69,6 +70,12 @@ def check_sampling(algorithm: Composition, samples_per_prompt: int, temperature:
             raise ConfigError(
                 f"{name} compares the samples of one prompt, and at temperature 0 they are all equal: set "
                 "sampling.temperature above 0"
+            )
+    for link in algorithm.psi:
+        if isinstance(link, PassAtK) and samples_per_prompt <= link.k:
+            raise ConfigError(
+                f"PassAtK(k={link.k}) compares {link.k}-subsets of a prompt's samples, and of {samples_per_prompt} there is at "
+                f"most one: set samples_per_prompt to {link.k + 1} or more, or a smaller k"
             )
 
 

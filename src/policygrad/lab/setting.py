@@ -81,6 +81,9 @@ class Setting:
         filled: dict[str, Any] = {n: world.token_logp(t).detach() for n, t in thetas.items() if n in reads}
         if "score_norm" in reads:
             filled["score_norm"] = world.scores(old).square().sum(1)
+        if "baseline" in reads:  # the greedy completion's reward, at each completion of its prompt
+            best = (world.reward * world.greedy(self.behaviour)).sum(1)
+            filled["baseline"] = best.repeat_interleave(world.tree.size)
         if "step_end" in reads:
             last = torch.arange(world.tree.length) == batch.lengths[:, None] - 1
             filled["step_end"] = world.mask & (last | ((torch.arange(world.tree.length) + 1) % STEP == 0))

@@ -5,7 +5,7 @@ and prefix values it is one pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from policygrad.core.algorithm import Algorithm
@@ -18,6 +18,7 @@ from policygrad.rollout.batching import measure, to_batch, used
 from policygrad.rollout.episodes import Encoder, play
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.filling import Round, fill
+from policygrad.rollout.greedy import with_baseline
 from policygrad.rollout.judging import Judged, Score, ScoreSteps, judge, judge_steps, marks_of
 from policygrad.rollout.reasoning_steps import with_steps
 from policygrad.rollout.trajectory import EVALUATE, TRAIN, Group, Start
@@ -132,12 +133,19 @@ class Rollouter:
             if link.samples_values:
                 batch, cost = self._with_values(batch, kept, sampling, link.samples, step)
                 judged |= cost
+        if "baseline" in algorithm.declared:
+            batch, cost = with_baseline(batch, kept, lambda s: self._greedy(s, sampling))
+            judged |= cost
         measured = measure([(r.groups, r.batch) for r in rounds])
         metrics = merge(measured, judged.metrics, found.metrics, used(sum(len(r.batch.mask) for r in rounds), batch))
         return Rollout(batch, tuple(kept), found.position, metrics, judged.messages, found.surplus)
 
     def _start(self, index: int, example: Example, sampling: Sampling, stream: int, step: int) -> Start:
         return Start(example, (self.seed, stream, step, index), sampling.max_tokens)
+
+    def _greedy(self, starts: list[Start], sampling: Sampling) -> tuple[list[Group], Judged]:
+        """One episode from each start, of the most probable token at every step."""
+        return judge(self.play(starts, 1, replace(sampling, temperature=0.0)), self.score)
 
     def _with_values(
         self, batch: Batch, groups: list[Group], sampling: Sampling, samples: int, step: int

@@ -13,7 +13,7 @@ from policygrad.rollout.reasoning_steps import Marks
 from policygrad.samplers.base import Generation
 from policygrad.tasks.types import Example
 
-TRAIN, EVALUATE, VALUES = 0, 1, 2
+TRAIN, EVALUATE, VALUES, GREEDY = 0, 1, 2, 3
 """Streams of random numbers, the second entry of a start's key."""
 
 

@@ -31,6 +31,8 @@ class Completion:
     sampler: list[Tensor]
     step_end: list[Tensor]
     truncated: bool
+    baseline: Tensor
+    """The reward of the greedy completion of the prompt."""
 
     def __len__(self) -> int:
         return len(self.logp)
@@ -67,6 +69,7 @@ def read(batch: Any, logp: Tensor) -> Prompts:
                 sampler=tokens(i, batch.logp_sampler, []),
                 step_end=tokens(i, batch.step_end, []),
                 truncated=bool(batch.truncated[i]) if batch.truncated is not None else False,
+                baseline=torch.tensor(torch.nan) if batch.baseline is None else batch.baseline[i],
             )
             prompts[int(batch.group[i])].append(o)
     return list(prompts.values())

@@ -13,13 +13,16 @@ from policygrad.errors import ConfigError
 
 _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts go into
     "advantages": "psi",
+    "baselines": "psi",
     "corrections": "corrections",
     "critic": "critic",
     "dual_descent": "step",
     "values": "psi",
     "process": "psi",
+    "success": "psi",
     "ratios": "ratio",
     "gates": "gate",
+    "off_policy": "gate",
     "aggregates": "aggregate",
     "terms": "terms",
     "loss_terms": "terms",
