@@ -7,8 +7,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "policygrad.algorithms": (
-        "A2C ALGORITHMS CISPO DAPO DR_GRPO GRPO GRPO_PROCESS GSPO GSPO_TOKEN ITERATIVE_GRPO MAGISTRAL NATURAL OPO PPO "
-        "PPO_PENALTY PRORL REINFORCE RLOO SAPO TRPO VAPO VINEPPO algorithm"
+        "A2C ALGORITHMS CISPO CLIP_COV CPGD DAPO DPPO DR_GRPO GMPO GRPO GRPO_PROCESS GSPO GSPO_TOKEN HIGH_ENTROPY "
+        "ITERATIVE_GRPO KL_COV LUSPO M2PO MAGISTRAL NATURAL OPO PPO PPO_PENALTY PRORL REINFORCE RLOO SAPO TRPO VAPO VESPO "
+        "VINEPPO algorithm"
     ),
     "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut OptimalBaseline RunningMean",
     "policygrad.core.aggregates": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
@@ -17,6 +18,7 @@ _HOME = {
     "policygrad.core.corrections": "MaskedIS TruncatedIS",
     "policygrad.core.critic": "Critic",
     "policygrad.core.dual_descent": "DualDescent",
+    "policygrad.core.drift_terms": "KLCov PolicyDrift",
     "policygrad.core.filters": "DropNoSpread MaskTruncated",
     "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
     "policygrad.core.loss_terms": "ExactEntropy ExactKLToOld",
@@ -24,10 +26,13 @@ _HOME = {
     "policygrad.core.problems": "AdaptiveProblem CurvatureProblem GradientProblem",
     "policygrad.core.process": "PrefixValue ProcessReward",
     "policygrad.core.protocols": "Advantage Aggregation Correction Filter Gate LossTerm Part Ratio Shaping Term UpdateRule",
+    "policygrad.core.proximal": "DivergenceClip GammaKernel GeometricMean LogClip",
     "policygrad.core.ratios": "Sequence SequenceProduct Token",
     "policygrad.core.reference": "Reference",
+    "policygrad.core.selecting_gates": "ClipCov SecondMoment",
     "policygrad.core.shaping": "KLInReward SoftOverlong",
     "policygrad.core.terms": "Entropy KLToOld KLToReference PositiveNLL",
+    "policygrad.core.token_masks": "HighEntropy",
     "policygrad.core.trust_region": "TrustRegion",
     "policygrad.core.update_rules": "FirstOrder",
     "policygrad.core.values": "GAE LengthAdaptiveGAE NStep Whiten",
