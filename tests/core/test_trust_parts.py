@@ -102,7 +102,9 @@ def test_the_gamma_kernel_by_hand() -> None:
 def test_the_gamma_kernel_fades_to_nothing_in_float32(change: float) -> None:
     batch, _, psi = both_signs([change])
     ratio = pg.SequenceProduct()(numbers([change], [change]).float(), batch.mask)
-    assert pg.GammaKernel().weight(ratio, psi.float(), batch).tolist() == pytest.approx([[0.0], [0.0]], abs=1e-30)
+    weight = pg.GammaKernel().weight(ratio, psi.float(), batch)
+    assert weight.isfinite().all()
+    assert weight.abs().max() < 1e-30
 
 
 def test_the_log_clip_by_hand() -> None:

@@ -31,6 +31,7 @@ class Completion:
     sampler: list[Tensor]
     step_end: list[Tensor]
     truncated: bool
+    entropy: list[Tensor]
 
     def __len__(self) -> int:
         return len(self.logp)
@@ -67,6 +68,7 @@ def read(batch: Any, logp: Tensor) -> Prompts:
                 sampler=tokens(i, batch.logp_sampler, []),
                 step_end=tokens(i, batch.step_end, []),
                 truncated=bool(batch.truncated[i]) if batch.truncated is not None else False,
+                entropy=tokens(i, batch.entropy, []),
             )
             prompts[int(batch.group[i])].append(o)
     return list(prompts.values())

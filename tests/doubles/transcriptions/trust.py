@@ -69,7 +69,7 @@ def m2po(prompts: Prompts, width: int, tau: float = 0.04) -> Tensor:
     region: list[tuple[float, int, int]] = []
     for o in (o for outputs in prompts for o in outputs):
         for t in range(len(o)):
-            change = float(o.logp[t] - o.old[t])
+            change = float(sg(o.logp[t] - o.old[t]))
             if (float(A[id(o)]) > 0 and change > 0) or (float(A[id(o)]) < 0 and change < 0):
                 region.append((change**2, id(o), t))
     while region and sum(x for x, _, _ in region) / len(region) > tau:
