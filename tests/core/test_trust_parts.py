@@ -248,7 +248,7 @@ REFUSED = [
     (lambda: pg.KLCov(form="k1"), "KLCov.form must be 'abs'"),  # type: ignore[arg-type]
     (lambda: pg.HighEntropy(1.5), "HighEntropy.share must be above 0 and at most 1"),
     (lambda: pg.HighEntropy(of="new"), "HighEntropy.of must be 'current'"),  # type: ignore[arg-type]
-    (lambda: replace(pg.GMPO, ratio=pg.Sequence()), "GeometricMean reads the tokens' own ratios.*set ratio=Token"),
+    (lambda: replace(pg.GMPO, ratio=pg.Sequence()), "GeometricMean reads the tokens' own ratios, and ratio is Sequence.*set ratio=Token"),
     (lambda: replace(pg.DPPO, ratio=pg.SequenceProduct()), "DivergenceClip reads the tokens' own ratios"),
     (lambda: replace(pg.CLIP_COV, terms=(pg.KLCov(),)), "would each choose tokens of an update"),
     (lambda: replace(pg.M2PO, step=pg.TrustRegion()), "SecondMoment chooses among the tokens of one gradient step"),

@@ -29,6 +29,7 @@ class SecondMoment(Gate):
 
     threshold: float = 0.04
     """τ, nats²."""
+    token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = SELECTED
     select_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
 
@@ -80,6 +81,7 @@ class ClipCov(Gate):
     """Of all tokens of the update; at least one, where the band has one."""
     least: float = 1.0
     most: float = 5.0
+    token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = SELECTED
     select_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
 
