@@ -176,8 +176,8 @@ ABOUT: dict[str, About] = {
         "Divergence proximal policy optimisation",
         "Qi et al. 2026, arXiv:2602.04879, eq. 13 and 14 (binary total variation)",
         "dr_grpo",
-        "The ratio clip stops rare tokens that hardly matter and lets common ones move far; a bound on the divergence does neither.",
-        "The divergence is a lower bound from the token that was drawn: what moves among the others is not seen; no bound on r.",
+        "A clip on the ratio stops rare tokens that hardly matter and lets common ones move far; one on the divergence does neither.",
+        "The divergence is a lower bound from the token that was drawn: what moves among the others is not seen.",
     ),
     "m2po": About(
         "Second-moment trust policy optimisation",

@@ -126,7 +126,7 @@ M2PO = replace(
     step=FirstOrder(minibatches=4),
     behaviour="sampler",
 )
-LUSPO = replace(GSPO, name="luspo", gate=Clip(2e-3, 2.5e-3), aggregate=SequenceSum())
+LUSPO = replace(GSPO, name="luspo", gate=Clip(2e-3, 2.5e-3), aggregate=SequenceSum(), step=FirstOrder(minibatches=4))
 VESPO = replace(M2PO, name="vespo", ratio=SequenceProduct(), gate=GammaKernel(), step=FirstOrder(minibatches=8))
 CPGD = replace(
     GRPO,
@@ -146,7 +146,7 @@ CLIP_COV = replace(
     step=FirstOrder(minibatches=8),
 )
 KL_COV = replace(CLIP_COV, name="kl_cov", gate=Importance(), terms=(KLCov(1.0, share=2e-3),))
-HIGH_ENTROPY = replace(DAPO, name="high_entropy", corrections=(HighEntropy(0.2),))
+HIGH_ENTROPY = replace(DAPO, name="high_entropy", corrections=(HighEntropy(0.2),), step=FirstOrder(minibatches=16))
 _TRUST = (GMPO, DPPO, M2PO, LUSPO, VESPO, CPGD, CLIP_COV, KL_COV, HIGH_ENTROPY)
 
 _CRITICS = (A2C, TRPO, NATURAL, PPO, PPO_PENALTY, VAPO, VINEPPO)

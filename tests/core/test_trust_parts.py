@@ -87,7 +87,9 @@ def test_a_certain_token_has_a_finite_divergence() -> None:
 
 def test_the_policy_itself_is_never_cut_by_a_divergence() -> None:
     batch = replace(batch_of(numbers([-1.0, -2.0]), [1.0]), logp_old=None)
-    assert torch.equal(pg.DivergenceClip().weight(numbers([1.0, 1.0]), numbers([1.0, -1.0]), batch), numbers([1.0, 1.0]))
+    assert torch.equal(
+        pg.DivergenceClip().weight(numbers([1.0, 1.0]), numbers([1.0, -1.0]), batch), numbers([1.0, 1.0])
+    )
 
 
 def test_the_gamma_kernel_by_hand() -> None:
@@ -157,7 +159,10 @@ def test_the_band_of_covariances_and_what_is_drawn_from_it() -> None:
     logp = numbers([0.0, -1.0, -2.0, -3.0], [0.0, -1.0, -2.0, -3.0])
     batch, psi = batch_of(logp, [2.0, 0.0]), numbers([1.0] * 4, [-1.0] * 4)
     gate = pg.ClipCov(share=1e-9, least=0.4, most=2.0)
-    assert selected(replace(PLAIN, gate=gate), batch, pg.Forward(logp), psi) == [[1, 0, 0, 0], [0, 0, 0, 1]]  # 1.5 twice
+    assert selected(replace(PLAIN, gate=gate), batch, pg.Forward(logp), psi) == [
+        [1, 0, 0, 0],
+        [0, 0, 0, 1],
+    ]  # 1.5 twice
     gate = replace(gate, share=0.25)  # two of eight
     assert selected(replace(PLAIN, gate=gate), batch, pg.Forward(logp), psi) == [[1, 1, 0, 0], [0, 0, 1, 1]]
     gate = replace(gate, most=1.0)
@@ -248,7 +253,10 @@ REFUSED = [
     (lambda: pg.KLCov(form="k1"), "KLCov.form must be 'abs'"),  # type: ignore[arg-type]
     (lambda: pg.HighEntropy(1.5), "HighEntropy.share must be above 0 and at most 1"),
     (lambda: pg.HighEntropy(of="new"), "HighEntropy.of must be 'current'"),  # type: ignore[arg-type]
-    (lambda: replace(pg.GMPO, ratio=pg.Sequence()), "GeometricMean reads the tokens' own ratios, and ratio is Sequence.*set ratio=Token"),
+    (
+        lambda: replace(pg.GMPO, ratio=pg.Sequence()),
+        "GeometricMean reads the tokens' own ratios, and ratio is Sequence.*set ratio=Token",
+    ),
     (lambda: replace(pg.DPPO, ratio=pg.SequenceProduct()), "DivergenceClip reads the tokens' own ratios"),
     (lambda: replace(pg.CLIP_COV, terms=(pg.KLCov(),)), "would each choose tokens of an update"),
     (lambda: replace(pg.M2PO, step=pg.TrustRegion()), "SecondMoment chooses among the tokens of one gradient step"),
@@ -265,5 +273,7 @@ def test_what_makes_no_sense_is_refused_with_the_way_out(build, said: str) -> No
 def test_a_choice_by_entropy_says_what_the_forward_pass_lacks() -> None:
     batch = batch_of(numbers([-1.0], [-1.0]), [1.0, 0.0])
     psi = numbers([1.0], [-1.0])
-    with pytest.raises(pg.ConfigError, match="HighEntropy chooses by the entropy of the policy as it is now.*Forward with"):
+    with pytest.raises(
+        pg.ConfigError, match=r"HighEntropy chooses by the entropy of the policy as it is now.*Forward with"
+    ):
         pg.surrogate(numbers([-1.0], [-1.0]), batch, psi, replace(PLAIN, corrections=(pg.HighEntropy(),)))
