@@ -176,7 +176,7 @@ ABOUT: dict[str, About] = {
         "Divergence proximal policy optimisation",
         "Qi et al. 2026, arXiv:2602.04879, eq. 13 and 14 (binary total variation)",
         "dr_grpo",
-        "A clip on the ratio stops rare tokens that hardly matter and lets common ones move far; one on the divergence does neither.",
+        "A clip on the ratio stops rare tokens that hardly matter and lets common ones go far; one on the divergence does neither.",
         "The divergence is a lower bound from the token that was drawn: what moves among the others is not seen.",
     ),
     "m2po": About(
