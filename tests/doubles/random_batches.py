@@ -65,6 +65,11 @@ def policy(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, logp, NAN)
 
 
+def passed(logp: Tensor, batch: pg.Batch) -> pg.Forward:
+    """A forward pass of the policy, with its entropies where the batch has some: they stand still here."""
+    return pg.Forward(logp, entropy=batch.entropy)
+
+
 def make(shape: Shape, off_policy: float | None = None, extra: str | None = None) -> tuple[pg.Batch, Tensor]:
     """(batch, logits): `off_policy` is the spread of log π_θ − log π_old, None = on-policy.
 

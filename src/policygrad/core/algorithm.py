@@ -123,6 +123,11 @@ class Algorithm:
         """The Forward fields beyond logp that terms read: entropy, kl_old."""
         return frozenset[str]().union(*(term.forward_needs for term in self.terms))
 
+    @property
+    def select_needs(self) -> frozenset[str]:
+        """The Forward fields beyond logp that the choice among an update's tokens reads, without graph."""
+        return frozenset() if self.selecting is None else self.selecting.select_needs - {"logp"}
+
     def check_sampling(self, samples_per_prompt: int, temperature: float) -> None:
         """Refuses group statistics without a group.
 

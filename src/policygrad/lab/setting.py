@@ -125,9 +125,9 @@ class Setting:
         return totals(batch).reshape(self.world.prompts, -1)
 
     def forward(self, algorithm: Algorithm) -> Forward:
-        """[X·N, L] log π_θ, and entropy and KL(π_old‖π_θ) where a loss term reads them, with the graph of `theta`."""
+        """[X·N, L] log π_θ, and entropy and KL(π_old‖π_θ) where a loss term or a choice reads them, with the graph of `theta`."""
         now = self.world.conditionals(self.theta)
         old = self.world.conditionals(self.old_or_theta)
         exact = {"entropy": -(now.exp() * now).sum(-1), "kl_old": (old.exp() * (old - now)).sum(-1)}
-        extra = {name: exact[name][self.world.state] for name in algorithm.forward_needs}
+        extra = {name: exact[name][self.world.state] for name in algorithm.forward_needs | algorithm.select_needs}
         return Forward(self.world.token_logp(self.theta), **extra)

@@ -33,6 +33,7 @@ class Completion:
     truncated: bool
     baseline: Tensor
     """The reward of the greedy completion of the prompt."""
+    entropy: list[Tensor]
 
     def __len__(self) -> int:
         return len(self.logp)
@@ -70,6 +71,7 @@ def read(batch: Any, logp: Tensor) -> Prompts:
                 step_end=tokens(i, batch.step_end, []),
                 truncated=bool(batch.truncated[i]) if batch.truncated is not None else False,
                 baseline=torch.tensor(torch.nan) if batch.baseline is None else batch.baseline[i],
+                entropy=tokens(i, batch.entropy, []),
             )
             prompts[int(batch.group[i])].append(o)
     return list(prompts.values())
