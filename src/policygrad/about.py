@@ -242,6 +242,7 @@ ABOUT: dict[str, About] = {
         "grpo",
         "Two choices and nothing else: the prompt's mean with the batch's std, and the mean over tokens.",
         "The rewards' std is large where prompts are of unequal difficulty, so easy and hard data change the step's size.",
+    ),
     "gmpo": About(
         "Geometric-mean policy optimisation",
         "Zhao et al. 2025, arXiv:2507.20673, sec. 3 and 4",

@@ -435,6 +435,7 @@ PAPERS: dict[str, Paper] = {
             "FirstOrder.epochs": "1, the paper's experiments as TRL's documentation has them",
             "samples_per_prompt": "8, the paper's experiments as TRL's documentation has them",
         },
+    ),
     "gmpo": Paper(
         "J = E[ 1/G Σ_i { Π_t min( r^sgn(Â_i), clip(r^sgn(Â_i), e^−0.4, e^0.4) )^sgn(Â_i) }^(1/|o_i|) Â_i ]\n"
         + _ZSCORE,
