@@ -25,6 +25,7 @@ Sequence SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SoftGate So
 TokenMean Tracker Trainer Trajectory TruncatedIS TrustRegion UpdateRule VAPO VINEPPO WeightCap Whiten algorithm
 collect evaluate gate_weight load_task local_learner objective replica reward sft surrogate train train_reward_model
 train_sft
+CHORD DemonstrationNLL DemonstrationsApart GDPO GIGPO GroupInGroup LUFFY PolicyShaping RewardZScores Scaled
 """
 
 

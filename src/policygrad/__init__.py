@@ -8,7 +8,8 @@ __version__ = "0.1.0"
 _HOME = {
     "policygrad.algorithms": (
         "A2C ALGORITHMS CISPO DAPO DR_GRPO GRPO GRPO_PROCESS GSPO GSPO_TOKEN ITERATIVE_GRPO MAGISTRAL NATURAL OPO PPO "
-        "PPO_PENALTY PRORL REINFORCE RLOO SAPO TRPO VAPO VINEPPO algorithm"
+        "PPO_PENALTY PRORL REINFORCE RLOO SAPO TRPO VAPO VINEPPO algorithm "
+        "GDPO GIGPO LUFFY CHORD"
     ),
     "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut OptimalBaseline RunningMean",
     "policygrad.core.aggregates": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
@@ -17,7 +18,7 @@ _HOME = {
     "policygrad.core.corrections": "MaskedIS TruncatedIS",
     "policygrad.core.critic": "Critic",
     "policygrad.core.dual_descent": "DualDescent",
-    "policygrad.core.filters": "DropNoSpread MaskTruncated",
+    "policygrad.core.filters": "DemonstrationsApart DropNoSpread MaskTruncated",
     "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
     "policygrad.core.loss_terms": "ExactEntropy ExactKLToOld",
     "policygrad.core.objective": "gate_weight objective surrogate",
@@ -31,6 +32,11 @@ _HOME = {
     "policygrad.core.trust_region": "TrustRegion",
     "policygrad.core.update_rules": "FirstOrder",
     "policygrad.core.values": "GAE LengthAdaptiveGAE NStep Whiten",
+    "policygrad.core.demonstrations": "DemonstrationNLL",
+    "policygrad.core.mixing": "Scaled",
+    "policygrad.core.multi_reward": "RewardZScores",
+    "policygrad.core.policy_shaping": "PolicyShaping",
+    "policygrad.core.turns": "GroupInGroup",
     "policygrad.errors": (
         "CheckpointError ConfigError DataError EngineError ModelError NumericsError PolicygradError RewardError RunError"
     ),

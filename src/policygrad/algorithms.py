@@ -9,14 +9,19 @@ from policygrad.core.advantages import BatchStd, GroupMean, GroupStd, LeaveOneOu
 from policygrad.core.aggregates import FixedLength, GroupTokenMean, SequenceMean, SequenceSum, TokenMean
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.critic import Critic
-from policygrad.core.filters import DropNoSpread, MaskTruncated
+from policygrad.core.demonstrations import DemonstrationNLL
+from policygrad.core.filters import DemonstrationsApart, DropNoSpread, MaskTruncated
 from policygrad.core.gates import Clip, Importance, OnPolicy, SoftGate, WeightCap
+from policygrad.core.mixing import Scaled
+from policygrad.core.multi_reward import RewardZScores
+from policygrad.core.policy_shaping import PolicyShaping
 from policygrad.core.process import PrefixValue, ProcessReward
 from policygrad.core.ratios import Sequence, Token
 from policygrad.core.reference import Reference
 from policygrad.core.shaping import KLInReward, SoftOverlong
 from policygrad.core.terms import Entropy, KLToOld, KLToReference, PositiveNLL
 from policygrad.core.trust_region import TrustRegion
+from policygrad.core.turns import GroupInGroup
 from policygrad.core.update_rules import FirstOrder
 from policygrad.core.values import GAE, LengthAdaptiveGAE, NStep, Whiten
 from policygrad.errors import ConfigError
@@ -105,9 +110,40 @@ MAGISTRAL = replace(
     filters=(DropNoSpread(),),
 )
 
+GDPO = replace(
+    GRPO, name="gdpo", psi=(RewardZScores(), BatchStd()), terms=(), step=FirstOrder(minibatches=4), samples_per_prompt=4
+)
+GIGPO = replace(
+    GRPO,
+    name="gigpo",
+    psi=(GroupInGroup(),),
+    aggregate=TokenMean(),
+    terms=(KLToReference(0.01, "k3"),),
+    samples_per_prompt=8,
+)
+LUFFY = replace(
+    GRPO,
+    name="luffy",
+    gate=PolicyShaping(),
+    aggregate=TokenMean(),
+    terms=(),
+    step=FirstOrder(minibatches=2),
+    samples_per_prompt=7,
+)
+CHORD = replace(
+    GRPO,
+    name="chord",
+    psi=(GroupMean(), GroupStd(), Scaled(0.9)),
+    aggregate=TokenMean(),
+    terms=(DemonstrationNLL(0.1),),
+    filters=(DemonstrationsApart(),),
+    samples_per_prompt=8,
+)
+_SEVERAL = (GDPO, GIGPO, LUFFY, CHORD)
+
 _CRITICS = (A2C, TRPO, NATURAL, PPO, PPO_PENALTY, VAPO, VINEPPO)
 _GROUPS = (GRPO, GRPO_PROCESS, ITERATIVE_GRPO, DR_GRPO, DAPO, PRORL, MAGISTRAL, GSPO, GSPO_TOKEN, CISPO, SAPO)
-ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, RLOO, OPO, *_CRITICS, *_GROUPS)}
+ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, RLOO, OPO, *_CRITICS, *_GROUPS, *_SEVERAL)}
 
 
 def algorithm(name: str) -> Algorithm:

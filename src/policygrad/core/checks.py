@@ -8,6 +8,7 @@ from policygrad.core import ragged
 from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.controllers import penalties
+from policygrad.core.data_checks import data_problems
 from policygrad.core.dual_descent import DualDescent
 from policygrad.core.filters import MaskTruncated
 from policygrad.core.process import ProcessReward
@@ -22,7 +23,18 @@ BEHAVIOURS = ("recomputed", "sampler")
 
 def check(algorithm: Composition) -> None:
     """Raises ConfigError for the first thing that is wrong."""
-    for checks in (check_kinds, _ratio, _behaviour, _values, _order, _steps, _reference, _penalty, _trust_region):
+    for checks in (
+        check_kinds,
+        _ratio,
+        _behaviour,
+        _values,
+        _order,
+        _steps,
+        _reference,
+        _penalty,
+        _trust_region,
+        data_problems,
+    ):
         for problem in checks(algorithm):
             raise ConfigError(problem)
 

@@ -97,3 +97,18 @@ class MaskTruncated(Filter):
             mask=batch.mask & ~batch.truncated[:, None],
             in_statistics=counted if self.keep_in_statistics else counted & ~batch.truncated,
         )
+
+
+@dataclass(frozen=True)
+class DemonstrationsApart(Filter):
+    """Demonstrations take no part in a group's statistics: samples are compared with samples."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
+
+    @property
+    def formula(self) -> str:
+        return "demonstrations out of the statistics"
+
+    def __call__(self, batch: Batch) -> Batch:
+        shown = required(batch.demonstration, self, "demonstration")
+        return replace(batch, in_statistics=batch.counted & ~shown)
