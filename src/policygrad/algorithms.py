@@ -119,7 +119,7 @@ GIGPO = replace(
     psi=(GroupInGroup(),),
     aggregate=TokenMean(),
     terms=(KLToReference(0.01, "k3"),),
-    samples_per_prompt=8,
+    step=FirstOrder(minibatches=4),
 )
 LUFFY = replace(
     GRPO,

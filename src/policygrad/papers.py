@@ -239,10 +239,10 @@ PAPERS: dict[str, Paper] = {
             "Clip.low": "0.2 as in PPO, which is what the authors' code has when nothing is said",
             "Clip.high": "0.2 as in PPO, which is what the authors' code has when nothing is said",
             "samples_per_prompt": "N = 8, sec. 5.1",
-            "FirstOrder.minibatches": "our choice: the authors have 256 turns to a minibatch (ALFWorld), as many updates as that makes",
+            "FirstOrder.minibatches": "our choice: the authors take 256 turns for an update (ALFWorld), however many that makes",
         },
-        "An episode is one row whose turns see all that was said; the authors make every turn a row with a prompt of its own. Ratio "
-        "and mean are over tokens, as in their code; eq. 9 has them over turns.",
+        "An episode is one row whose turns see all that was said; the authors make every turn a row with a prompt of its own. "
+        "Ratio and mean are over tokens, as in their code; eq. 9 has them over turns.",
     ),
     "luffy": Paper(
         "J = 1/Z ( Σ_{shown j} Σ_t f(π_θ/π_φ) Â_j + Σ_{sampled i} Σ_t min( r Â_i, clip(r, 1 − ε, 1 + ε) Â_i ) ),   Z all tokens\n"
