@@ -13,13 +13,14 @@ import policygrad as pg
 from doubles.random_batches import Random, Shape, close, gradients, make, policy, shapes
 from doubles.transcriptions import objectives
 from doubles.transcriptions.critic import CRITIC, corrected
+from doubles.transcriptions.data import DATA, FIELDS
 from doubles.transcriptions.parts import EXTRA_FIELDS, PARTS, ROWS
 from doubles.transcriptions.steps import STEPS
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
-NAMED = objectives.NAMED | CRITIC | ROWS | STEPS
-EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys(STEPS, "steps")
+NAMED = objectives.NAMED | CRITIC | ROWS | STEPS | DATA
+EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys(STEPS, "steps") | FIELDS
 CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
 TABLE = {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()} | PARTS | {"truncated IS": (CORRECTED, corrected)}
 
@@ -38,7 +39,8 @@ def both(name: str, shape: Shape, off_policy: float | None) -> tuple[list[Tensor
 
     rollout = algorithm.filtered(known(batch, algorithm, logp))
     psi = algorithm.advantages(rollout)
-    step = rollout if algorithm.corrections else replace(rollout, logp_old=batch.logp_old)
+    kept = algorithm.corrections or "logp_old" in algorithm.gate.needs
+    step = rollout if kept else replace(rollout, logp_old=batch.logp_old)
     loss = pg.surrogate(logp, step, psi, algorithm)
     actual = [pg.objective(logp, step, psi, algorithm), *gradients(-loss, logp, logits)]
     return actual, expected
@@ -74,7 +76,7 @@ def test_the_comparison_has_something_to_compare(name: str) -> None:
         batch = algorithm.filtered(batch)
         change = (policy(logits, batch.tokens, batch.mask) - batch.logp_old).detach()
         ratio = algorithm.ratio(change, batch.mask)  # type: ignore[misc]
-        below, above = algorithm.gate.clipped(ratio, algorithm.advantages(batch))
+        below, above = algorithm.gate.clipped(ratio, algorithm.advantages(batch), batch)
         assert (below & batch.mask).any()
         assert (above & batch.mask).any()
 

@@ -25,7 +25,7 @@ def with_rewards(batch: pg.Batch, random: Draws) -> pg.Batch:
     rows = len(batch.mask)
     third = torch.where(random.uniform(rows) < 0.2, NAN, random.normal(rows))
     rewards = torch.stack([random.integers(2, rows).double(), random.normal(rows), third], 1)
-    weights = (1.0, 0.5, -0.25)
+    weights = (1.0, -0.5, 0.25)
     total = (rewards.nan_to_num() * torch.tensor(weights, dtype=torch.float64)).sum(1)
     nobody = ~batch.mask.any(1)
     return replace(

@@ -32,6 +32,8 @@ COLUMNS = {  # field of an algorithm -> its symbol in the equation, and what it 
     "step": ("", "step"),
     "reference": ("", "reference"),
 }
+NOWHERE = "nowhere that we know"
+"""What stands where a row is its paper's."""
 EQUATION = "∇J = Σ ( c · w · Ψ + k ) ∇log π_θ"
 
 
@@ -128,6 +130,7 @@ def describe(a: Algorithm, width: int = 80) -> list[Line]:
     if a.name in PAPERS:
         lines += [(), (("As published", HEAD),)]
         lines += [row for text in PAPERS[a.name].objective.split("\n") for row in wrapped((("  ", ""),), text, width)]
+        lines += [(), *wrapped((("Departs  ", HEAD),), PAPERS[a.name].departs or NOWHERE, width)]
     lines += [(), (("Parts", HEAD), (" and their defaults", QUIET))]
     lines += _parts(a, width)
     if about and about.parent:

@@ -14,6 +14,7 @@ from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands import describe as words
 from policygrad.commands.describe import HEAD, NAME, QUIET, Line
 from policygrad.errors import ConfigError
+from policygrad.papers import PAPERS
 from policygrad.training.config.parts import nearest, part_class, part_names
 from policygrad.training.config.toml import algorithm_to_dict
 
@@ -33,7 +34,11 @@ def algorithms(args: list[str]) -> int:
     """`policygrad algorithms [--json]`."""
     options = tyro.cli(MatrixOptions, args=args, prog="policygrad algorithms", config=(tyro.conf.FlagCreatePairsOff,))
     if options.json:
-        print(json.dumps({name: algorithm_to_dict(a) for name, a in ALGORITHMS.items()}, indent=1, ensure_ascii=False))
+        rows = {
+            name: {**algorithm_to_dict(a), "departs": PAPERS[name].departs if name in PAPERS else ""}
+            for name, a in ALGORITHMS.items()
+        }
+        print(json.dumps(rows, indent=1, ensure_ascii=False))
     elif sys.stdout.isatty():
         width = shutil.get_terminal_size((80, 24)).columns
         more = (("policygrad show NAME", NAME), (" explains one; what a cell leaves out is the default", QUIET))

@@ -33,7 +33,7 @@ def ppo_clip(o: Completion, t: int, A: Tensor) -> Tensor:
 
 
 def gdpo(prompts: Prompts, width: int) -> Tensor:
-    """GDPO: A_k = (r_k − mean)/(std + ε) for each reward in its group, A = Σ_k w_k A_k, Â = (A − mean A)/(std A + ε) over the batch."""
+    """GDPO: A_k = (r_k − mean)/(std + ε) for each reward in its group, Σ_k w_k A_k = A, Â = (A − mean A)/(std A + ε)."""
     A: dict[int, Tensor] = {}
     for outputs in prompts:
         for o in outputs:
