@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -63,3 +63,15 @@ FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
 }
 READ_BY = {"rewards": "rewards", "anchor": "turns", "demonstration": "demonstrations"}
 """A field that an algorithm declares -> what to fill."""
+
+
+def blank(like: Tensor) -> dict[str, Any]:
+    """The fields [B, T] as `like` of a batch of which nobody says anything: one silent reward, one state, no demonstration."""
+    rows = len(like)
+    return {
+        "rewards": torch.full((rows, 1), NAN, dtype=torch.float64),
+        "reward_names": ("silent",),
+        "reward_weights": (1.0,),
+        "anchor": torch.zeros(like.shape, dtype=torch.int64),
+        "demonstration": torch.zeros(rows, dtype=torch.bool),
+    }

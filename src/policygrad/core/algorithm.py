@@ -261,6 +261,4 @@ class Algorithm:
 
 def _taken(batch: Batch, part: Part) -> Tensor:
     """[B, T] bool; the tokens that a gate or a term averages over: demonstrations only where it says that it takes them."""
-    if batch.demonstration is None or "demonstration" in part.needs:
-        return batch.mask
-    return batch.mask & ~batch.demonstration[:, None]
+    return batch.mask if "demonstration" in part.needs else batch.own

@@ -43,16 +43,8 @@ def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Ba
         example=index.repeat_interleave(sizes),
     )
     if any(t.demonstration for t in rows):
-        batch = _with_demonstrations(batch, rows)
+        batch = replace(batch, demonstration=torch.tensor([t.demonstration for t in rows], dtype=torch.bool))
     return _with_rewards(batch, groups) if "rewards" in needs else batch
-
-
-def _with_demonstrations(batch: Batch, rows: Sequence[Trajectory]) -> Batch:
-    """`demonstration`; a version is of weights, and no weights drew them: they are no older than the newest of the samples."""
-    shown = torch.tensor([t.demonstration for t in rows], dtype=torch.bool)
-    assert batch.version is not None
-    version = torch.where(shown[:, None], batch.version.max(), batch.version)
-    return replace(batch, demonstration=shown, version=version)
 
 
 def _with_rewards(batch: Batch, groups: Sequence[Group]) -> Batch:
