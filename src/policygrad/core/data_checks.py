@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.filters import MaskTruncated
+from policygrad.core.ratios import Sequence, SequenceProduct
 from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 
@@ -37,7 +38,7 @@ def _demonstrations(algorithm: Composition) -> Iterator[str]:
             "a part asks for demonstrations and nothing learns from them: set gate=PolicyShaping(), add DemonstrationNLL() to "
             "terms, or drop it"
         )
-    if gate and (algorithm.ratio is None or algorithm.ratio.joint):
+    if gate and isinstance(algorithm.ratio, (Sequence, SequenceProduct)):
         yield f"{type(algorithm.gate).__name__} needs the ratio of each token: set ratio=Token()"
     if algorithm.critic is not None:
         yield (

@@ -50,7 +50,7 @@ class DemonstrationNLL(Term):
         return shown(batch, self)
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        p = ragged.masked(out.logp.detach(), batch.mask).exp()
+        p = ragged.masked(out.logp.detach(), batch.mask).clamp(max=0).exp()
         weight = p * (1 - p) if self.phi else torch.ones_like(p)
         return self.mu * ragged.masked(weight, shown(batch, self).expand(p.shape))
 
