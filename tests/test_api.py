@@ -41,6 +41,7 @@ collect evaluate gate_weight load_task local_learner objective replica reward sf
 train_sft
 Accepted ASYMRE ConstantBaseline GPG GreedyBaseline LITE_PPO MAXRL OverGroupMean PASSK PassAtK RAFT REINFORCE_PP
 REINFORCE_PP_BASELINE REMAX SCALE_RL TOPR Taper Unweighted
+CHORD DemonstrationNLL DemonstrationsApart GDPO GIGPO GroupInGroup LUFFY PolicyShaping RewardZScores Scaled
 """
 
 

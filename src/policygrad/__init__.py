@@ -7,10 +7,10 @@ __version__ = "0.1.0"
 
 _HOME = {
     "policygrad.algorithms": (
-        "A2C ALGORITHMS ASYMRE CISPO CLIP_COV CPGD DAPO DPPO DR_GRPO GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN "
-        "HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUSPO M2PO MAGISTRAL MAXRL NATURAL OPO PASSK PPO PPO_PENALTY "
-        "PRORL RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL TOPR TRPO VAPO VESPO "
-        "VINEPPO algorithm"
+        "A2C ALGORITHMS ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DPPO DR_GRPO GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO "
+        "GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO MAGISTRAL MAXRL NATURAL OPO PASSK "
+        "PPO PPO_PENALTY PRORL RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL TOPR TRPO "
+        "VAPO VESPO VINEPPO algorithm"
     ),
     "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut OptimalBaseline RunningMean",
     "policygrad.core.aggregates": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
@@ -21,7 +21,7 @@ _HOME = {
     "policygrad.core.critic": "Critic",
     "policygrad.core.dual_descent": "DualDescent",
     "policygrad.core.drift_terms": "KLCov PolicyDrift",
-    "policygrad.core.filters": "Downsample DropNoSpread MaskTruncated",
+    "policygrad.core.filters": "DemonstrationsApart Downsample DropNoSpread MaskTruncated",
     "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
     "policygrad.core.loss_terms": "ExactEntropy ExactKLToOld",
     "policygrad.core.objective": "gate_weight objective surrogate",
@@ -40,6 +40,11 @@ _HOME = {
     "policygrad.core.trust_region": "TrustRegion",
     "policygrad.core.update_rules": "FirstOrder",
     "policygrad.core.values": "GAE LengthAdaptiveGAE NStep Whiten",
+    "policygrad.core.demonstrations": "DemonstrationNLL",
+    "policygrad.core.mixing": "Scaled",
+    "policygrad.core.multi_reward": "RewardZScores",
+    "policygrad.core.policy_shaping": "PolicyShaping",
+    "policygrad.core.turns": "GroupInGroup",
     "policygrad.errors": (
         "CheckpointError ConfigError DataError EngineError ModelError NumericsError PolicygradError RewardError RunError"
     ),

@@ -306,4 +306,35 @@ ABOUT: dict[str, About] = {
         "Most tokens are certain and teach little: only the 20 % at which the policy hesitates learn.",
         "A forward pass more per update, to know where it hesitates; small models lose more by the 80 % than large ones.",
     ),
+    "gdpo": About(
+        "Group reward-decoupled normalisation policy optimisation",
+        "Liu et al. 2026, arXiv:2601.05242, sec. 3",
+        "grpo",
+        "Several rewards keep apart: each is compared within its group before they are added, so that one reward's scale, or a sum "
+        "that happens to be equal, hides no other.",
+        "Also a reward that hardly differs gets unit spread, noise included; with one reward function it is hardly more than GRPO.",
+    ),
+    "gigpo": About(
+        "Group-in-group policy optimisation",
+        "Feng et al. 2025, arXiv:2505.10978, eq. 3 to 9",
+        "grpo",
+        "Credit per turn without a critic: turns that begin in the same state of the world are compared by what came after them.",
+        "Needs states that come again (else it is GRPO); episodes of one turn all begin alike: GRPO with Ψ twice as large.",
+    ),
+    "luffy": About(
+        "Learning to reason under off-policy guidance",
+        "Yan et al. 2025 (LUFFY), arXiv:2504.14945, mixed-policy GRPO with policy shaping",
+        "grpo",
+        "A right answer that others wrote stands in every group: something to learn from where no sample of the policy's is right.",
+        "A demonstration's gradient has no trust region, and its writer is held to be sure of every token (π_φ = 1). The lab, "
+        "which only samples, measures it without demonstrations.",
+    ),
+    "chord": About(
+        "Controllable harmonisation of on- and off-policy reinforcement learning",
+        "Zhang et al. 2025 (CHORD), arXiv:2508.11408, the variant CHORD-φ",
+        "luffy",
+        "Supervised fine-tuning as a term beside GRPO: most at the tokens where the policy is in two minds, p(1 − p).",
+        "Imitates whatever is shown, right or wrong, at one μ for the whole run; tokens the policy has given up on are not learnt. "
+        "The lab, which only samples, measures it without demonstrations.",
+    ),
 }

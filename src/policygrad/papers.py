@@ -547,4 +547,67 @@ PAPERS: dict[str, Paper] = {
         },
         departs="as dapo departs; G is 8 where the paper has DAPO's 16",
     ),
+    "gdpo": Paper(
+        f"J = E[ 1/G Σ_i 1/|o_i| Σ_t {_CLIPPED} ],   Â = (A − mean_batch A)/std_batch A\n"
+        "A_i = Σ_k w_k (r_{k,i} − mean_g r_k)/std_g r_k,   k the reward functions",
+        {
+            "RewardZScores.eps": "1e-4, the authors' code for TRL (1e-6 in that for verl)",
+            "RewardZScores.ddof": "1, the authors' code",
+            "BatchStd.eps": "1e-4, the authors' code for TRL",
+            "Clip.low": "0.2 as in PPO: the paper gives none for its smallest experiment",
+            "Clip.high": "0.2 as in PPO: the paper gives none for its smallest experiment",
+            "FirstOrder.minibatches": "4, the authors' script: 512 prompts in minibatches of 128",
+            "samples_per_prompt": "4, the authors' script",
+        },
+        "A reward function that says nothing of a completion leaves it out of that reward's statistics (as TRL does); the authors' "
+        "code counts it as 0. Averages are over completions, as in the paper; the authors' verl code takes tokens.",
+    ),
+    "gigpo": Paper(
+        "J = E[ 1/(NT) Σ_i Σ_n min( ρ Â, clip(ρ, 1 − ε, 1 + ε) Â ) ] − β KL(π_θ‖π_ref)\n"
+        "Â_{i,n} = (R(τ_i) − mean_g R)/F + ω (R_{i,n} − mean_s R_n)/F_s,   R_{i,n} = Σ_{m≥n} γ^{m−n} r_{i,m},   "
+        "s the state of turn n",
+        {
+            "GroupInGroup.omega": "ω = 1, sec. 5.1",
+            "GroupInGroup.gamma": "0.95, the authors' scripts",
+            "GroupInGroup.std": "on, the authors' script for ALFWorld; the paper reports both (F = std, F = 1)",
+            "GroupInGroup.eps": "our choice, as for the group's std; the authors' code has 1e-6",
+            "GroupInGroup.ddof": "1, the authors' code",
+            "KLToReference.beta": "0.01, the authors' scripts",
+            "KLToReference.form": "k3, the authors' scripts (low_var_kl)",
+            "Clip.low": "0.2 as in PPO, which is what the authors' code has when nothing is said",
+            "Clip.high": "0.2 as in PPO, which is what the authors' code has when nothing is said",
+            "samples_per_prompt": "N = 8, sec. 5.1",
+            "FirstOrder.minibatches": "our choice: the authors take 256 turns for an update (ALFWorld), however many that makes",
+        },
+        "An episode is one row whose turns see all that was said; the authors make every turn a row with a prompt of its own. "
+        "Ratio and mean are over tokens, as in their code; eq. 9 has them over turns.",
+    ),
+    "luffy": Paper(
+        "J = 1/Z ( Σ_{shown j} Σ_t f(π_θ/π_φ) Â_j + Σ_{sampled i} Σ_t min( r Â_i, clip(r, 1 − ε, 1 + ε) Â_i ) ),   Z all tokens\n"
+        "f(x) = x/(x + γ),   π_φ = 1,   Â = (R − mean R)/std R over sampled and shown alike",
+        {
+            "PolicyShaping.gamma": "γ = 0.1, the paper and the authors' script",
+            "PolicyShaping.low": "0.2 as in PPO; the authors' script turns the clip off",
+            "PolicyShaping.high": "0.2 as in PPO; the authors' script turns the clip off",
+            "FirstOrder.minibatches": "2, the authors' script: 128 prompts in minibatches of 64",
+            "samples_per_prompt": "7 beside one demonstration, the authors' script",
+        },
+        "The paper's objective. The authors' script differs from it: no clip, no std, a constant length in place of Z, means over "
+        "the sampled alone, and an entropy bonus of 0.001.",
+    ),
+    "chord": Paper(
+        f"J = (1 − μ) · 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED}\n"
+        "    + μ · 1/Σ_j|o*_j| Σ_j Σ_t sg[ p (1 − p) ] log p,   p = π_θ(o*_{j,t}),   o* demonstrations\n" + _ZSCORE,
+        {
+            "DemonstrationNLL.mu": "μ = 0.1, the authors' settings for CHORD-φ",
+            "DemonstrationNLL.phi": "on: CHORD-φ; off, and with μ from 0.9 to 0.05, it is CHORD-μ",
+            "DemonstrationNLL.aggregate": "the mean over the demonstrations' tokens, the authors' code",
+            "Scaled.factor": "1 − μ",
+            "Clip.low": "0.2, the authors' settings",
+            "Clip.high": "0.2, the authors' settings",
+            "samples_per_prompt": "8, the authors' settings",
+            "FirstOrder.minibatches": "one update per rollout, the authors' settings (256 samples and 64 demonstrations)",
+        },
+        "Demonstrations are those of the step's prompts; the authors draw theirs from a data set of its own, one to four samples.",
+    ),
 }

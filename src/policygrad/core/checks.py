@@ -8,6 +8,7 @@ from policygrad.core import ragged
 from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.controllers import penalties
+from policygrad.core.data_checks import data_problems
 from policygrad.core.dual_descent import DualDescent
 from policygrad.core.filters import Downsample, DropNoSpread, MaskTruncated
 from policygrad.core.process import ProcessReward
@@ -35,6 +36,7 @@ def check(algorithm: Composition) -> None:
         _reference,
         _penalty,
         _trust_region,
+        data_problems,
     ):
         for problem in checks(algorithm):
             raise ConfigError(problem)

@@ -89,6 +89,12 @@ class Setting:
             filled["step_end"] = world.mask & (last | ((torch.arange(world.tree.length) + 1) % STEP == 0))
         if "token_reward" in reads:
             filled["token_reward"] = torch.zeros(world.mask.shape).double()
+        if "rewards" in reads:  # the world's reward is all there is
+            filled |= {"rewards": batch.reward[:, None], "reward_names": ("reward",), "reward_weights": (1.0,)}
+        if "anchor" in reads:  # one turn, from the prompt
+            filled["anchor"] = torch.zeros(world.mask.shape, dtype=torch.int64)
+        if "demonstration" in reads:  # steps are of samples alone
+            filled["demonstration"] = torch.zeros(len(world.mask), dtype=torch.bool)
         batch = replace(batch, **filled)
         return replace(batch, values=self._values(algorithm, batch, old)) if "values" in reads else batch
 

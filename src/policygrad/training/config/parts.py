@@ -35,6 +35,11 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "update_rules": "step",
     "trust_region": "step",
     "reference": "reference",
+    "multi_reward": "psi",
+    "turns": "psi",
+    "mixing": "psi",
+    "policy_shaping": "gate",
+    "demonstrations": "terms",
 }
 
 
