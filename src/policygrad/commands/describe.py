@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
-from policygrad.about import ABOUT
+from policygrad.about import ABOUT, About
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.algorithm import Algorithm
 from policygrad.papers import PAPERS
+from policygrad.training.config.composed import Composed, composed
+from policygrad.training.config.own import location
 
 Line = tuple[tuple[str, str], ...]
 """(text, rich style) pieces of one line."""
@@ -117,27 +119,62 @@ def wrapped(lead: Line, text: str, width: int, style: str = "") -> Iterator[Line
         yield ((" " * indent, ""), (row, style))
 
 
-def describe(a: Algorithm, width: int = 80) -> list[Line]:
-    """The algorithm's equation, its parts with their sources, how it differs from its parent, what it fixes, how it fails."""
+def describe(a: Algorithm, width: int = 80, budget: int | None = None) -> list[Line]:
+    """The algorithm's equation, its parts with their sources, how it differs from its parent, what it fixes, how it fails.
+
+    Of a composition of one's own: what it is beside the named algorithm it was made from. budget: see `composed`.
+    """
+    beside = composed(a, budget)
     about = ABOUT.get(a.name)
-    lines: list[Line] = [((a.name, NAME), (f"  {about.title}" if about else "", HEAD))]
-    if about:
-        lines += wrapped(((" " * (len(a.name) + 2), ""),), about.source, width, QUIET)
+    lines = _title(beside, about, width)
     lines += [(), (("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD)), ()]
     lines += _formulas(a, width)
     if a.name in PAPERS:
-        lines += [(), (("As published", HEAD),)]
+        lines += [(), ((f"{a.name} as published" if beside.swaps else "As published", HEAD),)]
         lines += [row for text in PAPERS[a.name].objective.split("\n") for row in wrapped((("  ", ""),), text, width)]
-    lines += [(), (("Parts", HEAD), (" and their defaults", QUIET))]
+    lines += [(), (("Parts", HEAD), (" and their settings" if beside.changed else " and their defaults", QUIET))]
     lines += _parts(a, width)
-    if about and about.parent:
-        lines += [(), (("Differs from ", HEAD), (about.parent, NAME))]
-        for column, (theirs, mine) in difference(ALGORITHMS[about.parent], a).items():
+    parent = a.name if beside.changed else about.parent if about else None
+    if parent:
+        row = ALGORITHMS[parent] if budget is None or parent != a.name else ALGORITHMS[parent].with_budget(budget)
+        lines += [(), (("Differs from ", HEAD), (parent, NAME))]
+        for column, (theirs, mine) in difference(row, a).items():
             lines += wrapped(((f"  {column:<12}", ""),), f"{theirs} → {mine}", width)
     if about:
-        lines += [(), *wrapped((("Fixes  ", HEAD),), about.fixes, width)]
-        lines += [*wrapped((("Fails  ", HEAD),), about.fails, width)]
+        of = f" ({a.name})" if beside.swaps else ""
+        lines += [(), *wrapped(((f"Fixes{of}  ", HEAD),), about.fixes, width)]
+        lines += [*wrapped(((f"Fails{of}  ", HEAD),), about.fails, width)]
     return lines
+
+
+def _title(beside: Composed, about: About | None, width: int) -> list[Line]:
+    """The name and the source; of a composition the named algorithm's, and each part and setting that is another with its own."""
+    indent = " " * (len(beside.name) + 2)
+    if not beside.swaps:
+        lines: list[Line] = [((beside.name, NAME), (f"  {about.title}" if about else "", HEAD))]
+        lines += wrapped(((indent, ""),), about.source, width, QUIET) if about else []
+    else:
+        source = f" ({about.source})" if about else ""
+        lines = list(wrapped(((beside.name, NAME), ("  ", "")), beside.base + source, width))
+    for swap in beside.swaps:
+        label = COLUMNS.get(swap.field, ("", swap.field))[1]
+        for part in swap.added:
+            lines += wrapped(((f"{indent}with {label} = ", ""),), f"{part_name(part, names=True)} ({cited(part)})", width, NAME)
+        if gone := swap.removed[len(swap.added) :]:
+            lines += wrapped(((f"{indent}without {label} ", ""),), ", ".join(type(p).__name__ for p in gone), width, NAME)
+    for s in beside.settings:
+        told = f"{s.part}.{s.name}".lstrip(".") + f" = {number(s.mine)} instead of {number(s.theirs)}"
+        lines += wrapped(((f"{indent}with ", ""),), told, width)
+    return lines
+
+
+def cited(part: Any) -> str:
+    """Where a part is from: its docstring's source, or the file of one's own."""
+    kind = part if isinstance(part, type) else type(part)
+    source = summary(kind)[1]
+    if source or kind.__module__.startswith("policygrad."):
+        return source or "of this library"
+    return f"your own, {location(kind) or kind.__module__}"
 
 
 def _formulas(a: Algorithm, width: int) -> Iterator[Line]:
@@ -159,6 +196,7 @@ def _parts(a: Algorithm, width: int) -> Iterator[Line]:
         label = "" if name == before else COLUMNS.get(name, ("", name))[1]
         before = name
         text, source = summary(part)
+        source = source if type(part).__module__.startswith("policygrad.") else cited(part)
         yield from wrapped(((f"  {label:<12}", ""),), part_name(part, names=True), width, NAME)
         yield from wrapped(((" " * 14, ""),), text, width)
         if source:

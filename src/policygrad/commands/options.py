@@ -25,7 +25,7 @@ SWITCHES = ("--dry-run", "--plain", "--learner.gradient-checkpointing")
 """Flags that take no value."""
 _NUMBERS = ("name", "samples_per_prompt")
 _NO_PARTS = (*_NUMBERS, "behaviour")  # which is chosen as parts are, by a word
-
+_OWN = re.compile(r"[\w./~-]*\w:[A-Za-z_]\w*")
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
 
@@ -91,7 +91,7 @@ def _choice(info: Any) -> Any:
 
 
 def take_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
-    """(ALGORITHM, the other arguments): the first word, a known name among later ones, or `--algorithm NAME`."""
+    """(ALGORITHM, the other arguments): the first word, a known name or mine:NAME among later ones, or `--algorithm NAME`."""
     if args and not args[0].startswith("-"):
         return args[0], args[1:]
     for i, word in enumerate(args):
@@ -103,7 +103,15 @@ def take_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
         is_value = before.startswith("--") and "=" not in before and before not in SWITCHES
         if word.lower().replace("-", "_") in ALGORITHMS and not is_value:
             return word, args[:i] + args[i + 1 :]
+        if _OWN.fullmatch(word) and not is_value and not _of_rewards(args[:i]):
+            return word, args[:i] + args[i + 1 :]
     return None, args
+
+
+def _of_rewards(before: list[str]) -> bool:
+    """Whether a word after these is one more reward: they too are files and functions, any number of them."""
+    flag = next((word for word in reversed(before) if word.startswith("--")), "")
+    return flag == "--reward" or flag.startswith("--reward=")
 
 
 def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]]:

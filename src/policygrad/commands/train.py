@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from policygrad.algorithms import ALGORITHMS, algorithm
+from policygrad.algorithms import algorithm
 from policygrad.commands.describe import describe, page_width, paragraphs
 from policygrad.commands.options import (
     REGISTRY,
@@ -22,13 +22,15 @@ from policygrad.commands.options import (
     take_algorithm,
 )
 from policygrad.errors import ConfigError
+from policygrad.training.config.parts import find_algorithm
 from policygrad.training.config.run import Draft, Options, Run, optional
 from policygrad.training.config.toml import dumps, load
 from policygrad.training.folder import check_resumable
 
 HELP = (
     "Train a causal language model by policy gradient.",
-    f"ALGORITHM is one of {', '.join(ALGORITHMS)}; `policygrad show ALGORITHM` explains it.",
+    "ALGORITHM is a name that `policygrad algorithms` lists (`policygrad show NAME` explains it), or one of your own: mine.py:NAME, "
+    "mine:NAME.",
     "Every field of the algorithm's parts is an option, listed last. --algorithm.FIELD Part[,Part] puts other parts in "
     "their place: --algorithm.gate WeightCap, --algorithm.psi GroupMean, --algorithm.terms none. "
     "--algorithm.behaviour sampler takes what the sampler says for π_old, also where it is behind the weights.",
@@ -42,7 +44,7 @@ class TrainOptions(CommandOptions):
     """Options of `policygrad train` that are not part of the run itself."""
 
     algorithm: Annotated[tyro.conf.Positional[str | None], optional("[ALGORITHM]", "grpo")] = None
-    """The method."""
+    """The method: a name, or one of your own, module:NAME or path/to/file.py:NAME."""
 
 
 def train(args: list[str]) -> int:
@@ -67,7 +69,7 @@ def train(args: list[str]) -> int:
 
 def dry_run(run: Run) -> str:
     """What would be done, as TOML that --config reads; the equation stands above it as comments."""
-    lines = ["".join(text for text, _ in line) for line in describe(run.algorithm, page_width() - 2)]
+    lines = ["".join(text for text, _ in line) for line in describe(run.algorithm, page_width() - 2, run.sampling.max_tokens)]
     return "\n".join([*(f"# {line}".rstrip() for line in lines), "", dumps(run).rstrip()])
 
 
@@ -98,7 +100,7 @@ def _parse(base: Draft, args: list[str]) -> tuple[Run, TrainOptions]:
         registry=REGISTRY,
     )
     if parsed.command.algorithm is not None:
-        algorithm(parsed.command.algorithm)  # unknown: it says which is near
+        find_algorithm(parsed.command.algorithm)  # unknown: it says which is near
         raise ConfigError(f"{parsed.command.algorithm!r} is one algorithm too many: give one")
     options = {f.name: getattr(parsed.run, f.name) for f in fields(Options)}
     return Run(**options, algorithm=from_options(base.algorithm, parsed.algorithm)), parsed.command
@@ -125,7 +127,7 @@ def _base(name: str | None, args: Sequence[str]) -> Draft:
         run = load(config, run)
         if run.output is not None and Path(run.output).resolve() == Path(config).resolve().parent:
             run = replace(run, output=None)  # a run's own run.toml: do it again, in a folder of its own
-    return run if name is None else replace(run, algorithm=algorithm(name))
+    return run if name is None else replace(run, algorithm=find_algorithm(name))
 
 
 def _check_resumable(before: Draft, run: Run, folder: str) -> None:

@@ -10,6 +10,9 @@ def written(a: Composition) -> dict[str, str]:
     chain = "R"
     for link in a.psi:
         formula = link.formula
+        if formula == type(link).__name__ and not link.starts:  # a part of one's own that does not say
+            chain = f"{formula}({chain})"
+            continue
         chain = f"({chain}){formula}" if formula.startswith("/") else chain * formula.startswith(";") + formula
     lines = {"Ψ": chain, "w": a.gate.formula, "c": a.aggregate.formula}
     if a.ratio is not None:

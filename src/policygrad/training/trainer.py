@@ -21,6 +21,7 @@ from policygrad.samplers.base import Sampler
 from policygrad.tasks.types import Example
 from policygrad.trackers import RunInfo, Tracker, change
 from policygrad.training.callbacks import Callback
+from policygrad.training.config.composed import Composed, composed
 from policygrad.training.config.run import Run
 from policygrad.training.config.toml import algorithm_to_dict, load
 from policygrad.training.folder import check_resumable
@@ -118,7 +119,11 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     @property
     def name(self) -> str:
-        return self.config.algorithm.name
+        return self._composed.name
+
+    @property
+    def _composed(self) -> Composed:
+        return composed(self.config.algorithm, self.config.sampling.max_tokens)
 
     def build(self, stack: ExitStack) -> None:
         run = self.config
@@ -220,7 +225,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
                 "Python, pg.train(run, resume=folder), but not from the command line alone"
             )
         return RunInfo(
-            f"policygrad · {run.algorithm.name} on {run.named('task')}",
+            f"policygrad · {self._composed.title} on {run.named('task')}",
             facts,
             run.steps,
             first_step=progress.step + 1,
