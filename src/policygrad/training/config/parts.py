@@ -60,7 +60,7 @@ def part_class(name: str, where: str, dotted: str) -> type:
         ConfigError: no such class, or not a dataclass.
     """
     if is_own(name):
-        script = "; a class of a script: move it to a module of its own" if name.startswith("__main__:") else ""
+        script = "; it was defined in a script: move the class to a module of its own" if name.startswith("__main__:") else ""
         try:
             kind = load_own(name, f"{where}: {dotted}: cannot import the part {name!r}")
         except ConfigError as error:
