@@ -13,7 +13,7 @@ from pages.measured import by_algorithm, summary_sentence
 from policygrad import algorithms
 from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import COLUMNS, EQUATION, difference, number, part_name, settings
+from policygrad.commands.describe import COLUMNS, EQUATION, NOWHERE, difference, number, part_name, settings
 from policygrad.core.algorithm import Algorithm
 from policygrad.papers import PAPERS, USUAL
 
@@ -29,6 +29,7 @@ def algorithm_page(name: str) -> str:
         "## The equation",
         block("\n".join([_equation(a), "", *_symbols(a)])),
         f"As published:\n\n{block(PAPERS[name].objective)}",
+        f"**Where this row departs from it:** {PAPERS[name].departs or NOWHERE}.",
         "## Step by step",
         block("\n".join(pseudo_code(a))),
         f"## The code\n\n{block(source(name), 'python')}",

@@ -5,28 +5,28 @@ from __future__ import annotations
 from pages.markdown import block, page, table
 from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import changed_settings, matrix_row
-from policygrad.core.algorithm import Algorithm
-from policygrad.core.reference import Reference
-from policygrad.core.update_rules import FirstOrder
+from policygrad.commands.describe import NOWHERE, matrix_row
+from policygrad.papers import PAPERS
 
 
 def matrix(folder: str) -> str:
     """The matrix as a Markdown table; names link to their pages in `folder`."""
-    rows = {name: {**matrix_row(a), "also": also(a)} for name, a in ALGORITHMS.items()}
+    rows = {name: matrix_row(a) for name, a in ALGORITHMS.items()}
     head = ["algorithm", *next(iter(rows.values()))]
     return table(head, ([f"[`{name}`]({folder}{name}.md)", *map(" ".join, row.values())] for name, row in rows.items()))
 
 
-def also(a: Algorithm) -> tuple[str, ...]:
-    """What is not one gradient step, a frozen reference and a group of the usual size."""
-    found = [] if a.step == FirstOrder() else [changed_settings(a.step)]
-    if a.reference is not None and a.reference != Reference() and "logp_ref" in a.needs:
-        found.append(changed_settings(a.reference))
-    return (
-        *found,
-        *([f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != Algorithm().samples_per_prompt else []),
-    )
+DEPARTS = (
+    "Every row is compared with a literal transcription of its paper's objective, and where a row is not what was published it "
+    "says so here. Group and batch sizes are for small machines throughout: the papers' are on the pages, with each default's "
+    "source."
+)
+
+
+def departures() -> str:
+    """Row by row, what is not as published."""
+    rows = ((f"[`{name}`]({name}.md)", ABOUT[name].source, PAPERS[name].departs or NOWHERE) for name in ALGORITHMS)
+    return table(("algorithm", "published", "where our row departs"), rows)
 
 
 def tree(name: str | None = None, indent: str = "") -> list[str]:
@@ -49,6 +49,7 @@ def index_page() -> str:
         "the equation, pseudo-code, the defaults and where they come from, what it fixes, how it fails.",
         f"## The matrix\n\n{matrix('')}",
         "What a cell leaves out is that part's default; `policygrad show NAME` prints all of it.",
+        f"## Where it departs\n\n{DEPARTS}\n\n{departures()}",
         f"## The family\n\nEach algorithm under the one it was derived from:\n\n{block(chr(10).join(tree()))}",
         "## More\n\n"
         "- [Tables](../tables.md): model states, models in memory, what bounds a step, units and lengths\n"

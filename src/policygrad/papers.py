@@ -14,6 +14,8 @@ class Paper:
     defaults: dict[str, str] = field(default_factory=dict)
     """`Part.setting` (or `samples_per_prompt`) -> where the default comes from. What is not here is the parent's where the
     value is the parent's, and otherwise our choice."""
+    departs: str = ""
+    """Where our row departs from what was published, in one line; "" = nowhere that we know."""
 
 
 USUAL: dict[str, str] = {

@@ -16,6 +16,7 @@ from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands import describe, show
 from policygrad.commands.options import take_algorithm
 from policygrad.errors import RunError
+from policygrad.papers import PAPERS
 from policygrad.training.config.run import Run
 from policygrad.training.config.toml import load, part_names
 
@@ -96,6 +97,7 @@ def test_algorithms_plain_and_json(run_command: Any) -> None:
     assert len(out.splitlines()) == 1 + len(ALGORITHMS)
     rows = json.loads(run_command("algorithms", "--json")[1])
     assert list(rows) == list(ALGORITHMS)
+    assert all(row["departs"] == PAPERS[name].departs for name, row in rows.items())
     assert rows["dapo"]["gate"] == {"part": "Clip", "low": 0.2, "high": 0.28}
 
 

@@ -16,7 +16,7 @@ import make_docs
 import measure_algorithms
 import policygrad as pg
 from pages import algorithm as algorithm_pages
-from pages import architecture, checked, picture, probe, tables
+from pages import architecture, checked, index, picture, probe, tables
 from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import describe, difference, settings
@@ -97,6 +97,9 @@ def test_every_algorithm_is_described(name: str) -> None:
     shown = " ".join("".join(text for text, _ in line) for line in describe(ALGORITHMS[name], 400))
     assert paper.objective.strip()
     assert all(line in shown for line in paper.objective.split("\n"))
+    assert f"Departs  {paper.departs or 'nowhere that we know'}" in shown
+    assert (paper.departs or "nowhere that we know") in index.departures().replace("\\|", "|")
+    assert "\n" not in paper.departs
     held = {f"{type(p).__name__}.{setting}" for _, p in ALGORITHMS[name].parts() for setting, _ in settings(p)}
     assert set(paper.defaults) <= held | {"samples_per_prompt"}, (
         "a source for a default that the algorithm does not have"

@@ -34,6 +34,8 @@ COLUMNS = {  # field of an algorithm -> its symbol in the equation, and what it 
     "step": ("", "step"),
     "reference": ("", "reference"),
 }
+NOWHERE = "nowhere that we know"
+"""What stands where a row is its paper's."""
 EQUATION = "∇J = Σ ( c · w · Ψ + k ) ∇log π_θ"
 
 
@@ -132,6 +134,8 @@ def describe(a: Algorithm, width: int = 80, budget: int | None = None) -> list[L
     if a.name in PAPERS:
         lines += [(), ((f"{a.name} as published" if beside.swaps else "As published", HEAD),)]
         lines += [row for text in PAPERS[a.name].objective.split("\n") for row in wrapped((("  ", ""),), text, width)]
+        of = f" ({a.name})" if beside.swaps else ""
+        lines += [(), *wrapped(((f"Departs{of}  ", HEAD),), PAPERS[a.name].departs or NOWHERE, width)]
     lines += [(), (("Parts", HEAD), (" and their settings" if beside.changed else " and their defaults", QUIET))]
     lines += _parts(a, width)
     parent = a.name if beside.changed else about.parent if about else None
@@ -214,7 +218,17 @@ def matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, .
             parts += a.corrections  # they multiply w
         symbol, label = COLUMNS[name]
         row[f"{symbol} {label}".strip()] = tuple(part_name(p, changed=changed) for p in parts)
-    return row
+    return {**row, "also": also(a)}
+
+
+def also(a: Algorithm) -> tuple[str, ...]:
+    """What is not one gradient step, a frozen reference, a group of the usual size and π_old as the learner sees it."""
+    usual = Algorithm()
+    found = [changed_settings(a.step)] if a.step != usual.step else []
+    if a.reference is not None and a.reference != usual.reference and "logp_ref" in a.needs:
+        found.append(changed_settings(a.reference))
+    found += [f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != usual.samples_per_prompt else []
+    return (*found, *(["π_old = μ"] if a.behaviour != usual.behaviour else []))
 
 
 def difference(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str]]:
@@ -249,17 +263,3 @@ def _change(theirs: tuple[Any, ...], mine: tuple[Any, ...], *, names: bool) -> t
     write = changed_settings if names else part_name
     written = [" ".join(map(write, side)) or "–" for side in (theirs, mine)]
     return written[0], written[1]
-
-
-def describe_part(kind: type, width: int = 80) -> list[Line]:
-    """One part: its settings, its docstring whole, and which algorithms have it."""
-    lines: list[Line] = [((part_name(kind(), names=True), NAME),), ()]
-    for paragraph in re.split(r"\n\n+", inspect.getdoc(kind) or ""):
-        rows = paragraph.split("\n")
-        if any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):  # a table stays a table
-            lines += [((f"  {row}", ""),) for row in rows]
-        else:
-            lines += wrapped((("  ", ""),), " ".join(rows), width)
-        lines.append(())
-    users = [n for n, a in ALGORITHMS.items() if any(type(part) is kind for _, part in a.parts())]
-    return [*lines, *wrapped((("Used by  ", HEAD),), ", ".join(users) or "none of the named algorithms", width)]

@@ -115,6 +115,7 @@ def html(found: LabReport, algorithms: Mapping[str, Algorithm]) -> str:
 def _parts(a: Algorithm) -> dict[str, tuple[str, ...]]:
     """A row of the matrix, its last columns in one."""
     row = words.matrix_row(a, changed=True)
+    del row["also"]
     step = () if a.step == FirstOrder() else (words.part_name(a.step, changed=True),)
     return row | {"and more": row.pop("shaping") + row.pop("filters") + step}
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from policygrad.core.composition import Composition
+from policygrad.core.protocols import Advantage
 
 
 def written(a: Composition) -> dict[str, str]:
     """Symbol -> formula."""
     chain = "R"
     for link in a.psi:
-        formula = link.formula
-        if formula == type(link).__name__ and not link.starts:  # a part of one's own that does not say
-            chain = f"{formula}({chain})"
-            continue
-        chain = f"({chain}){formula}" if formula.startswith("/") else chain * formula.startswith(";") + formula
+        chain = linked(chain, link)
     lines = {"Ψ": chain, "w": a.gate.formula, "c": a.aggregate.formula}
     if a.ratio is not None:
         lines["r"] = a.ratio.formula
@@ -26,3 +23,11 @@ def written(a: Composition) -> dict[str, str]:
             lines[label] = f"{lines[label]};  {part.formula}" if label in lines else part.formula
     lines["step"] = a.step.formula
     return lines
+
+
+def linked(chain: str, link: Advantage) -> str:
+    """The chain so far with one link more."""
+    formula = link.formula
+    if formula == type(link).__name__ and not link.starts:  # a part of one's own that does not say
+        return f"{formula}({chain})"
+    return f"({chain}){formula}" if formula.startswith("/") else chain * formula.startswith(";") + formula

@@ -20,7 +20,7 @@ def is_own(name: str) -> bool:
     return ":" in name or name.endswith(".py")
 
 
-def load_own(name: str, what: str, kind: type | None = None) -> Any:
+def load_own(name: str, what: str, kind: type | tuple[type, ...] | None = None) -> Any:
     """The object called `name`.
 
     what: begins the message of a refusal. kind: what is looked for; it says which names are near, the caller checks what it gets.
@@ -84,11 +84,11 @@ def address(kind: type) -> str:
 def location(thing: Any) -> str:
     """`path/to/file.py:12` of a class or a function, from the current folder where it is below it; "" where there is no source."""
     try:
-        file, line = inspect.getsourcefile(thing), inspect.getsourcelines(thing)[1]
+        file, (rows, line) = inspect.getsourcefile(thing), inspect.getsourcelines(thing)
     except (OSError, TypeError):
         return ""
-    path = Path(file or "")
-    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
+    decorators = next((i for i, row in enumerate(rows) if row.lstrip().startswith(("class ", "def "))), 0)
+    return f"{_shown(Path(file or ''))}:{line + decorators}"
 
 
 def assigned(name: str) -> str:
@@ -97,10 +97,14 @@ def assigned(name: str) -> str:
     file = getattr(load_module(path, name), "__file__", None)
     if not file:
         return path
-    shown = Path(file)
-    shown = shown.relative_to(Path.cwd()) if shown.is_relative_to(Path.cwd()) else shown
+    shown = _shown(Path(file))
     lines = [node.lineno for node in _assignments(Path(file)) if attribute in _targets(node)]
     return f"{shown}:{lines[-1]}" if lines else str(shown)
+
+
+def _shown(file: Path) -> Path:
+    """From the current folder where it is below it."""
+    return file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
 
 
 def _assignments(file: Path) -> list[ast.Assign | ast.AnnAssign]:
@@ -133,7 +137,7 @@ def _file_of(error: Exception, path: str) -> str | None:
     return spec.origin if spec else None
 
 
-def _no_attribute(module: Any, path: str, attribute: str, what: str, kind: type | None) -> NoReturn:
+def _no_attribute(module: Any, path: str, attribute: str, what: str, kind: type | tuple[type, ...] | None) -> NoReturn:
     names = [n for n, value in vars(module).items() if not n.startswith("_") and _is(value, kind, module)]
     file = getattr(module, "__file__", None) or path
     if not attribute:
@@ -142,11 +146,9 @@ def _no_attribute(module: Any, path: str, attribute: str, what: str, kind: type 
     raise ConfigError(f"{what}: there is no {attribute!r} in {file}: {_nearest(attribute, names, 'it has')}")
 
 
-def _is(value: Any, kind: type | None, module: Any) -> bool:
-    """Whether a module's member may be what was meant: of the kind, or a class that is defined there."""
-    if kind is not None:
-        return isinstance(value, kind)
-    return isinstance(value, type) and value.__module__ == module.__name__
+def _is(value: Any, kind: type | tuple[type, ...] | None, module: Any) -> bool:
+    """Whether a module's member may be what was meant: of the kind, and a class that is defined there."""
+    return isinstance(value, kind or type) and getattr(value, "__module__", "") in (module.__name__, type(value).__module__)
 
 
 def _nearest(name: str, known: Iterable[str], has: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import is_dataclass, replace
 import policygrad
 from policygrad.algorithms import algorithm
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.roles import ROLES
 from policygrad.errors import ConfigError
 from policygrad.training.config.own import assigned, is_own, load_own, location
 
@@ -93,9 +94,10 @@ def find_algorithm(name: str) -> Algorithm:
         return algorithm(name)
     found = load_own(name, f"algorithm {name!r}", Algorithm)
     if isinstance(found, type) and is_dataclass(found):
+        field = next((field for field, role in ROLES.items() if issubclass(found, role.bases)), "FIELD")
         raise ConfigError(
             f"algorithm {name!r}: {location(found) or name} is a part, not an algorithm: put it into one, "
-            f"--algorithm.FIELD {name}, or in the file NAME = dataclasses.replace(policygrad.GRPO, FIELD={found.__name__}())"
+            f"--algorithm.{field} {name}, or in the file NAME = dataclasses.replace(policygrad.GRPO, {field}=…)"
         )
     if not isinstance(found, Algorithm):
         raise ConfigError(
