@@ -20,11 +20,9 @@ from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.curvature_problem import LocalProblem
 from policygrad.learners.local.forward import Evaluator, probe
 from policygrad.learners.local.optimizer import Optimizer, train_only
-from policygrad.learners.local.packing import Merged
 from policygrad.learners.local.recompute import recompute_activations
 from policygrad.learners.local.score_norms import ScoreNorms
 from policygrad.learners.local.value_model import ValueModel, measure_values
-from policygrad.models.precision import at_least_float32
 from policygrad.models.replica import Build, copy_weights, replica
 from policygrad.weight_sync.base import Published
 
@@ -102,23 +100,19 @@ class LocalLearner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """logp_old and score_norm from the policy, logp_ref from the reference, values from the critic; equal completions once."""
+        """logp_old, entropy and score_norm from the policy, logp_ref from the reference, values from the critic; equal completions
+        once."""
         if self.critic is not None and "values" in needs:
             batch = self.critic.evaluate(batch)
         if self.norms is not None and "score_norm" in needs:
             with self.networks.differentiating():
                 batch = self.norms.evaluate(batch)
-        models = {"logp_old": self.evaluator, "logp_ref": self.reference}
-        wanted = {name: evaluator for name, evaluator in models.items() if name in needs and evaluator is not None}
-        if not wanted:
-            return batch
-        merged = Merged.of_texts(batch)
         filled: dict[str, Any] = {}
-        for name, evaluator in wanted.items():
-            out = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
-            for part in self.networks.packs(batch, merged.unique):
-                out[part.rows] = evaluator(part.to(self.networks.device)).cpu()
-            filled[name] = merged.spread(out)
+        if {"logp_old", "entropy"} & needs:
+            out = self.networks.look(batch, self.evaluator, needs & {"entropy"})
+            filled |= {n: x for n, x in (("logp_old", out.logp), ("entropy", out.entropy)) if n in needs}
+        if "logp_ref" in needs and self.reference is not None:
+            filled["logp_ref"] = self.networks.look(batch, self.reference).logp
         return replace(batch, **filled)
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
