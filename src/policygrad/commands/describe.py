@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import shutil
 import sys
 import textwrap
@@ -13,10 +11,10 @@ from typing import Any
 
 from policygrad.about import ABOUT, About
 from policygrad.algorithms import ALGORITHMS
+from policygrad.commands.citations import cited, summary
 from policygrad.core.algorithm import Algorithm
 from policygrad.papers import PAPERS
 from policygrad.training.config.composed import Composed, composed
-from policygrad.training.config.own import location
 
 Line = tuple[tuple[str, str], ...]
 """(text, rich style) pieces of one line."""
@@ -103,15 +101,6 @@ def _defaults(kind: type) -> dict[str, Any]:
     return {f.name: f.default for f in fields(kind) if f.default is not MISSING}
 
 
-def summary(part: Any) -> tuple[str, str]:
-    """(what it does, its source): the first paragraph of its docstring, and what follows `Source:` anywhere in it."""
-    doc = inspect.getdoc(part if isinstance(part, type) else type(part)) or ""
-    paragraphs = [" ".join(p.split()) for p in doc.split("\n\n")]
-    found = next((p for p in paragraphs if "Source:" in p), "")
-    source = found.partition("Source:")[2].strip().rstrip(".")
-    return paragraphs[0].partition("Source:")[0].strip(), source
-
-
 def wrapped(lead: Line, text: str, width: int, style: str = "") -> Iterator[Line]:
     """`text` after `lead`, further lines indented to where it began."""
     indent = sum(len(piece) for piece, _ in lead)
@@ -163,22 +152,17 @@ def _title(beside: Composed, about: About | None, width: int) -> list[Line]:
     for swap in beside.swaps:
         label = COLUMNS.get(swap.field, ("", swap.field))[1]
         for part in swap.added:
-            lines += wrapped(((f"{indent}with {label} = ", ""),), f"{part_name(part, names=True)} ({cited(part)})", width, NAME)
+            lines += wrapped(
+                ((f"{indent}with {label} = ", ""),), f"{part_name(part, names=True)} ({cited(part)})", width, NAME
+            )
         if gone := swap.removed[len(swap.added) :]:
-            lines += wrapped(((f"{indent}without {label} ", ""),), ", ".join(type(p).__name__ for p in gone), width, NAME)
+            lines += wrapped(
+                ((f"{indent}without {label} ", ""),), ", ".join(type(p).__name__ for p in gone), width, NAME
+            )
     for s in beside.settings:
         told = f"{s.part}.{s.name}".lstrip(".") + f" = {number(s.mine)} instead of {number(s.theirs)}"
         lines += wrapped(((f"{indent}with ", ""),), told, width)
     return lines
-
-
-def cited(part: Any) -> str:
-    """Where a part is from: its docstring's source, or the file of one's own."""
-    kind = part if isinstance(part, type) else type(part)
-    source = summary(kind)[1]
-    if source or kind.__module__.startswith("policygrad."):
-        return source or "of this library"
-    return f"your own, {location(kind) or kind.__module__}"
 
 
 def _formulas(a: Algorithm, width: int) -> Iterator[Line]:

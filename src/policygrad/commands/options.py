@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import summary
+from policygrad.commands.citations import summary
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.protocols import Additive
 from policygrad.errors import ConfigError, RunError
@@ -112,6 +112,24 @@ def _of_rewards(before: list[str]) -> bool:
     """Whether a word after these is one more reward: they too are files and functions, any number of them."""
     flag = next((word for word in reversed(before) if word.startswith("--")), "")
     return flag == "--reward" or flag.startswith("--reward=")
+
+
+def gathered(args: list[str], *flags: str) -> list[str]:
+    """The arguments with each of these flags once and all its values behind it: given again, it adds to what it had."""
+    found: dict[str, list[str]] = {}
+    rest: list[str] = []
+    into = rest
+    for word in args:
+        flag, equals, value = word.partition("=")
+        if flag in flags:
+            into = found.setdefault(flag, [])
+            into += [value] if equals else []
+        elif word.startswith("-") and word != "-":
+            into = rest
+            rest.append(word)
+        else:
+            into.append(word)
+    return [*rest, *(word for flag, values in found.items() for word in (flag, *values))]
 
 
 def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]]:

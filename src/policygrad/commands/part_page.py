@@ -13,7 +13,8 @@ from typing import Any
 
 import policygrad
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import COLUMNS, HEAD, NAME, QUIET, Line, number, part_name, summary, wrapped
+from policygrad.commands.citations import summary
+from policygrad.commands.describe import COLUMNS, HEAD, NAME, QUIET, Line, number, part_name, wrapped
 from policygrad.commands.families import families
 from policygrad.core.equation import linked
 from policygrad.core.protocols import Part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from policygrad.algorithms import algorithm
 from policygrad.commands.describe import describe, page_width, paragraphs
+from policygrad.commands.foreign.answers import refuse_foreign
 from policygrad.commands.options import (
     REGISTRY,
     CommandOptions,
@@ -29,8 +30,8 @@ from policygrad.training.folder import check_resumable
 
 HELP = (
     "Train a causal language model by policy gradient.",
-    "ALGORITHM is a name that `policygrad algorithms` lists (`policygrad show NAME` explains it), or one of your own: mine.py:NAME, "
-    "mine:NAME.",
+    "ALGORITHM is a name that `policygrad algorithms` lists (`policygrad show NAME` explains it), or one of your own: "
+    "mine.py:NAME, mine:NAME.",
     "Every field of the algorithm's parts is an option, listed last. --algorithm.FIELD Part[,Part] puts other parts in "
     "their place: --algorithm.gate WeightCap, --algorithm.psi GroupMean, --algorithm.terms none. "
     "--algorithm.behaviour sampler takes what the sampler says for π_old, also where it is behind the weights.",
@@ -49,6 +50,7 @@ class TrainOptions(CommandOptions):
 
 def train(args: list[str]) -> int:
     """`policygrad train [ALGORITHM] [options]`."""
+    refuse_foreign(args, lambda: flags(take_algorithm([w for w in args if not re.match(r"[\w.+]+=", w)])[0] or "grpo"))
     name, args = take_algorithm(args)
     base = _base(name, args)
     chosen, rest = choose_parts(open_budget(base.algorithm, base.sampling.max_tokens), args)
@@ -69,13 +71,15 @@ def train(args: list[str]) -> int:
 
 def dry_run(run: Run) -> str:
     """What would be done, as TOML that --config reads; the equation stands above it as comments."""
-    lines = ["".join(text for text, _ in line) for line in describe(run.algorithm, page_width() - 2, run.sampling.max_tokens)]
+    lines = [
+        "".join(text for text, _ in line) for line in describe(run.algorithm, page_width() - 2, run.sampling.max_tokens)
+    ]
     return "\n".join([*(f"# {line}".rstrip() for line in lines), "", dumps(run).rstrip()])
 
 
 def flags(name: str) -> list[str]:
     """Every flag of `policygrad train ALGORITHM`, for tab completion."""
-    return printed_flags(lambda: _parse(Draft(algorithm=algorithm(name)), ["--help"]))
+    return printed_flags(lambda: _parse(Draft(algorithm=find_algorithm(name)), ["--help"]))
 
 
 def _shape(base: Draft) -> Any:

@@ -98,7 +98,13 @@ def plain(value: Any) -> str:
     """A setting's value: 0.28, none, `SequenceMean`."""
     if value is None:
         return "none"
-    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else re.sub(r"\(\)$", "", repr(value))
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else value
+        if isinstance(value, str)
+        else re.sub(r"\(\)$", "", repr(value))
+    )
 
 
 def _held(a: Algorithm, name: str) -> tuple[Any, ...]:
@@ -106,9 +112,7 @@ def _held(a: Algorithm, name: str) -> tuple[Any, ...]:
     return tuple(p for p in (value if isinstance(value, tuple) else (value,)) if p is not None)
 
 
-def _aligned(
-    name: str, theirs: tuple[Any, ...], mine: tuple[Any, ...]
-) -> tuple[list[tuple[Any, Any]], Swap | None]:
+def _aligned(name: str, theirs: tuple[Any, ...], mine: tuple[Any, ...]) -> tuple[list[tuple[Any, Any]], Swap | None]:
     """(parts of the same class on both sides, and what is on one side only)."""
     kept, added, removed = list[tuple[Any, Any]](), list[Any](), list[Any]()
     kinds = [type(p) for p in theirs], [type(p) for p in mine]

@@ -26,7 +26,7 @@ def load_own(name: str, what: str, kind: type | tuple[type, ...] | None = None) 
     what: begins the message of a refusal. kind: what is looked for; it says which names are near, the caller checks what it gets.
 
     Raises:
-        ConfigError: no such file, module or attribute, or one that raises when it is loaded, with the file, the line and near names.
+        ConfigError: no such file, module or attribute, or one that raises when loaded, with file, line and near names.
     """
     path, colon, attribute = name.rpartition(":")
     if not colon or not attribute:
@@ -65,8 +65,9 @@ def load_module(path: str, what: str) -> Any:
             ) from error
         raise ConfigError(f"{what}: {path} needs the module {error.name!r}: install it") from error
     except Exception as error:
-        file = _file_of(error, path)
-        raise ConfigError(f"{what}: importing {file or path} raised {raised(error, file)}; fix that first") from error
+        origin = _file_of(error, path)
+        said = raised(error, origin)
+        raise ConfigError(f"{what}: importing {origin or path} raised {said}; fix that first") from error
     _check_which(module, path, what)
     return module
 
@@ -148,7 +149,10 @@ def _no_attribute(module: Any, path: str, attribute: str, what: str, kind: type 
 
 def _is(value: Any, kind: type | tuple[type, ...] | None, module: Any) -> bool:
     """Whether a module's member may be what was meant: of the kind, and a class that is defined there."""
-    return isinstance(value, kind or type) and getattr(value, "__module__", "") in (module.__name__, type(value).__module__)
+    return isinstance(value, kind or type) and getattr(value, "__module__", "") in (
+        module.__name__,
+        type(value).__module__,
+    )
 
 
 def _nearest(name: str, known: Iterable[str], has: str) -> str:

@@ -61,7 +61,11 @@ def part_class(name: str, where: str, dotted: str) -> type:
         ConfigError: no such class, or not a dataclass.
     """
     if is_own(name):
-        script = "; it was defined in a script: move the class to a module of its own" if name.startswith("__main__:") else ""
+        script = (
+            "; it was defined in a script: move the class to a module of its own"
+            if name.startswith("__main__:")
+            else ""
+        )
         try:
             kind = load_own(name, f"{where}: {dotted}: cannot import the part {name!r}")
         except ConfigError as error:
@@ -80,7 +84,9 @@ def part_class(name: str, where: str, dotted: str) -> type:
             if difflib.get_close_matches(name, part_names(), 1, 0.5)
             else nearest(name, known)
         )
-        raise ConfigError(f"{where}: {dotted}: no part is called {name!r}: {hint}; your own is module:Class or file.py:Class")
+        raise ConfigError(
+            f"{where}: {dotted}: no part is called {name!r}: {hint}; your own is module:Class or file.py:Class"
+        )
     return getattr(policygrad, name)  # type: ignore[no-any-return]
 
 
@@ -88,7 +94,7 @@ def find_algorithm(name: str) -> Algorithm:
     """The named algorithm, or one of a user's own: `module:NAME`, `path/to/file.py:NAME`.
 
     Raises:
-        ConfigError: an unknown name, with the nearest known one; no such module, file or attribute; something else than an algorithm.
+        ConfigError: an unknown name, with the nearest known one; no such module, file or attribute; no algorithm.
     """
     if not is_own(name):
         return algorithm(name)
