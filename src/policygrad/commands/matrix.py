@@ -38,7 +38,7 @@ def _blocks(rows: dict[str, Cells], grouped: dict[str, list[str]], width: int) -
     legend = ", ".join(f"{symbol} {' '.join(name)}" for symbol, *name in labels if name)
     lines = [*words.wrapped((("", ""),), legend, width, QUIET)]
     for family, names in grouped.items():
-        lines += [(), ((family, HEAD),)]
+        lines += [(), *words.wrapped((("", ""),), family, width, HEAD)]
         for name in names:
             cells = [f"{column.split()[0]} {' '.join(parts)}" for column, parts in rows[name].items() if parts]
             lines += _packed(name, cells, lead, width)

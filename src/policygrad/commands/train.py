@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import describe, page_width, paragraphs
 from policygrad.commands.foreign.answers import refuse_foreign
 from policygrad.commands.options import (
@@ -22,7 +23,9 @@ from policygrad.commands.options import (
     printed_flags,
     take_algorithm,
 )
+from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
+from policygrad.training.config.composed import composed
 from policygrad.training.config.parts import find_algorithm
 from policygrad.training.config.run import Draft, Options, Run, optional
 from policygrad.training.config.toml import dumps, load
@@ -55,7 +58,7 @@ def train(args: list[str]) -> int:
     base = _base(name, args)
     chosen, rest = choose_parts(open_budget(base.algorithm, base.sampling.max_tokens), args)
     run, command = _parse(replace(base, algorithm=chosen), rest)
-    run = run.resolved()
+    run = renamed(run.resolved(), base.algorithm)
     if command.resume is not None:
         _check_resumable(base, run, command.resume)
     if command.dry_run:
@@ -67,6 +70,14 @@ def train(args: list[str]) -> int:
     display = default_tracker(plain=command.plain or None)
     start(run, resume=command.resume, stop_after=command.stop_after, display=display)
     return 0
+
+
+def renamed(run: Run, base: Algorithm) -> Run:
+    """With the name of what an algorithm of one's own was changed into: no row of the matrix tells later that it was changed."""
+    if base.name in ALGORITHMS:
+        return run
+    name = composed(run.algorithm, run.sampling.max_tokens, base).name
+    return replace(run, algorithm=replace(run.algorithm, name=name))
 
 
 def dry_run(run: Run) -> str:

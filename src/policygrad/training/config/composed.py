@@ -71,12 +71,12 @@ class Composed:
         return f"{self.name} ({', '.join(told)})" if told else self.name
 
 
-def composed(a: Algorithm, budget: int | None = None) -> Composed:
-    """What differs from the named algorithm of the same name.
+def composed(a: Algorithm, budget: int | None = None, row: Algorithm | None = None) -> Composed:
+    """What differs from `row`, the named algorithm of the same name where it is left out.
 
     budget: tokens a completion may have, for lengths that are open in either; None = a length is no change where one is open.
     """
-    row = ALGORITHMS.get(a.name)
+    row = ALGORITHMS.get(a.name) if row is None else row
     if row is None:
         return Composed(a.name)
     if budget is not None:
