@@ -27,7 +27,7 @@ from policygrad.training.folder import new_folder
         (replace(pg.GRPO, psi=(pg.LeaveOneOut(),)), "grpo+LeaveOneOut-GroupStd", "grpo+LeaveOneOut-GroupStd"),
         (replace(pg.GRPO, psi=(pg.GroupStd(), pg.GroupMean())), "grpo+reordered", "grpo+reordered"),
         (replace(pg.GRPO, gate=pg.Clip(0.2, 0.3)), "grpo", "grpo (Clip.high = 0.3)"),
-        (replace(pg.GRPO, gate=pg.Clip(0.1, 0.3), terms=()), "grpo-KLToReference", "grpo-KLToReference (Clip.low = 0.1, Clip.high = 0.3)"),
+        (replace(pg.GRPO, gate=pg.Clip(0.1, 0.3)), "grpo", "grpo (Clip.low = 0.1, Clip.high = 0.3)"),
         (replace(pg.DAPO, terms=(pg.KLToReference(),)), "dapo+KLToReference", "dapo+KLToReference"),
         (replace(pg.GRPO, samples_per_prompt=3), "grpo", "grpo"),
         (replace(pg.GRPO, behaviour="sampler"), "grpo", "grpo (behaviour = sampler)"),
@@ -48,7 +48,12 @@ def test_a_row_as_a_run_resolves_it_is_that_row(name: str) -> None:
     assert composed(run.algorithm).title == name
 
 
-PARTS = {"gate": [pg.Clip(), pg.WeightCap(), pg.SoftGate()], "aggregate": [pg.TokenMean(), pg.SequenceMean()], "psi": [(pg.GroupMean(),), (pg.LeaveOneOut(),)], "terms": [(), (pg.Entropy(),)]}  # fmt: skip
+PARTS = {
+    "gate": [pg.Clip(), pg.WeightCap(), pg.SoftGate()],
+    "aggregate": [pg.TokenMean(), pg.SequenceMean()],
+    "psi": [pg.GRPO.psi, (pg.LeaveOneOut(),)],
+    "terms": [pg.GRPO.terms, (pg.Entropy(),)],
+}
 
 
 @given(st.fixed_dictionaries({name: st.sampled_from(values) for name, values in PARTS.items()}))
