@@ -274,6 +274,6 @@ def algorithm(name: str) -> Algorithm:
     key = name.strip().lower().replace("-", "_")
     if key not in ALGORITHMS:
         near = difflib.get_close_matches(key, ALGORITHMS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"unknown algorithm {name!r}: {hint}known: {', '.join(ALGORITHMS)}")
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ALGORITHMS)}"
+        raise ConfigError(f"unknown algorithm {name!r}: {hint}")
     return ALGORITHMS[key]
