@@ -7,8 +7,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "policygrad.algorithms": (
-        "A2C ALGORITHMS CISPO DAPO DR_GRPO GRPO GRPO_PROCESS GSPO GSPO_TOKEN ITERATIVE_GRPO MAGISTRAL NATURAL OPO PPO "
-        "PPO_PENALTY PRORL REINFORCE RLOO SAPO TRPO VAPO VINEPPO algorithm"
+        "A2C ALGORITHMS CISPO DAPO DISTILL DR_GRPO GRPO GRPO_PROCESS GSPO GSPO_TOKEN ITERATIVE_GRPO MAGISTRAL NATURAL OPO PPO "
+        "PPO_PENALTY PRIME PRORL REINFORCE RLOO SAPO TRPO VAPO VINEPPO algorithm"
     ),
     "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut OptimalBaseline RunningMean",
     "policygrad.core.aggregates": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
@@ -16,16 +16,18 @@ _HOME = {
     "policygrad.core.batch": "Batch Forward",
     "policygrad.core.corrections": "MaskedIS TruncatedIS",
     "policygrad.core.critic": "Critic",
+    "policygrad.core.distillation": "TeacherLogRatio",
     "policygrad.core.dual_descent": "DualDescent",
     "policygrad.core.filters": "DropNoSpread MaskTruncated",
     "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
-    "policygrad.core.loss_terms": "ExactEntropy ExactKLToOld",
+    "policygrad.core.loss_terms": "ExactEntropy ExactKLToOld ExactKLToReference",
     "policygrad.core.objective": "gate_weight objective surrogate",
     "policygrad.core.problems": "AdaptiveProblem CurvatureProblem GradientProblem",
-    "policygrad.core.process": "PrefixValue ProcessReward",
+    "policygrad.core.process": "ImplicitProcess PrefixValue ProcessReward",
     "policygrad.core.protocols": "Advantage Aggregation Correction Filter Gate LossTerm Part Ratio Shaping Term UpdateRule",
     "policygrad.core.ratios": "Sequence SequenceProduct Token",
     "policygrad.core.reference": "Reference",
+    "policygrad.core.reward_model": "ImplicitReward",
     "policygrad.core.shaping": "KLInReward SoftOverlong",
     "policygrad.core.terms": "Entropy KLToOld KLToReference PositiveNLL",
     "policygrad.core.trust_region": "TrustRegion",
@@ -37,6 +39,7 @@ _HOME = {
     "policygrad.environments": "Action Environment Observation SingleTurn Step",
     "policygrad.learners.base": "Learner",
     "policygrad.learners.local.learner": "LocalLearner",
+    "policygrad.models.reference": "load_reference",
     "policygrad.models.replica": "replica",
     "policygrad.rewards": "RewardPool reward",
     "policygrad.rollout.rollouter": "Rollout Rollouter",

@@ -9,11 +9,13 @@ from policygrad.core.advantages import BatchStd, GroupMean, GroupStd, LeaveOneOu
 from policygrad.core.aggregates import FixedLength, GroupTokenMean, SequenceMean, SequenceSum, TokenMean
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.critic import Critic
+from policygrad.core.distillation import TeacherLogRatio
 from policygrad.core.filters import DropNoSpread, MaskTruncated
 from policygrad.core.gates import Clip, Importance, OnPolicy, SoftGate, WeightCap
-from policygrad.core.process import PrefixValue, ProcessReward
+from policygrad.core.process import ImplicitProcess, PrefixValue, ProcessReward
 from policygrad.core.ratios import Sequence, Token
 from policygrad.core.reference import Reference
+from policygrad.core.reward_model import ImplicitReward
 from policygrad.core.shaping import KLInReward, SoftOverlong
 from policygrad.core.terms import Entropy, KLToOld, KLToReference, PositiveNLL
 from policygrad.core.trust_region import TrustRegion
@@ -105,9 +107,30 @@ MAGISTRAL = replace(
     filters=(DropNoSpread(),),
 )
 
+DISTILL = Algorithm(
+    "distill",
+    psi=(TeacherLogRatio(),),
+    ratio=Token(),
+    gate=Importance(),
+    aggregate=TokenMean(),
+    samples_per_prompt=4,
+)
+PRIME = Algorithm(
+    "prime",
+    psi=(LeaveOneOut(), ImplicitProcess()),
+    ratio=Token(),
+    gate=Clip(0.2, 0.2),
+    aggregate=TokenMean(),
+    filters=(DropNoSpread(),),
+    step=FirstOrder(minibatches=4),
+    reward_model=ImplicitReward(),
+    samples_per_prompt=4,
+)
+
+_TWO_MODELS = (DISTILL, PRIME)
 _CRITICS = (A2C, TRPO, NATURAL, PPO, PPO_PENALTY, VAPO, VINEPPO)
 _GROUPS = (GRPO, GRPO_PROCESS, ITERATIVE_GRPO, DR_GRPO, DAPO, PRORL, MAGISTRAL, GSPO, GSPO_TOKEN, CISPO, SAPO)
-ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, RLOO, OPO, *_CRITICS, *_GROUPS)}
+ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, RLOO, OPO, *_CRITICS, *_GROUPS, *_TWO_MODELS)}
 
 
 def algorithm(name: str) -> Algorithm:

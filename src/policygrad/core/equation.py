@@ -10,7 +10,7 @@ def written(a: Composition) -> dict[str, str]:
     chain = "R"
     for link in a.psi:
         formula = link.formula
-        chain = f"({chain}){formula}" if formula.startswith("/") else chain * formula.startswith(";") + formula
+        chain = f"({chain}){formula}" if formula.startswith("/") else chain * formula.startswith((";", " +")) + formula
     lines = {"Ψ": chain, "w": a.gate.formula, "c": a.aggregate.formula}
     if a.ratio is not None:
         lines["r"] = a.ratio.formula
@@ -18,6 +18,8 @@ def written(a: Composition) -> dict[str, str]:
         lines["π_old"] = "μ, as the sampler says"
     if a.critic is not None:
         lines["V"] = a.critic.formula
+    if a.reward_model is not None:
+        lines["r_φ"] = a.reward_model.formula
     for name, label in (("corrections", "ρ"), ("terms", "k"), ("shaping", "reward"), ("filters", "filter")):
         for part in getattr(a, name):
             lines[label] = f"{lines[label]};  {part.formula}" if label in lines else part.formula

@@ -86,8 +86,21 @@ class Setting:
             filled["step_end"] = world.mask & (last | ((torch.arange(world.tree.length) + 1) % STEP == 0))
         if "token_reward" in reads:
             filled["token_reward"] = torch.zeros(world.mask.shape).double()
+        if algorithm.reward_model is not None:
+            filled["implicit_reward"] = self._implicit(algorithm.reward_model.beta, reference)
         batch = replace(batch, **filled)
         return replace(batch, values=self._values(algorithm, batch, old)) if "values" in reads else batch
+
+    def _implicit(self, beta: float, reference: Tensor) -> Tensor:
+        """[X·N, L] r_φ(o_t) of a reward model that has learned the rewards: v(prefix and o_t) − v(prefix), v(s) =
+        β·log E_{π_ref}[exp(R/β) | s]. Source: Cui et al. 2025 (PRIME), app. C.1."""
+        world, reward = self.world, self.world.reward.flatten()
+        best = reward.max()  # taken off, so that no exponential overflows
+        soft = world.values(reference, ((reward - best) / beta).exp()[:, None].expand(world.mask.shape))
+        value = best + beta * soft.log()[world.state]
+        last = torch.arange(world.tree.length) == world.mask.sum(1, keepdim=True) - 1
+        after = torch.where(last, reward[:, None], torch.cat([value[:, 1:], value[:, :1]], 1))
+        return torch.where(world.mask, after - value, 0)
 
     def _values(self, algorithm: Algorithm, batch: Batch, old: Tensor) -> Tensor:
         """[X·N, L] of the rewards after shaping, under π_old."""
@@ -125,6 +138,11 @@ class Setting:
         """[X·N, L] log π_θ, and entropy and KL(π_old‖π_θ) where a loss term reads them, with the graph of `theta`."""
         now = self.world.conditionals(self.theta)
         old = self.world.conditionals(self.old_or_theta)
-        exact = {"entropy": -(now.exp() * now).sum(-1), "kl_old": (old.exp() * (old - now)).sum(-1)}
+        reference = self.world.conditionals(self.theta if self.reference is None else self.reference)
+        exact = {
+            "entropy": -(now.exp() * now).sum(-1),
+            "kl_old": (old.exp() * (old - now)).sum(-1),
+            "kl_ref": (now.exp() * (now - reference)).sum(-1),
+        }
         extra = {name: exact[name][self.world.state] for name in algorithm.forward_needs}
         return Forward(self.world.token_logp(self.theta), **extra)

@@ -44,6 +44,13 @@ def judge(groups: list[Group], score: Score | None) -> tuple[list[Group], Judged
     return _with(groups, [{"reward": reward} for reward in total]), judged
 
 
+def unrewarded(
+    prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+) -> RewardScores:
+    """0 for every completion, where nobody reads a reward."""
+    return RewardScores([0.0] * len(completions), {})
+
+
 def judge_steps(
     groups: list[Group], score: ScoreSteps | None, decode: Callable[[Any], str], *, worth: bool
 ) -> tuple[list[Group], Judged]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from policygrad.core.batch import Batch, Forward
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Evaluator
+from policygrad.learners.local.implicit_reward import ImplicitRewardModel
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.packing import Pack
 from policygrad.learners.local.recompute import differentiating
@@ -20,7 +21,7 @@ from policygrad.learners.local.value_model import ValueModel
 
 @dataclass(frozen=True, eq=False)
 class ActorCritic:
-    """The policy with its optimiser, the critic with its own, and the policy as it was."""
+    """The policy with its optimiser, the critic and the reward model with their own, the policy as it was, and the reference."""
 
     policy: Evaluator
     optimizer: Optimizer
@@ -28,6 +29,8 @@ class ActorCritic:
     critic: ValueModel | None = None
     old: Evaluator | None = None
     """π_old, when the rollout's updates began; only where an exact KL(π_old‖π_θ) is asked for."""
+    reward_model: ImplicitRewardModel | None = None
+    reference: Evaluator | None = None
 
     @property
     def device(self) -> torch.device:
@@ -40,7 +43,7 @@ class ActorCritic:
 
     def forward(self, part: Pack, needs: frozenset[str]) -> Forward:
         """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""
-        return self.policy.forward(part.to(self.device), needs, self.old)
+        return self.policy.forward(part.to(self.device), needs, self.old, self.reference)
 
     def differentiating(self) -> AbstractContextManager[None]:
         """The policy in the mode for backward passes."""

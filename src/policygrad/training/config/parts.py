@@ -15,6 +15,7 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "advantages": "psi",
     "corrections": "corrections",
     "critic": "critic",
+    "distillation": "psi",
     "dual_descent": "step",
     "values": "psi",
     "process": "psi",
@@ -28,6 +29,7 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "update_rules": "step",
     "trust_region": "step",
     "reference": "reference",
+    "reward_model": "reward_model",
 }
 
 
