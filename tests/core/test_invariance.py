@@ -12,6 +12,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Random, Shape, close, gradients, make, policy, shapes
+from policygrad.core.batch import PER_TOKEN
 
 OWN_AGGREGATION = replace(
     pg.GRPO,
@@ -32,7 +33,7 @@ def rows_of(coef: Coefficients, rows: Tensor, width: int) -> Coefficients:
 
 def narrowed(batch: pg.Batch, width: int) -> pg.Batch:
     """The same completions with less padding."""
-    names = ("mask", "tokens", "logp_old", "logp_ref", "logp_sampler", "values", "step_end", "token_reward")
+    names = [n for n in PER_TOKEN if getattr(batch, n) is not None]
     fields = {name: getattr(batch, name) for name in names}
     return replace(batch, **{name: field[:, :width] for name, field in fields.items() if field is not None})
 
@@ -50,7 +51,8 @@ def share(batch: pg.Batch, logits: Tensor, psi: Tensor, algorithm: pg.Algorithm,
 
 def whole(name: str, shape: Shape):
     algorithm = ALGORITHMS[name].with_budget(shape.width)
-    batch, logits = make(shape, 0.2, "steps" if "step_end" in algorithm.declared else None)
+    extra = {"step_end": "steps", "implicit_reward": "implicit_reward"}
+    batch, logits = make(shape, 0.2, next((extra[field] for field in extra if field in algorithm.declared), None))
     batch = algorithm.filtered(batch)
     psi, coef = algorithm.advantages(batch), algorithm.all_coefficients(batch)
     logp = policy(logits, batch.tokens, batch.mask)

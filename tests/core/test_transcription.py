@@ -11,17 +11,22 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Random, Shape, close, gradients, make, policy, shapes
-from doubles.transcriptions import objectives
+from doubles.transcriptions import objectives, two_models
 from doubles.transcriptions.critic import CRITIC, corrected
 from doubles.transcriptions.parts import EXTRA_FIELDS, PARTS, ROWS
 from doubles.transcriptions.steps import STEPS
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
-NAMED = objectives.NAMED | CRITIC | ROWS | STEPS
-EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys(STEPS, "steps")
+NAMED = objectives.NAMED | CRITIC | ROWS | STEPS | two_models.ROWS
+EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys(STEPS, "steps") | two_models.EXTRA_FIELDS
 CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
-TABLE = {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()} | PARTS | {"truncated IS": (CORRECTED, corrected)}
+TABLE = (
+    {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()}
+    | PARTS
+    | two_models.PARTS
+    | {"truncated IS": (CORRECTED, corrected)}
+)
 
 
 def test_the_table_is_complete() -> None:
@@ -100,7 +105,7 @@ def padded_with(batch: pg.Batch, padding: float) -> pg.Batch:
     def fill(x: Tensor | None) -> Tensor | None:
         return None if x is None else torch.where(batch.mask, x, padding)
 
-    names = ("logp_old", "logp_ref", "logp_sampler", "values", "weight", "token_reward")
+    names = ("logp_old", "logp_ref", "logp_sampler", "values", "weight", "token_reward", "implicit_reward")
     return replace(batch, **{name: fill(getattr(batch, name)) for name in names})
 
 

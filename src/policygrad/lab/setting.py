@@ -11,6 +11,8 @@ from torch import Tensor
 from policygrad.core.advantages import reward_to_go, totals
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.distillation import TeacherLogRatio
+from policygrad.core.loss_terms import ExactKLToReference
 from policygrad.core.shaping import KLInReward
 from policygrad.core.terms import KLToReference
 from policygrad.lab.calculus import derivative
@@ -114,7 +116,8 @@ class Setting:
     def truth(self, algorithm: Algorithm) -> Tensor:
         """[P] ∇J of the objective that the algorithm states: E of the shaped reward less β·KL(π_θ‖π_ref) of whole completions.
 
-        A KL to the reference in the loss is read as that KL. What other terms ask for (entropy, self-imitation, the KL to
+        A KL to the reference in the loss is read as that KL, and so is learning from a teacher, with no reward beside it. What
+        other terms ask for (entropy, self-imitation, the KL to
         π_old) is no part of J, and so is bias.
         """
         return self.world.gradient(self.theta, self._stated(algorithm))
@@ -129,9 +132,12 @@ class Setting:
         algorithm = self.prepared(algorithm)
         # At π_old = π_θ the penalty's own derivative has expectation 0, so that it may stand still.
         batch = algorithm.shaped(replace(self, old=self.theta, sampler=None).book(algorithm))
-        for term in algorithm.terms:
-            if isinstance(term, KLToReference):
-                batch = KLInReward(term.beta)(batch)
+        if not algorithm.reads_reward:
+            batch = replace(batch, reward=torch.zeros_like(batch.reward), token_reward=None)
+        for part in (*algorithm.terms, *algorithm.psi):
+            if isinstance(part, KLToReference | ExactKLToReference | TeacherLogRatio):
+                scale = part.coefficient if isinstance(part, TeacherLogRatio) else part.beta
+                batch = KLInReward(scale)(batch)
         return totals(batch).reshape(self.world.prompts, -1)
 
     def forward(self, algorithm: Algorithm) -> Forward:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -31,6 +31,7 @@ class Completion:
     sampler: list[Tensor]
     step_end: list[Tensor]
     truncated: bool
+    implicit: list[Tensor] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.logp)
@@ -67,6 +68,7 @@ def read(batch: Any, logp: Tensor) -> Prompts:
                 sampler=tokens(i, batch.logp_sampler, []),
                 step_end=tokens(i, batch.step_end, []),
                 truncated=bool(batch.truncated[i]) if batch.truncated is not None else False,
+                implicit=tokens(i, batch.implicit_reward, []),
             )
             prompts[int(batch.group[i])].append(o)
     return list(prompts.values())
