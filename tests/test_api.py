@@ -13,18 +13,19 @@ import policygrad as pg
 
 PUBLIC = """
 A2C ALGORITHMS Action AdaptiveProblem Advantage Aggregation Algorithm Batch BatchMean BatchStd CISPO Callback
-CheckpointError Checkpointing Clip ConfigError Correction Critic CurvatureProblem DAPO DISTILL DR_GRPO DataError DropNoSpread
-DualClip DualDescent EngineError Entropy Environment Evaluation ExactEntropy ExactKLToOld ExactKLToReference Example Filter FirstOrder
+CheckpointError Checkpointing Clip ConfigError Correction Critic CurvatureProblem DAPO DR_GRPO DataError DropNoSpread
+DualClip DualDescent EngineError Entropy Environment Evaluation ExactEntropy ExactKLToOld Example Filter FirstOrder
 FixedLength Forward GAE GRPO GRPO_PROCESS GSPO GSPO_TOKEN Gate Generation GradientProblem GroupMean GroupStd
-GroupTokenMean ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLInReward KLToOld KLToReference Learner LearnerConfig LeaveOneOut
+GroupTokenMean ITERATIVE_GRPO Importance KLInReward KLToOld KLToReference Learner LearnerConfig LeaveOneOut
 LengthAdaptiveGAE LocalLearner LocalSampler LossTerm MAGISTRAL MaskTruncated MaskedIS ModelError NATURAL NStep
-NumericsError OPO Observation OnPolicy OptimalBaseline OptimizerConfig PPO PPO_PENALTY PRIME PRORL Part PolicygradError
+NumericsError OPO Observation OnPolicy OptimalBaseline OptimizerConfig PPO PPO_PENALTY PRORL Part PolicygradError
 PositiveNLL PrefixValue ProcessReward Published REINFORCE RLOO Ratio Reference Request RewardError RewardModelConfig
 RewardPool Rewarding Rollout Rollouter Run RunError RunInfo RunningMean SAPO SFTConfig Sampler Sampling Segment
-Sequence SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SoftGate SoftOverlong Step TRPO TeacherLogRatio Term Token
+Sequence SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SoftGate SoftOverlong Step TRPO Term Token
 TokenMean Tracker Trainer Trajectory TruncatedIS TrustRegion UpdateRule VAPO VINEPPO WeightCap Whiten algorithm
-collect evaluate gate_weight load_reference load_task local_learner objective replica reward sft surrogate train train_reward_model
+collect evaluate gate_weight load_task local_learner objective replica reward sft surrogate train train_reward_model
 train_sft
+DISTILL ExactKLToReference ImplicitProcess ImplicitReward PRIME TeacherLogRatio load_reference
 """
 
 

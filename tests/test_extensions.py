@@ -98,13 +98,16 @@ def test_a_gate(tmp_path: Path, spies: list[Spy], spying: Any) -> None:
     _, psi, algorithm = spies[0].seen[0]
     assert type(algorithm.gate).__name__ == "Window"
     ratio = torch.tensor([0.7, 0.9, 1.1, 1.3])
-    assert algorithm.gate.weight(ratio, psi[0, :1]).tolist() == pytest.approx([0.0, 0.9, 1.1, 0.0])
+    batch = pg.Batch(
+        mask=torch.ones(1, 4, dtype=torch.bool), group=torch.zeros(1, dtype=torch.int64), reward=torch.ones(1)
+    )
+    assert algorithm.gate.weight(ratio[None], psi[:1, :1], batch)[0].tolist() == pytest.approx([0.0, 0.9, 1.1, 0.0])
 
 
 def test_a_sampler_that_lags_is_not_taken_for_on_policy(tmp_path: Path, spies: list[Spy], spying: Any) -> None:
     _, given = run_block("sampler", tmp_path, learner=spying)
     assert metrics(given, "staleness/max") == [0.0, 1.0, 2.0, 2.0]
-    for step, (batch, _, algorithm) in enumerate(spies[0].seen):
+    for step, (batch, psi, algorithm) in enumerate(spies[0].seen):
         behind = min(step, 2)
         assert batch.version is not None
         assert set(batch.version[batch.mask].tolist()) == {step - behind}
@@ -113,7 +116,7 @@ def test_a_sampler_that_lags_is_not_taken_for_on_policy(tmp_path: Path, spies: l
             assert batch.logp_old is None  # drawn with the learner's own weights: no second forward pass
             continue
         assert algorithm.corrections == (pg.TruncatedIS(),)
-        weight = algorithm.corrected(torch.ones(batch.mask.shape), batch)[batch.mask]
+        weight = algorithm.corrected(torch.ones(batch.mask.shape), batch, psi)[batch.mask]
         assert float((weight - 1).abs().max()) > 1e-4
 
 

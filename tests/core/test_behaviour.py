@@ -43,7 +43,7 @@ def test_old_samples_are_corrected_for(name: str) -> None:
     assert "logp_old" in algorithm.needs
     batch = scored(batch, logp, algorithm.needs)
     weight, ratio = gate_weight(pg.Forward(logp), batch, pulled(batch), algorithm)
-    effective = algorithm.corrected(weight, batch)[batch.mask]
+    effective = algorithm.corrected(weight, batch, pulled(batch))[batch.mask]
     rho = (batch.logp_old - batch.logp_sampler).exp()[batch.mask].clamp(max=2)  # type: ignore[operator]
     assert (ratio[batch.mask] == 1).all()  # π_old is the learner's policy, and nothing has moved yet
     torch.testing.assert_close(effective, rho)
@@ -70,7 +70,7 @@ def test_the_sampler_as_the_old_policy_reaches_every_gate(name: str) -> None:
     psi = pulled(batch)
     weight, ratio = gate_weight(pg.Forward(logp), batch, psi, algorithm)
     assert ((weight[batch.mask] - 1).abs() > 1e-3).all()
-    torch.testing.assert_close(algorithm.corrected(weight, batch), weight, rtol=0, atol=0)
+    torch.testing.assert_close(algorithm.corrected(weight, batch, psi), weight, rtol=0, atol=0)
     found = measure(pg.Forward(logp), batch, psi, algorithm, algorithm.all_coefficients(batch))
     gate = algorithm.gate
     if isinstance(gate, pg.Clip):

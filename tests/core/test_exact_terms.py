@@ -78,7 +78,7 @@ def test_beside_the_policy_term_with_its_coefficients(kind: str) -> None:
     whole = gradients(pg.surrogate(out, batch, psi, algorithm), logits)[0]
     alone = gradients(pg.surrogate(out, batch, psi, replace(algorithm, terms=())), logits)[0]
     c = algorithm.coefficients(batch)
-    value = torch.where(batch.mask, own.objective(out, batch), 0)
+    value = torch.where(batch.mask, own.objective(out, batch, psi), 0)
     close(whole - alone, gradients(-(c * value).sum(), logits)[0])
     assert isinstance(own, LossTerm)
 

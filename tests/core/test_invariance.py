@@ -12,7 +12,9 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Random, Shape, close, gradients, make, policy, shapes
+from doubles.selecting import Loudest
 from policygrad.core.batch import PER_TOKEN
+from policygrad.core.objective import with_selected
 
 OWN_AGGREGATION = replace(
     pg.GRPO,
@@ -23,7 +25,8 @@ OWN_AGGREGATION = replace(
         pg.KLToReference(0.2, "k2"),
     ),
 )
-ALGORITHMS = {**pg.ALGORITHMS, OWN_AGGREGATION.name: OWN_AGGREGATION}
+SELECTING = replace(pg.GRPO, name="selecting", corrections=(Loudest(),))
+ALGORITHMS = {**pg.ALGORITHMS, OWN_AGGREGATION.name: OWN_AGGREGATION, SELECTING.name: SELECTING}
 Coefficients = tuple[Tensor, ...]
 
 
@@ -33,8 +36,7 @@ def rows_of(coef: Coefficients, rows: Tensor, width: int) -> Coefficients:
 
 def narrowed(batch: pg.Batch, width: int) -> pg.Batch:
     """The same completions with less padding."""
-    names = [n for n in PER_TOKEN if getattr(batch, n) is not None]
-    fields = {name: getattr(batch, name) for name in names}
+    fields = {name: getattr(batch, name) for name in PER_TOKEN}
     return replace(batch, **{name: field[:, :width] for name, field in fields.items() if field is not None})
 
 
@@ -54,9 +56,10 @@ def whole(name: str, shape: Shape):
     extra = {"step_end": "steps", "implicit_reward": "implicit_reward"}
     batch, logits = make(shape, 0.2, next((extra[field] for field in extra if field in algorithm.declared), None))
     batch = algorithm.filtered(batch)
-    psi, coef = algorithm.advantages(batch), algorithm.all_coefficients(batch)
-    logp = policy(logits, batch.tokens, batch.mask)
+    psi, logp = algorithm.advantages(batch), policy(logits, batch.tokens, batch.mask)
     by_token, by_parameter = gradients(pg.surrogate(logp, batch, psi, algorithm), logp, logits)
+    batch = with_selected(pg.Forward(logp), batch, psi, algorithm)
+    coef = algorithm.all_coefficients(batch)
     return algorithm, batch, logits, psi, coef, by_token, by_parameter
 
 
@@ -82,7 +85,7 @@ def test_order_and_names_of_groups_do_not_matter(name: str, shape: Shape) -> Non
     algorithm, batch, logits, psi, _, by_token, expected = whole(name, shape)
     order = torch.argsort(Random(shape.seed + 3).uniform(len(batch.mask)))
     shuffled = batch.select(order)
-    shuffled = replace(shuffled, group=1000 - 7 * shuffled.group)
+    shuffled = replace(shuffled, group=1000 - 7 * shuffled.group, selected=None)
     again = algorithm.advantages(shuffled)
     close(again, psi[order])
     logp = policy(logits, shuffled.tokens, shuffled.mask)
@@ -94,9 +97,10 @@ def test_merged_duplicates_with_summed_coefficients(name: str) -> None:
     """Equal completions of one prompt are computed once."""
     algorithm, batch, logits, *_ = whole(name, Shape((3, 4), 5, seed=5, binary=False))
     twice = torch.cat([torch.arange(len(batch.mask)), torch.tensor([0, 0, 3])])
-    doubled = algorithm.filtered(replace(batch.select(twice), in_statistics=None))
-    psi, coef = algorithm.advantages(doubled), algorithm.all_coefficients(doubled)
-    logp = policy(logits, doubled.tokens, doubled.mask)
+    doubled = algorithm.filtered(replace(batch.select(twice), in_statistics=None, selected=None))
+    psi, logp = algorithm.advantages(doubled), policy(logits, doubled.tokens, doubled.mask)
+    doubled = with_selected(pg.Forward(logp), doubled, psi, algorithm)
+    coef = algorithm.all_coefficients(doubled)
     by_token, expected = gradients(pg.surrogate(logp, doubled, psi, algorithm, coef), logp, logits)
     n = len(batch.mask)
     merged = tuple(c[:n].index_add(0, twice[n:], c[n:]) for c in coef)
@@ -104,6 +108,22 @@ def test_merged_duplicates_with_summed_coefficients(name: str) -> None:
         share(doubled.select(torch.arange(n)), logits, psi, algorithm, merged, torch.arange(n))[0], expected, by_token
     )
     assert expected.abs().max() > 0
+
+
+def test_a_share_is_not_asked_to_choose_for_the_update() -> None:
+    algorithm, batch, logits, psi, coef, *_ = whole("selecting", Shape((3, 4), 5, seed=5, binary=False))
+    bare, logp = replace(batch, selected=None), policy(logits, batch.tokens, batch.mask)
+    with pytest.raises(pg.ConfigError, match=r"Loudest chooses among all tokens of an update.*with_selected"):
+        pg.surrogate(logp, bare, psi, algorithm, coef)
+    by_halves = [
+        with_selected(pg.Forward(logp[rows]), bare.select(rows), psi[rows], algorithm).selected
+        for rows in (slice(3), slice(3, None))
+    ]
+    assert not torch.equal(torch.cat(by_halves), batch.selected)  # or the choice would not depend on the update
+    with pytest.raises(pg.ConfigError, match="Loudest and Loudest would each choose"):
+        replace(algorithm, corrections=(Loudest(), Loudest()))
+    with pytest.raises(pg.ConfigError, match="Loudest chooses among the tokens of one gradient step, and TrustRegion"):
+        replace(pg.TRPO, corrections=(Loudest(),))
 
 
 def test_coefficients_of_a_micro_batch_are_not_the_steps() -> None:

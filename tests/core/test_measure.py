@@ -118,7 +118,7 @@ class ExactEntropy(pg.LossTerm):
 
     aggregate: None = None
 
-    def objective(self, out: pg.Forward, batch: pg.Batch) -> Tensor:
+    def objective(self, out: pg.Forward, batch: pg.Batch, psi: Tensor) -> Tensor:
         assert out.entropy is not None
         return 0.1 * out.entropy
 

@@ -39,6 +39,12 @@ def batch_of(*rewards: float, group: list[int] | None = None, width: int = 2, dt
     return pg.Batch(**{"mask": mask, "group": which, "reward": torch.tensor(rewards, dtype=dtype)} | extra)
 
 
+def plain(ratio: Tensor) -> pg.Batch:
+    """A batch of the ratio's shape, for gates that look at no more than its mask."""
+    n = len(ratio)
+    return pg.Batch(mask=torch.ones(ratio.shape, dtype=torch.bool), group=torch.arange(n), reward=torch.zeros(n))
+
+
 def psi_of(batch: pg.Batch, *chain) -> list[float]:
     """Ψ at each completion's first token."""
     return pg.Algorithm(psi=chain).advantages(batch)[:, 0].tolist()
@@ -94,21 +100,21 @@ def test_the_clip_cases(r: float, psi: float, value: float, weight: float) -> No
     """Below, inside and above the range, for an advantage that is positive and one that is negative."""
     ratio, advantage = torch.tensor([[r]], dtype=torch.float64), torch.tensor([[psi]], dtype=torch.float64)
     gate = pg.Clip(0.2, 0.2)
-    assert gate.value(ratio, advantage).item() == pytest.approx(value, rel=1e-15)
-    assert gate.weight(ratio, advantage).item() == weight
+    assert gate.value(ratio, advantage, plain(ratio)).item() == pytest.approx(value, rel=1e-15)
+    assert gate.weight(ratio, advantage, plain(ratio)).item() == weight
 
 
 def test_dual_clip_bounds_the_loss_of_a_bad_token() -> None:
     ratio, psi = torch.tensor([[2.0, 4.0, 0.5, 4.0]]), torch.tensor([[-1.0, -1.0, -1.0, 1.0]])
     gate = pg.DualClip(0.25, 0.25, 3.0)
-    assert gate.value(ratio, psi).tolist() == [[-2.0, -3.0, -0.75, 1.25]]
-    assert gate.weight(ratio, psi).tolist() == [[2.0, 0.0, 0.0, 0.0]]
+    assert gate.value(ratio, psi, plain(ratio)).tolist() == [[-2.0, -3.0, -0.75, 1.25]]
+    assert gate.weight(ratio, psi, plain(ratio)).tolist() == [[2.0, 0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("gate", GATES, ids=repr)
 def test_every_gate_weighs_one_at_ratio_one(gate) -> None:
     one, psi = torch.ones(1, 3, dtype=torch.float64), torch.tensor([[-2.0, 0.0, 2.0]], dtype=torch.float64)
-    assert gate.weight(one, psi).tolist() == [[1.0, 1.0, 1.0]]
+    assert gate.weight(one, psi, plain(one)).tolist() == [[1.0, 1.0, 1.0]]
 
 
 @pytest.mark.parametrize("gate", GATES, ids=repr)
@@ -116,8 +122,8 @@ def test_the_weight_is_the_values_derivative_in_log_r(gate) -> None:
     random = Random(0)
     change = (1.5 * random.normal(4, 200)).requires_grad_()
     psi = random.normal(4, 200)
-    (derivative,) = gradients(gate.value(change.exp(), psi).sum(), change)
-    close(gate.weight(change.exp(), psi).detach() * psi, derivative)
+    (derivative,) = gradients(gate.value(change.exp(), psi, plain(psi)).sum(), change)
+    close(gate.weight(change.exp(), psi, plain(psi)).detach() * psi, derivative)
 
 
 def gradient(algorithm: pg.Algorithm, batch: pg.Batch, logits: Tensor) -> Tensor:
@@ -196,8 +202,8 @@ def test_extreme_float32_log_ratios_stay_finite(ratio, gate, change: float) -> N
     mask = torch.ones(2, 4, dtype=torch.bool)
     r = ratio(torch.full((2, 4), change), mask)
     psi = torch.tensor([[1.0], [-1.0]]).expand(2, 4)
-    assert torch.isfinite(gate.weight(r, psi)).all()
-    assert torch.isfinite(gate.value(r, psi)).all()
+    assert torch.isfinite(gate.weight(r, psi, plain(r))).all()
+    assert torch.isfinite(gate.value(r, psi, plain(r))).all()
 
 
 @pytest.mark.parametrize("form", ["k2", "k3", "r*k1", "r*k3"])

@@ -19,10 +19,10 @@ from policygrad.core.roles import _MEANS, ROLES
 class Duck:
     """A gate that inherits nothing and says nothing but what it does."""
 
-    def weight(self, ratio: Tensor, psi: Tensor) -> Tensor:
+    def weight(self, ratio: Tensor, psi: Tensor, batch: pg.Batch) -> Tensor:
         return ratio
 
-    def value(self, ratio: Tensor, psi: Tensor) -> Tensor:
+    def value(self, ratio: Tensor, psi: Tensor, batch: pg.Batch) -> Tensor:
         return ratio * psi
 
 
@@ -31,6 +31,7 @@ class Whole(Duck):
 
     needs: frozenset[str] = frozenset()
     group_statistic, length, on_policy, formula = False, 0, False, "r"
+    select_needs: frozenset[str] = frozenset()
 
     def init(self) -> None:
         return None
@@ -44,14 +45,27 @@ class Whole(Duck):
     def report(self, batch: pg.Batch) -> Metrics:
         return {}
 
-    def clipped(self, ratio: Tensor, psi: Tensor) -> None:
+    def clipped(self, ratio: Tensor, psi: Tensor, batch: pg.Batch) -> None:
         return None
+
+    def select(self, out: Any, batch: pg.Batch, psi: Tensor) -> Tensor:
+        return batch.mask
+
+
+class OfTwo(pg.Gate):
+    """A gate that asks for less than it is called with."""
+
+    def weight(self, ratio: Tensor, psi: Tensor) -> Tensor:  # type: ignore[override]
+        return ratio
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: pg.Batch) -> Tensor:
+        return ratio * psi
 
 
 class Unfinished(pg.Gate):
     """A gate without its value."""
 
-    def weight(self, ratio: Tensor, psi: Tensor) -> Tensor:
+    def weight(self, ratio: Tensor, psi: Tensor, batch: pg.Batch) -> Tensor:
         return ratio
 
 
@@ -74,7 +88,7 @@ class Curious(pg.LossTerm):
 
     forward_needs = frozenset({"entropies"})
 
-    def objective(self, out: pg.Forward, batch: pg.Batch) -> Tensor:
+    def objective(self, out: pg.Forward, batch: pg.Batch, psi: Tensor) -> Tensor:
         return out.logp
 
 
@@ -97,6 +111,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a method that is not written": (
         lambda: replace(pg.GRPO, gate=Unfinished()),
         ["Unfinished is a gate without value()", "protocols.Gate"],
+    ),
+    "a method with other arguments": (
+        lambda: replace(pg.GRPO, gate=OfTwo()),
+        ["OfTwo.weight takes (ratio, psi), and a gate is called with (ratio, psi, batch)"],
     ),
     "a term that is not written": (lambda: replace(pg.GRPO, terms=(Silent(),)), ["without score(), value()"]),
     "a gate among the advantages": (
@@ -139,10 +157,13 @@ def test_refused(build: Callable[[], Any], said: list[str]) -> None:
 
 def test_each_attribute_that_is_left_out_is_named_with_what_it_means() -> None:
     """Whole is a gate for want of nothing; without any one of what it says it is none."""
-    assert replace(pg.GRPO, gate=Whole()).gate.weight(torch.ones(1, 1), torch.ones(1, 1)) == 1  # type: ignore[arg-type]
+    batch, _ = make(Shape((1,), 1, seed=0, binary=True))
+    assert replace(pg.GRPO, gate=Whole()).gate.weight(torch.ones(1, 1), torch.ones(1, 1), batch) == 1  # type: ignore[arg-type]
     for name in (
         "needs",
         "group_statistic",
+        "select",
+        "select_needs",
         "length",
         "formula",
         "init",

@@ -79,7 +79,7 @@ def test_the_comparison_has_something_to_compare(name: str) -> None:
         batch = algorithm.filtered(batch)
         change = (policy(logits, batch.tokens, batch.mask) - batch.logp_old).detach()
         ratio = algorithm.ratio(change, batch.mask)  # type: ignore[misc]
-        below, above = algorithm.gate.clipped(ratio, algorithm.advantages(batch))
+        below, above = algorithm.gate.clipped(ratio, algorithm.advantages(batch), batch)
         assert (below & batch.mask).any()
         assert (above & batch.mask).any()
 

@@ -23,10 +23,10 @@ import policygrad as pg
 
 @dataclass(frozen=True)
 class HalfGate(pg.Gate):
-    def weight(self, ratio, psi):
+    def weight(self, ratio, psi, batch):
         return ratio / 2
 
-    def value(self, ratio, psi):
+    def value(self, ratio, psi, batch):
         return ratio * psi / 2
 
 
@@ -69,10 +69,10 @@ class NotFinite(pg.Advantage):
 
 @dataclass
 class Thawed(pg.Gate):
-    def weight(self, ratio, psi):
+    def weight(self, ratio, psi, batch):
         return ratio / 2
 
-    def value(self, ratio, psi):
+    def value(self, ratio, psi, batch):
         return ratio * psi / 2
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.batches import VOCABULARY, make_batch, naive_logp
 from doubles.models import Wrapped
+from doubles.selecting import Loudest
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN
 from policygrad.learners.config import LearnerConfig
@@ -123,14 +124,15 @@ class Weighed(pg.Term):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({self.field} & {"logp_sampler", "version"})  # the others tell completions apart unasked
+        asked = {"logp_sampler", "version", "entropy", "anchor", "example", "baseline"}
+        return frozenset({self.field} & asked)  # the others tell completions apart unasked
 
-    def score(self, out: pg.Forward, batch: pg.Batch) -> Tensor:
+    def score(self, out: pg.Forward, batch: pg.Batch, psi: Tensor) -> Tensor:
         value = getattr(batch, self.field).double()
         return (value if value.ndim == 2 else value[:, None]).expand(batch.mask.shape)
 
-    def value(self, out: pg.Forward, batch: pg.Batch) -> Tensor:
-        return self.score(out, batch) * out.logp.detach()
+    def value(self, out: pg.Forward, batch: pg.Batch, psi: Tensor) -> Tensor:
+        return self.score(out, batch, psi) * out.logp.detach()
 
 
 @pytest.mark.parametrize("name", sorted({*PER_TOKEN, *PER_COMPLETION} - {"mask", "group", "tokens"}))
@@ -139,8 +141,9 @@ def test_equal_tokens_are_not_merged_where_a_part_could_tell_them_apart(model: n
     batch = make_batch(5, holes=False)
     batch = replace(batch, mask=torch.ones_like(batch.mask))
     whole = batch.mask if name in PER_TOKEN else batch.mask[:, 0]
-    bools = ("step_end", "truncated", "in_statistics")
-    kind = torch.bool if name in bools else torch.int64 if name == "version" else torch.float64
+    bools = ("step_end", "truncated", "in_statistics", "selected", "demonstration")
+    whole_numbers = ("version", "anchor", "example")
+    kind = torch.bool if name in bools else torch.int64 if name in whole_numbers else torch.float64
     other = torch.zeros(whole.shape, dtype=kind)
     other[1] = 1
     batch, psi = replace(batch, **{name: other}), torch.zeros(batch.mask.shape, dtype=torch.float64)
@@ -156,6 +159,19 @@ def test_equal_tokens_are_not_merged_where_a_part_could_tell_them_apart(model: n
     assert largest > 1e-4
     for g, e in zip(got, expected, strict=True):
         assert e is None or float((g - e).abs().max()) <= 1e-6 * largest
+
+
+def test_entropy_is_that_of_the_whole_distribution(model: nn.Module) -> None:
+    batch = make_batch(5)
+    learner = LocalLearner(model, pg.GRPO, lr=0.0, steps=1, temperature=0.7, config=LearnerConfig(micro_tokens=30))
+    found = learner.evaluate(batch, frozenset({"entropy"}))
+    assert found.logp_old is None  # nobody has asked for it
+    assert found.entropy is not None
+    for row in batch.mask.any(1).nonzero().flatten().tolist():
+        prompt = batch.prompts[int(batch.group[row])]
+        logits = model(input_ids=torch.cat([prompt, batch.tokens[row]])[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        torch.testing.assert_close(found.entropy[row], torch.where(batch.mask[row], entropy, 0.0), rtol=1e-4, atol=1e-5)
 
 
 def test_what_a_tool_said_in_between_tells_completions_apart(model: nn.Module) -> None:
@@ -175,10 +191,13 @@ def test_what_a_tool_said_in_between_tells_completions_apart(model: nn.Module) -
     assert float((expected[0, 3:] - expected[1, 3:]).abs().max()) > 1e-4
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+CHOOSING = {"selecting": replace(pg.GRPO, name="selecting", corrections=(Loudest(),))}
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, *CHOOSING])
 def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -> None:
     """The learner's gradient, with every saving on, against autograd through the definition with none."""
-    algorithm = pg.algorithm(name).with_budget(6)
+    algorithm = (ALGORITHMS | CHOOSING)[name].with_budget(6)
     batch = make_batch(11)
     with torch.no_grad():
         noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -320,10 +320,10 @@ def test_a_sampler_whose_lengths_do_not_agree_is_refused(run: pg.Run) -> None:
 
 def test_a_part_that_is_no_dataclass_is_refused_before_there_is_a_folder(run: pg.Run, tmp_path: Path) -> None:
     class Half(pg.Gate):
-        def weight(self, ratio: Any, psi: Any) -> Any:
+        def weight(self, ratio: Any, psi: Any, batch: Any) -> Any:
             return ratio / 2
 
-        def value(self, ratio: Any, psi: Any) -> Any:
+        def value(self, ratio: Any, psi: Any, batch: Any) -> Any:
             return ratio / 2 * psi
 
     with pytest.raises(pg.ConfigError, match=r"Half in gate is no dataclass, .* write @dataclass\(frozen=True\)"):

@@ -106,9 +106,15 @@ class Algorithm:
     def needs(self) -> frozenset[str]:
         """The Batch fields a learner must fill: what the parts declare, and logp_old when a rollout feeds several updates;
         not where π_old is the sampler, which has said it."""
+        filled = self.declared - {"selected"}
         if self.behaviour == "sampler":
-            return self.declared - {"logp_old"}
-        return self.declared | ({"logp_old"} if self.step.updates > 1 else frozenset())
+            return filled - {"logp_old"}
+        return filled | ({"logp_old"} if self.step.updates > 1 else frozenset())
+
+    @property
+    def selecting(self) -> Part | None:
+        """The part that chooses among all tokens of an update (`Part.select`), if there is one."""
+        return next((part for _, part in self.parts() if "selected" in part.needs), None)
 
     @property
     def reads_reward(self) -> bool:
@@ -175,10 +181,10 @@ class Algorithm:
             batch if self.critic is None else replace(batch, returns=self.critic.targets(shaped or self.shaped(batch)))
         )
 
-    def corrected(self, weight: Tensor, batch: Batch) -> Tensor:
-        """w times the corrections for μ ≠ π_old [B, T]."""
+    def corrected(self, weight: Tensor, batch: Batch, psi: Tensor) -> Tensor:
+        """w times the corrections [B, T]."""
         for correction in self.corrections:
-            weight = weight * correction(batch)
+            weight = weight * correction(batch, psi)
         return weight
 
     def coefficients(self, batch: Batch) -> Tensor:

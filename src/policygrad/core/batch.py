@@ -24,8 +24,23 @@ PER_TOKEN = (
     "implicit_reward",
     "weight",
     "version",
+    "entropy",
+    "anchor",
+    "selected",
 )
-PER_COMPLETION = ("group", "reward", "bootstrap", "truncated", "in_statistics", "score_norm")
+PER_COMPLETION = (
+    "group",
+    "reward",
+    "bootstrap",
+    "truncated",
+    "in_statistics",
+    "score_norm",
+    "example",
+    "baseline",
+    "demonstration",
+)
+_BOOL = ("step_end", "selected", "truncated", "in_statistics", "demonstration")
+_INTEGER = ("version", "anchor", "example")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,6 +93,25 @@ class Batch:
     """[B] bool; counts in group statistics. None = the completions whose mask has a True."""
     score_norm: Tensor | None = None
     """[B] ‖∇_θ log π_θ(o)‖², the squared norm of the completion's score; 0 where the mask is all False."""
+    entropy: Tensor | None = None
+    """[B, T] nats, of π_old before each token, exact over the vocabulary."""
+    selected: Tensor | None = None
+    """[B, T] bool; the tokens that a part has chosen among all of an update (`Part.select`)."""
+    anchor: Tensor | None = None
+    """[B, T] int64; the state that a token's turn began in: equal within a group = the same state."""
+    example: Tensor | None = None
+    """[B] int64; which of the task's examples a completion answers, the same whenever it comes again."""
+    baseline: Tensor | None = None
+    """[B] the reward of the greedy completion of the same prompt."""
+    demonstration: Tensor | None = None
+    """[B] bool; True = not the policy's own: written by someone else, or sampled long ago. Its `logp_sampler` is what that one
+    says, 0 where nobody does. None = all are the policy's."""
+    rewards: Tensor | None = None
+    """[B, K] what each reward function said, before its weight; `reward` is their weighted sum."""
+    reward_names: tuple[str, ...] = ()
+    """K names of `rewards`."""
+    reward_weights: tuple[float, ...] = ()
+    """K weights of `rewards`."""
 
     def __post_init__(self) -> None:
         if self.mask.ndim != 2 or self.mask.dtype != torch.bool:
@@ -95,16 +129,26 @@ class Batch:
                     raise ConfigError(
                         f"Batch.{name} has shape {list(value.shape)}, expected {letters} = {list(shape)} as in Batch.mask"
                     )
-        for name in ("step_end", "truncated", "in_statistics"):
-            value = getattr(self, name)
-            if value is not None and value.dtype != torch.bool:
-                raise ConfigError(f"Batch.{name} must be bool, not {value.dtype}: {name}.bool() converts 0/1")
-        if self.version is not None and self.version.dtype != torch.int64:
-            raise ConfigError(f"Batch.version must be int64, not {self.version.dtype}: version.long() converts it")
+        self._check_types()
         if not self.reward.is_floating_point():
             raise ConfigError(f"Batch.reward must be floating, not {self.reward.dtype}: reward.float() converts it")
         if self.group.is_floating_point() or self.group.dtype == torch.bool:
             raise ConfigError(f"Batch.group must hold integers (which prompt), not {self.group.dtype}")
+
+    def _check_types(self) -> None:
+        for names, dtype, word in ((_BOOL, torch.bool, "bool"), (_INTEGER, torch.int64, "int64")):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and value.dtype != dtype:
+                    way_out = "bool() converts 0/1" if dtype == torch.bool else "long() converts it"
+                    raise ConfigError(f"Batch.{name} must be {word}, not {value.dtype}: {name}.{way_out}")
+        if self.rewards is not None:
+            named, weighed, shape = len(self.reward_names), len(self.reward_weights), list(self.rewards.shape)
+            if shape != [len(self.mask), named] or weighed != named:
+                raise ConfigError(
+                    f"Batch.rewards has shape {shape}, expected [B, K] with B = {len(self.mask)} and K the number of "
+                    f"reward_names ({named}) and of reward_weights ({weighed})"
+                )
 
     @property
     def counted(self) -> Tensor:

@@ -18,7 +18,7 @@ def behaviour(algorithm: Algorithm, batch: Batch, version: int) -> tuple[Algorit
 
     sampler: log π_old is what the sampler said. recomputed: π_old is the learner's policy, with nothing to change where it
     drew every token itself; where it did not, π_old/μ is no longer 1 and w is corrected for it, by `TruncatedIS` unless the
-    algorithm has corrections: a rollout older than the weights never counts as on-policy.
+    algorithm has a correction for it: a rollout older than the weights never counts as on-policy.
 
     Raises:
         ConfigError: a sampler that has not said its log-probabilities, where they are needed.
@@ -28,9 +28,9 @@ def behaviour(algorithm: Algorithm, batch: Batch, version: int) -> tuple[Algorit
     lag = _lag(batch, version)
     if lag is None or not bool((lag != 0).any()):
         return algorithm, batch
-    if not algorithm.corrections:
+    if not any(part.weighs_sampler for part in algorithm.corrections):
         _said(batch, "the samples are older than the weights, which is corrected for by π_old/μ")
-        algorithm = replace(algorithm, corrections=(TruncatedIS(),))
+        algorithm = replace(algorithm, corrections=(*algorithm.corrections, TruncatedIS()))
     return algorithm, batch
 
 

@@ -26,6 +26,7 @@ def check(algorithm: Composition) -> None:
     for checks in (
         check_kinds,
         _ratio,
+        _selection,
         _behaviour,
         _values,
         _order,
@@ -105,6 +106,17 @@ def _ratio(algorithm: Composition) -> Iterator[str]:
         yield f"{name} gates a ratio, and ratio is None: set ratio=Token() or Sequence()"
 
 
+def _selection(algorithm: Composition) -> Iterator[str]:
+    names = [type(part).__name__ for _, part in algorithm.parts() if "selected" in part.needs]
+    if len(names) > 1:
+        yield f"{' and '.join(names)} would each choose tokens of an update, and Batch.selected holds one choice: leave one out"
+    if names and isinstance(algorithm.step, TrustRegion):
+        yield (
+            f"{names[0]} chooses among the tokens of one gradient step, and TrustRegion looks at several policies: set "
+            "step=FirstOrder(), or drop it"
+        )
+
+
 def _behaviour(algorithm: Composition) -> Iterator[str]:
     if algorithm.behaviour not in BEHAVIOURS:
         yield f"behaviour must be {' or '.join(map(repr, BEHAVIOURS))}, not {algorithm.behaviour!r}"
@@ -115,9 +127,9 @@ def _behaviour(algorithm: Composition) -> Iterator[str]:
             f"behaviour='sampler' puts the sampler into the ratio, which {type(algorithm.gate).__name__} ignores: leave "
             "'recomputed', which weighs old samples by TruncatedIS(), or set ratio=Token() and gate=Importance()"
         )
-    if algorithm.corrections:
+    for part in (part for part in algorithm.corrections if part.weighs_sampler):
         yield (
-            f"{type(algorithm.corrections[0]).__name__} corrects for π_old/μ, which is 1 with behaviour='sampler': set "
+            f"{type(part).__name__} corrects for π_old/μ, which is 1 with behaviour='sampler': set "
             "corrections=(), or leave 'recomputed'"
         )
 

@@ -47,7 +47,7 @@ class TruncatedIS(Correction):
     def formula(self) -> str:
         return f"× min(ρ, {self.cap:g}),  ρ = π_old/μ per {self.level}"
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
         return sampler_ratio(batch, self, self.level).clamp(max=self.cap)
 
 
@@ -69,6 +69,6 @@ class MaskedIS(Correction):
     def formula(self) -> str:
         return f"× ρ if {self.low:g} ≤ ρ ≤ {self.high:g} else 0,  ρ = π_old/μ per {self.level}"
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
         rho = sampler_ratio(batch, self, self.level)
         return torch.where((rho >= self.low) & (rho <= self.high), rho, torch.zeros_like(rho))

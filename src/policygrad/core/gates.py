@@ -1,4 +1,4 @@
-"""LEVER 2, second half: the gate w(r, sign Ψ), under stop-gradient. Every gate's w at r = 1 is 1.
+"""LEVER 2, second half: the gate w(r, Ψ), under stop-gradient. Every gate's w at r = 1 is 1.
 
 A gate knows its `weight` w and its `value`, the paper's objective per token; the derivative of the value in
 log π_θ is w·Ψ. Where the paper writes `Ψ log π_θ`, the value is `Ψ(1 + log r)`: the same up to a constant of θ,
@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from policygrad.core.batch import Batch
 from policygrad.core.protocols import Gate
 from policygrad.errors import ConfigError
 
@@ -33,10 +34,10 @@ class OnPolicy(Gate):
     def formula(self) -> str:
         return "1"
 
-    def weight(self, ratio: Tensor, psi: Tensor) -> Tensor:
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return torch.ones_like(ratio)
 
-    def value(self, ratio: Tensor, psi: Tensor) -> Tensor:
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return psi * (1 + ratio.log())
 
 
@@ -48,10 +49,10 @@ class Importance(Gate):
     def formula(self) -> str:
         return "r"
 
-    def weight(self, ratio: Tensor, psi: Tensor) -> Tensor:
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return ratio
 
-    def value(self, ratio: Tensor, psi: Tensor) -> Tensor:
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return ratio * psi
 
 
@@ -72,15 +73,15 @@ class Clip(Gate):
     def formula(self) -> str:
         return f"r, or 0 where Ψ>0 and r>{1 + self.high:g}, or Ψ<0 and r<{1 - self.low:g}"
 
-    def clipped(self, ratio: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
+    def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Where it cuts: (below, above), both [B, T] bool."""
         return (psi < 0) & (ratio < 1 - self.low), (psi > 0) & (ratio > 1 + self.high)
 
-    def weight(self, ratio: Tensor, psi: Tensor) -> Tensor:
-        below, above = self.clipped(ratio, psi)
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        below, above = self.clipped(ratio, psi, batch)
         return torch.where(below | above, torch.zeros_like(ratio), ratio)
 
-    def value(self, ratio: Tensor, psi: Tensor) -> Tensor:
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return torch.minimum(ratio * psi, ratio.clamp(1 - self.low, 1 + self.high) * psi)
 
 
@@ -99,12 +100,12 @@ class DualClip(Clip):
     def formula(self) -> str:
         return f"{super().formula}, or Ψ<0 and r>{self.c:g}"
 
-    def clipped(self, ratio: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
-        below, above = super().clipped(ratio, psi)
+    def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        below, above = super().clipped(ratio, psi, batch)
         return below, above | ((psi < 0) & (ratio > self.c))
 
-    def value(self, ratio: Tensor, psi: Tensor) -> Tensor:
-        value = super().value(ratio, psi)
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        value = super().value(ratio, psi, batch)
         return torch.where(psi < 0, torch.maximum(value, self.c * psi), value)
 
 
@@ -129,15 +130,15 @@ class WeightCap(Gate):
     def formula(self) -> str:
         return f"clip(r, {self.low:g}, {self.high:g})"
 
-    def clipped(self, ratio: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
+    def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Where it caps: (below, above), both [B, T] bool; a capped token keeps its gradient at the bound's weight."""
         return (psi != 0) & (ratio < self.low), (psi != 0) & (ratio > self.high)
 
-    def weight(self, ratio: Tensor, psi: Tensor) -> Tensor:
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return ratio.clamp(self.low, self.high)
 
-    def value(self, ratio: Tensor, psi: Tensor) -> Tensor:
-        return self.weight(ratio.detach(), psi) * psi * (1 + ratio.log())
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return self.weight(ratio.detach(), psi, batch) * psi * (1 + ratio.log())
 
 
 @dataclass(frozen=True)
@@ -162,10 +163,10 @@ class SoftGate(Gate):
     def _tau(self, psi: Tensor) -> Tensor:
         return torch.where(psi > 0, psi.new_tensor(self.tau_pos), psi.new_tensor(self.tau_neg))
 
-    def weight(self, ratio: Tensor, psi: Tensor) -> Tensor:
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         x = self._tau(psi) * (ratio - 1)
         return 4 * torch.sigmoid(x) * torch.sigmoid(-x) * ratio
 
-    def value(self, ratio: Tensor, psi: Tensor) -> Tensor:
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         tau = self._tau(psi)
         return torch.sigmoid(tau * (ratio - 1)) * 4 / tau * psi

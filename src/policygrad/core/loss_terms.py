@@ -45,7 +45,7 @@ class ExactEntropy(LossTerm):
     def formula(self) -> str:
         return f"{self.eta:g}·∇H,  H = −Σ_a π_θ(a)·log π_θ(a)"
 
-    def objective(self, out: Forward, batch: Batch) -> Tensor:
+    def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return self.eta * computed(out.entropy, self, "entropy")
 
 
@@ -76,7 +76,7 @@ class ExactKLToOld(AdaptiveBeta, LossTerm):
         """By the KL at which the updates ended (`kl_old/last`)."""
         return after_updates(self, state, metrics)
 
-    def objective(self, out: Forward, batch: Batch) -> Tensor:
+    def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return -self.beta * computed(out.kl_old, self, "kl_old")
 
 

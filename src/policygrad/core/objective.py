@@ -9,7 +9,7 @@ micro-batches and data-parallel shards are plain sums.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -28,9 +28,30 @@ from policygrad.errors import ConfigError
 def gate_weight(out: Forward, batch: Batch, psi: Tensor, algorithm: Composition) -> tuple[Tensor, Tensor]:
     """(w, r), each [B, T], without graph; r is 1 where the algorithm has no ratio."""
     psi = _masked(psi, out, batch)
+    ratio = _ratio(out, batch, algorithm)
+    return algorithm.gate.weight(ratio, psi, with_selected(out, batch, psi, algorithm)), ratio
+
+
+def _ratio(out: Forward, batch: Batch, algorithm: Composition) -> Tensor:
     change = log_ratio(out.logp, batch.logp_old, batch.mask)
-    ratio = torch.ones_like(change) if algorithm.ratio is None else algorithm.ratio(change, batch.mask)
-    return algorithm.gate.weight(ratio, psi), ratio
+    return torch.ones_like(change) if algorithm.ratio is None else algorithm.ratio(change, batch.mask)
+
+
+def _still(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
+
+
+@torch.no_grad()
+def with_selected(out: Forward | None, batch: Batch, psi: Tensor, algorithm: Composition) -> Batch:
+    """The batch with `selected`, what a part chooses among all of its tokens (`Part.select`); as it is where no part does, or
+    where it has been done. `batch` is one whole update, before any split."""
+    part = algorithm.selecting
+    if part is None or batch.selected is not None:
+        return batch
+    now = (
+        None if out is None else Forward(out.logp.detach(), *(_still(x) for x in (out.entropy, out.values, out.kl_old)))
+    )
+    return replace(batch, selected=part.select(now, batch, ragged.masked(psi, batch.mask)) & batch.mask)
 
 
 def _masked(psi: Tensor, out: Forward, batch: Batch) -> Tensor:
@@ -52,7 +73,21 @@ def _check_shape(name: str, value: Tensor, batch: Batch) -> None:
         )
 
 
-def _step_coefficients(batch: Batch, algorithm: Composition, coef: Tensor | Coefficients | None) -> Coefficients:
+def _of_update(
+    out: Forward, batch: Batch, psi: Tensor, algorithm: Composition, coef: Tensor | Coefficients | None
+) -> tuple[Batch, Coefficients]:
+    """The batch with what is selected among all of its tokens, and its coefficients; a share is given both."""
+    if coef is None:
+        batch = with_selected(out, batch, psi, algorithm)
+    elif algorithm.selecting is not None and batch.selected is None:
+        raise ConfigError(
+            f"{type(algorithm.selecting).__name__} chooses among all tokens of an update, and a share of it (`coef` is given) "
+            "has no Batch.selected: take the share from `policygrad.core.objective.with_selected` of the whole"
+        )
+    return batch, _coefficients(batch, algorithm, coef)
+
+
+def _coefficients(batch: Batch, algorithm: Composition, coef: Tensor | Coefficients | None) -> Coefficients:
     """One tensor for the policy and one per term; a lone tensor serves the terms that have no aggregation of their own."""
     if coef is None:
         return algorithm.all_coefficients(batch)
@@ -93,19 +128,19 @@ def surrogate(
         ConfigError: an argument whose shape is not the batch's, named; a field that a part needs and the batch lacks.
     """
     out = out if isinstance(out, Forward) else Forward(out)
-    policy, *per_term = _step_coefficients(batch, algorithm, coef)
     psi = _masked(psi, out, batch)
+    batch, (policy, *per_term) = _of_update(out, batch, psi, algorithm, coef)
     with torch.no_grad():
         weight, _ = gate_weight(out, batch, psi, algorithm)
-        score = policy * algorithm.corrected(weight, batch) * psi
+        score = policy * algorithm.corrected(weight, batch, psi) * psi
         for term, c in zip(algorithm.terms, per_term, strict=True):
             if not isinstance(term, LossTerm):
-                score = score + c * term.score(out, batch)
+                score = score + c * term.score(out, batch, psi)
         score = ragged.masked(score, batch.mask)
     loss = -(score * ragged.masked(out.logp, batch.mask)).sum()
     for term, c in zip(algorithm.terms, per_term, strict=True):
         if isinstance(term, LossTerm):
-            loss = loss - (c * ragged.masked(term.objective(out, batch), batch.mask)).sum()
+            loss = loss - (c * ragged.masked(term.objective(out, batch, psi), batch.mask)).sum()
     return loss
 
 
@@ -119,15 +154,16 @@ def objective(
 ) -> Tensor:
     """The paper's objective [], a metric: Σ c·gate.value(r, Ψ) + Σ c^m·term.value. A share's values add up to the step's."""
     out = out if isinstance(out, Forward) else Forward(out)
-    policy, *per_term = _step_coefficients(batch, algorithm, coef)
     psi = _masked(psi, out, batch)
-    _, ratio = gate_weight(out, batch, psi, algorithm)
-    value = algorithm.corrected(algorithm.gate.value(ratio, psi), batch)
+    batch, (policy, *per_term) = _of_update(out, batch, psi, algorithm, coef)
+    ratio = _ratio(out, batch, algorithm)
+    value = algorithm.corrected(algorithm.gate.value(ratio, psi, batch), batch, psi)
     if algorithm.ratio is not None and algorithm.ratio.joint:  # each token holds 1/|o| of the completion's value
         value = value / batch.lengths.clamp(min=1)[:, None]
     total = ragged.masked(policy * value, batch.mask).sum()
     for term, c in zip(algorithm.terms, per_term, strict=True):
-        value = term.objective(out, batch) if isinstance(term, LossTerm) else term.value(out, batch)
+        of = term.objective if isinstance(term, LossTerm) else term.value
+        value = of(out, batch, psi)
         total = total + ragged.masked(c * value, batch.mask).sum()
     return total
 
@@ -155,13 +191,13 @@ def measure(
     count [B]: how many completions a row stands for (merged duplicates).
     """
     mask, psi = batch.mask, _masked(psi, out, batch)
-    _, ratio = gate_weight(out, batch, psi, algorithm)
+    ratio = _ratio(out, batch, algorithm)
     logp = ragged.masked(out.logp.detach(), mask)
     metrics: Metrics = betas(part for _, part in algorithm.parts()) | {
         "objective": Sum(objective(out, batch, psi, algorithm, coef).double()),
         "ratio/max": Max(ragged.masked(ratio, mask).max() if mask.any() else 1.0),
     }
-    clipped = algorithm.gate.clipped(ratio, psi)
+    clipped = algorithm.gate.clipped(ratio, psi, batch)
     if clipped is not None:
         for name, where in zip(("low", "high"), clipped, strict=True):
             metrics[f"clip_ratio/{name}"] = mean_of(where.double(), mask, count)
@@ -185,4 +221,4 @@ def measure(
     return metrics
 
 
-__all__ = ["gate_weight", "measure", "objective", "surrogate"]
+__all__ = ["gate_weight", "measure", "objective", "surrogate", "with_selected"]

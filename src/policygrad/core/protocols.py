@@ -28,6 +28,8 @@ class Part:
     """The fields of `Batch` it reads beyond mask, group and reward: a learner or a rollout fills them."""
     group_statistic: ClassVar[bool] = False
     """Whether it compares the samples of one prompt, which is refused where there is one, or they are all equal."""
+    select_needs: ClassVar[frozenset[str]] = frozenset()
+    """The fields of `Forward` that `select` reads of the policy as it is: a pass of its own where there are any."""
     length: int | None = 0
     """Tokens; None = open, so that a run sets its generation budget (`Algorithm.with_budget`). 0 = it has no such length."""
 
@@ -51,6 +53,12 @@ class Part:
     def report(self, batch: Batch) -> Metrics:
         """What it has to say about a rollout, beside what `measure` tells."""
         return {}
+
+    def select(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
+        """[B, T] bool; the tokens it chooses among all of one update, for a part whose `needs` name `selected`. Asked once per
+        update, before the update is split, so that no micro-batch and no rank has a choice of its own. `out` is the policy as
+        it is now, without graph; None where `select_needs` is empty."""
+        raise NotImplementedError(f"{type(self).__name__} reads Batch.selected, and has no select(out, batch, psi)")
 
 
 class Advantage(Part):
@@ -89,25 +97,28 @@ class Gate(Part):
     """Whether it takes no ratio: true only while π_θ = π_old."""
 
     @abstractmethod
-    def weight(self, ratio: Tensor, psi: Tensor) -> Tensor:
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         """[B, T]; w, the derivative of `value` in log π_θ divided by Ψ."""
         ...
 
     @abstractmethod
-    def value(self, ratio: Tensor, psi: Tensor) -> Tensor:
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         """[B, T]; the paper's objective per token."""
         ...
 
-    def clipped(self, ratio: Tensor, psi: Tensor) -> tuple[Tensor, Tensor] | None:
+    def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """Where it cuts, for the metrics: (below, above), both [B, T] bool; None = a gate that never does."""
         return None
 
 
 class Correction(Part):
-    """A factor on w where the sampler μ is not π_old."""
+    """A factor on w: for a sampler μ that is not π_old, or a mask on tokens."""
+
+    weighs_sampler: ClassVar[bool] = True
+    """Whether it accounts for μ ≠ π_old, so that samples older than the weights need no other correction. A mask does not."""
 
     @abstractmethod
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
         """[B, T]."""
         ...
 
@@ -140,12 +151,12 @@ class Term(Additive):
     """An additive score term k, under stop-gradient."""
 
     @abstractmethod
-    def score(self, out: Forward, batch: Batch) -> Tensor:
+    def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         """k [B, T]; what multiplies ∇log π_θ."""
         ...
 
     @abstractmethod
-    def value(self, out: Forward, batch: Batch) -> Tensor:
+    def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         """[B, T]; the term's share of the paper's objective."""
         ...
 
@@ -154,7 +165,7 @@ class LossTerm(Additive):
     """What is no multiple of ∇log π_θ: an additive term with a graph of its own (exact entropy)."""
 
     @abstractmethod
-    def objective(self, out: Forward, batch: Batch) -> Tensor:
+    def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         """[B, T] with graph; to be maximised, aggregated like a term."""
         ...
 

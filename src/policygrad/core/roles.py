@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -55,6 +56,9 @@ _REQUIRED = {"gate": "OnPolicy()", "aggregate": "SequenceSum()", "step": "FirstO
 _MEANS = {
     "needs": "the Batch fields it reads",
     "group_statistic": "whether it compares the samples of one prompt",
+    "select_needs": "the Forward fields that select reads, {'logp'} or none",
+    "select": "the tokens it chooses among all of an update, where needs name 'selected'",
+    "weighs_sampler": "whether it accounts for a sampler that is not π_old",
     "length": "a number of tokens, None where a run sets its budget, 0 where there is none",
     "formula": "what it puts into the equation",
     "init": "its memory before the first rollout, or None",
@@ -112,9 +116,25 @@ def _kind(name: str, role: Role, part: Any) -> Iterator[str]:
         named = ", ".join(f"{n}()" for n in unwritten)
         yield f"{type(part).__name__} is {role.word} without {named}: write it, as in policygrad.core.protocols.{base.__name__}"
     else:
+        yield from _arguments(part, role)
         yield from _reads(part, "needs", Batch)
         if name == "terms":
             yield from _reads(part, "forward_needs", Forward)
+
+
+def _arguments(part: Any, role: Role) -> Iterator[str]:
+    """A method that takes other arguments than its role's would fail at the first rollout."""
+    for base in (base for base in role.bases if isinstance(part, base) or len(role.bases) == 1):
+        for name in (n for n in dir(base) if _abstract(base, n) and callable(getattr(part, n, None))):
+            asked = list(inspect.signature(getattr(base, name)).parameters)[1:]
+            try:
+                inspect.signature(getattr(part, name)).bind(*asked)
+            except TypeError:
+                method = type(part).__name__ + ("" if name == "__call__" else f".{name}")
+                given, called = ", ".join(inspect.signature(getattr(part, name)).parameters), ", ".join(asked)
+                yield f"{method} takes ({given}), and {role.word} is called with ({called}): write it so"
+            except ValueError:  # a callable without a signature
+                continue
 
 
 def _abstract(kind: type, name: str) -> bool:

@@ -76,7 +76,7 @@ class KLToReference(AdaptiveBeta, Term):
         u = ragged.masked(out.logp.detach(), batch.mask) - reference
         return u, bounded_exp(log_ratio(out.logp, batch.logp_old, batch.mask))
 
-    def score(self, out: Forward, batch: Batch) -> Tensor:
+    def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         u, r = self._u_and_r(out, batch)
         if self.form == "k2":
             return -self.beta * u
@@ -84,7 +84,7 @@ class KLToReference(AdaptiveBeta, Term):
             return self.beta * bounded_expm1(-u)
         return -self.beta * r * (u + 1 if self.form == "r*k1" else u)
 
-    def value(self, out: Forward, batch: Batch) -> Tensor:
+    def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         u, r = self._u_and_r(out, batch)
         k3 = bounded_expm1(-u) + u
         return -self.beta * {"k2": u * u / 2, "k3": k3, "r*k1": r * u, "r*k3": r * k3}[self.form]
@@ -105,12 +105,12 @@ class Entropy(Term):
     def formula(self) -> str:
         return f"−{self.eta:g}·r·log π_θ"
 
-    def score(self, out: Forward, batch: Batch) -> Tensor:
+    def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         r = bounded_exp(log_ratio(out.logp, batch.logp_old, batch.mask))
         return -self.eta * r * ragged.masked(out.logp.detach(), batch.mask)
 
-    def value(self, out: Forward, batch: Batch) -> Tensor:
-        return self.score(out, batch)
+    def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        return self.score(out, batch, psi)
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,10 @@ class KLToOld(AdaptiveBeta, Term):
         """By the KL at which the updates ended (`kl_old/last`)."""
         return after_updates(self, state, metrics)
 
-    def score(self, out: Forward, batch: Batch) -> Tensor:
+    def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return -self.beta * bounded_expm1(log_ratio(out.logp, batch.logp_old, batch.mask))
 
-    def value(self, out: Forward, batch: Batch) -> Tensor:
+    def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         change = log_ratio(out.logp, batch.logp_old, batch.mask)
         return -self.beta * (bounded_expm1(change) - change)
 
@@ -176,8 +176,8 @@ class PositiveNLL(Term):
         """[B, 1] bool; the completions whose tokens count, in k and in its denominators."""
         return (batch.reward >= self.threshold)[:, None]
 
-    def score(self, out: Forward, batch: Batch) -> Tensor:
+    def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return self.mu * self.where(batch).expand(batch.mask.shape).to(batch.reward.dtype)
 
-    def value(self, out: Forward, batch: Batch) -> Tensor:
-        return self.score(out, batch) * ragged.masked(out.logp.detach(), batch.mask)
+    def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        return self.score(out, batch, psi) * ragged.masked(out.logp.detach(), batch.mask)

@@ -12,6 +12,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Forward
 from policygrad.core.objective import surrogate
 from policygrad.errors import ConfigError
+from policygrad.lab.estimators import selected
 from policygrad.lab.groups import WeightedSteps, all_steps
 from policygrad.lab.levers import Levers, decide
 from policygrad.lab.policies import Table
@@ -92,6 +93,7 @@ def _ascent(algorithm: Algorithm, setting: Setting, steps: WeightedSteps, levers
     batch = replace(batch, mask=mask, group=torch.arange(number).repeat_interleave(steps.rows.shape[1]))
     given = {f.name: getattr(out, f.name) for f in fields(out)}
     picked = Forward(**{name: value[own.flatten()] for name, value in given.items() if value is not None})
+    batch = selected(picked, batch, psi, algorithm, steps.rows.shape[1])
     loss = surrogate(picked, batch, psi, algorithm, coef)
     return -torch.autograd.grad(loss, leaf)[0].reshape(number, -1)
 

@@ -128,10 +128,10 @@ class K1InLoss(Term):
     beta: float
     aggregate: Aggregation | None = None
 
-    def score(self, out: Forward, batch: Batch) -> Tensor:
+    def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return torch.full_like(batch.mask, -self.beta, dtype=torch.float64)
 
-    def value(self, out: Forward, batch: Batch) -> Tensor:
+    def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         """Up to β·log π_ref, which θ does not move."""
         return -self.beta * out.logp.detach()
 

@@ -7,14 +7,14 @@ once, through `surrogate`: its derivative in log π is the coefficient of ∇log
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Coefficients, Forward
-from policygrad.core.objective import surrogate
+from policygrad.core.objective import surrogate, with_selected
 from policygrad.lab.calculus import jacobian
 from policygrad.lab.groups import WeightedSteps
 from policygrad.lab.levers import Levers, decide
@@ -92,10 +92,23 @@ def _coefficients(
         for name, value in (("logp", out.logp), *((name, getattr(out, name)) for name in EXACT))
         if value is not None
     }
-    loss = surrogate(Forward(**leaves), batch, psi, algorithm, coef)
+    out = Forward(**leaves)
+    loss = surrogate(out, selected(out, batch, psi, algorithm, rows.shape[1]), psi, algorithm, coef)
     found = torch.autograd.grad(loss, list(leaves.values()))
     score, *rest = ((-g).reshape(*rows.shape, -1) for g in found)
     return score, dict(zip(list(leaves)[1:], rest, strict=True))
+
+
+def selected(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm, size: int) -> Batch:
+    """The batch with what a part chooses among all tokens of a step, step by step: `size` completions each."""
+    if algorithm.selecting is None:
+        return batch
+    chosen, given = [], {f.name: getattr(out, f.name) for f in fields(out)}
+    for first in range(0, len(batch.mask), size):
+        rows = torch.arange(first, first + size)
+        now = Forward(**{name: x.detach()[rows] for name, x in given.items() if x is not None})
+        chosen.append(with_selected(now, batch.select(rows), psi[rows], algorithm).selected)
+    return replace(batch, selected=torch.cat([x for x in chosen if x is not None]))
 
 
 def _detached(out: Forward) -> Forward:

@@ -26,10 +26,10 @@ from policygrad.lab.report import LabReport, report
 class Halved(pg.Gate):
     """A user's gate, with a name that would break out of a page that does not escape it."""
 
-    def weight(self, ratio: torch.Tensor, psi: torch.Tensor) -> torch.Tensor:
+    def weight(self, ratio: torch.Tensor, psi: torch.Tensor, batch: pg.Batch) -> torch.Tensor:
         return ratio / 2
 
-    def value(self, ratio: torch.Tensor, psi: torch.Tensor) -> torch.Tensor:
+    def value(self, ratio: torch.Tensor, psi: torch.Tensor, batch: pg.Batch) -> torch.Tensor:
         return ratio * psi / 2
 
 

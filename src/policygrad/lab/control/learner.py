@@ -55,6 +55,8 @@ class ControlLearner:
         if "logp_old" in needs:
             logp = self.distribution(experience.observation[mask]).logp(experience.action[mask])
             batch = replace(batch, logp_old=placed(logp, mask))
+        if "entropy" in needs:
+            batch = replace(batch, entropy=placed(self.distribution(experience.observation[mask]).entropy(), mask))
         if self.critic is not None:
             values = self.critic.network(self.states(experience.observation[mask]))
             after = self.critic.network(self.states(experience.after))

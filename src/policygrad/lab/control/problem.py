@@ -13,7 +13,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.controllers import re_adapted
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, mean_of
-from policygrad.core.objective import measure, objective, surrogate
+from policygrad.core.objective import measure, objective, surrogate, with_selected
 from policygrad.lab.control.networks import Optimised
 from policygrad.lab.control.policies import ControlPolicy, ControlValue, Distribution
 
@@ -127,11 +127,12 @@ class ControlProblem:
         )
 
     def _policy_pass(self, learning: bool = True) -> Metrics:
-        coefficients = self.algorithm.all_coefficients(self.batch)
         out = self._forward(self.policy.network(self.states))
+        batch = with_selected(out, self.batch, self.psi, self.algorithm)
+        coefficients = self.algorithm.all_coefficients(batch)
         if learning:
-            torch.autograd.backward(surrogate(out, self.batch, self.psi, self.algorithm, coefficients))
-        metrics = measure(out, self.batch, self.psi, self.algorithm, coefficients)
+            torch.autograd.backward(surrogate(out, batch, self.psi, self.algorithm, coefficients))
+        metrics = measure(out, batch, self.psi, self.algorithm, coefficients)
         return metrics | {"objective": Mean(metrics["objective"].value)}
 
     def _critic_pass(self) -> Metrics:

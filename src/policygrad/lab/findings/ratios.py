@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core.advantages import RunningMean
+from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, Importance, SoftGate, WeightCap
 from policygrad.core.protocols import Gate, Ratio
 from policygrad.core.ratios import Sequence, SequenceProduct, Token
@@ -157,9 +158,12 @@ def _kept(setting: Setting, gate: Gate) -> float:
     """Σ|w Ψ| over Σ|r Ψ| on the tokens that Clip(0.2, 0.2) drops, Ψ = R − J."""
     world = setting.world
     r, psi, weight = _tokens(setting)
-    below, above = Clip(0.2, 0.2).clipped(r, psi)
+    batch = Batch(
+        mask=world.mask, group=torch.arange(len(r)), reward=psi[:, 0], logp_old=world.token_logp(setting.behaviour)
+    )
+    below, above = Clip(0.2, 0.2).clipped(r, psi, batch)
     here = weight * psi.abs() * ((below | above) & world.mask)
-    return float((here * gate.weight(r, psi)).sum() / (here * r).sum())
+    return float((here * gate.weight(r, psi, batch)).sum() / (here * r).sum())
 
 
 def _tokens(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, DualClip, Importance, OnPolicy, SoftGate, WeightCap
 from policygrad.core.protocols import Gate
 from policygrad.lab.finding import Finding, verdict
@@ -24,8 +26,19 @@ FAR = 2.0
 
 def weights(gate: Gate, ratios: tuple[float, ...], sign: int) -> tuple[float, ...]:
     """w(r) for Ψ = ±1."""
-    r = torch.tensor(ratios, dtype=torch.float64)
-    return tuple(gate.weight(r, torch.full_like(r, float(sign))).tolist())
+    r = torch.tensor(ratios, dtype=torch.float64)[:, None]
+    return tuple(gate.weight(r, torch.full_like(r, float(sign)), tokens_apart(r)).flatten().tolist())
+
+
+def tokens_apart(ratio: Tensor) -> Batch:
+    """As many completions of one token as there are ratios [n, 1]; π_old gave each e^{-3}, so that r may reach 20."""
+    n = len(ratio)
+    return Batch(
+        mask=torch.ones(n, 1, dtype=torch.bool),
+        group=torch.arange(n),
+        reward=torch.zeros(n, dtype=ratio.dtype),
+        logp_old=torch.full_like(ratio, -3.0),
+    )
 
 
 def gate_weights(seed: int = 0) -> Finding:

@@ -14,9 +14,10 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.implicit_reward import ImplicitRewardModel
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.local.packing import Pack
+from policygrad.learners.local.packing import Merged, Pack
 from policygrad.learners.local.recompute import differentiating
 from policygrad.learners.local.value_model import ValueModel
+from policygrad.models.precision import at_least_float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,18 @@ class ActorCritic:
     def forward(self, part: Pack, needs: frozenset[str]) -> Forward:
         """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""
         return self.policy.forward(part.to(self.device), needs, self.old, self.reference)
+
+    @torch.no_grad()
+    def look(self, batch: Batch, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Forward:
+        """A pass of the policy, or another model, over all completions, equal ones once: [B, T] on the CPU, without graph."""
+        merged, names = Merged.of_texts(batch), ("logp", *sorted(needs))
+        empty = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
+        found = {name: empty.clone() for name in names}
+        for part in evaluator.packs(batch, merged.unique, self.config.micro_tokens):
+            out = evaluator.forward(part.to(self.device), needs, self.old, self.reference)
+            for name in names:
+                found[name][part.rows] = getattr(out, name).cpu()
+        return Forward(**{name: merged.spread(x) for name, x in found.items()})
 
     def differentiating(self) -> AbstractContextManager[None]:
         """The policy in the mode for backward passes."""

@@ -15,13 +15,12 @@ from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.packing import Merged
 from policygrad.learners.local.recompute import differentiating, recompute_activations
-from policygrad.models.precision import at_least_float32
 from policygrad.models.replica import Build, replica
 
 
 @dataclass(frozen=True, eq=False)
 class ImplicitRewardModel:
-    """Evaluates and fits π_φ, micro-batch by micro-batch, equal completions once."""
+    """π_φ, fitted micro-batch by micro-batch, equal completions once."""
 
     part: ImplicitReward
     evaluator: Evaluator
@@ -49,15 +48,6 @@ class ImplicitRewardModel:
     @property
     def _device(self) -> torch.device:
         return next(self.evaluator.model.parameters()).device
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Batch:
-        """The batch, whose `logp_ref` is known, with `implicit_reward` [B, T]."""
-        merged = Merged.of_texts(batch)
-        logp = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
-        for part in self.evaluator.packs(batch, merged.unique, self.config.micro_tokens):
-            logp[part.rows] = self.evaluator(part.to(self._device)).cpu()
-        return replace(batch, implicit_reward=self.part.rewards(merged.spread(logp), batch))
 
     def accumulate(self, batch: Batch) -> Metrics:
         """Adds the gradient of the cross-entropy, a mean over the update's completions."""

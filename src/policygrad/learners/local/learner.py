@@ -21,11 +21,9 @@ from policygrad.learners.local.curvature_problem import LocalProblem
 from policygrad.learners.local.forward import Evaluator, probe
 from policygrad.learners.local.implicit_reward import ImplicitRewardModel
 from policygrad.learners.local.optimizer import Optimizer, train_only
-from policygrad.learners.local.packing import Merged
 from policygrad.learners.local.recompute import recompute_activations
 from policygrad.learners.local.score_norms import ScoreNorms
 from policygrad.learners.local.value_model import ValueModel, measure_values
-from policygrad.models.precision import at_least_float32
 from policygrad.models.replica import Build, copy_weights, replica
 from policygrad.weight_sync.base import Published
 
@@ -145,27 +143,25 @@ class LocalLearner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """logp_old and score_norm from the policy, logp_ref from the reference, values from the critic, implicit_reward from the
-        reward model; equal completions once."""
-        if self.reward_model is not None and "implicit_reward" in needs:
-            return self.reward_model.evaluate(self.evaluate(batch, (needs | {"logp_ref"}) - {"implicit_reward"}))
+        """logp_old, entropy and score_norm from the policy, logp_ref from the reference, values from the critic, implicit_reward
+        from the reward model, as it is now; equal completions once."""
         if self.critic is not None and "values" in needs:
             batch = self.critic.evaluate(batch)
         if self.norms is not None and "score_norm" in needs:
             with self.networks.differentiating():
                 batch = self.norms.evaluate(batch)
-        models = {"logp_old": self.evaluator, "logp_ref": self.reference}
-        wanted = {name: evaluator for name, evaluator in models.items() if name in needs and evaluator is not None}
-        if not wanted:
-            return batch
-        merged = Merged.of_texts(batch)
         filled: dict[str, Any] = {}
-        for name, evaluator in wanted.items():
-            out = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
-            for part in evaluator.packs(batch, merged.unique, self.config.micro_tokens):
-                out[part.rows] = evaluator(part.to(self.networks.device)).cpu()
-            filled[name] = merged.spread(out)
-        return replace(batch, **filled)
+        if {"logp_old", "entropy"} & needs:
+            out = self.networks.look(batch, self.evaluator, needs & {"entropy"})
+            filled |= {n: x for n, x in (("logp_old", out.logp), ("entropy", out.entropy)) if n in needs}
+        rewarded = self.reward_model if "implicit_reward" in needs else None
+        if self.reference is not None and ("logp_ref" in needs or rewarded is not None):
+            filled["logp_ref"] = self.networks.look(batch, self.reference).logp
+        batch = replace(batch, **filled)
+        if rewarded is None:
+            return batch
+        logp = self.networks.look(batch, rewarded.evaluator).logp
+        return replace(batch, implicit_reward=rewarded.part.rewards(logp, batch))
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """One rollout's updates, as `algorithm.step` takes them."""

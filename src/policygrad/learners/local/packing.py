@@ -57,13 +57,13 @@ def merge_equal(batch: Batch, psi: Tensor, rows: Tensor, needs: frozenset[str] =
     Ψ have one gradient, times the sum of their coefficients.
 
     Equal in everything the batch holds, since a part of anyone's may read it. `needs`: the fields an algorithm declares; what
-    the sampler said (the same up to rounding) and its version tell two completions apart only if they are among them. The
-    batch is on the CPU.
+    Ψ was made of and what the sampler said (the same up to rounding) tell two completions apart only if they are among them.
+    The batch is on the CPU.
     """
     if not len(rows):
         return rows, rows
     present = {n: x for n in (*PER_TOKEN, *PER_COMPLETION) if (x := getattr(batch, n)) is not None}
-    for name in {"logp_sampler", "version"} - needs:
+    for name in {"logp_sampler", "version", "entropy", "anchor", "example", "baseline"} - needs:
         present.pop(name, None)
     mask = batch.mask[rows]
     reached = (

@@ -12,7 +12,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.controllers import re_adapted
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
-from policygrad.core.objective import measure, surrogate
+from policygrad.core.objective import measure, surrogate, with_selected
 from policygrad.learners.local.actor_critic import ActorCritic
 from policygrad.learners.local.packing import Merged, active
 
@@ -70,9 +70,18 @@ class LocalGradientProblem:
         """The reward model's gradient; nothing without one."""
         return {} if self.networks.reward_model is None else self.networks.reward_model.accumulate(self.batch)
 
+    def selected(self) -> Batch:
+        """The batch with what a part chooses among all of its tokens, under the policy as it is now."""
+        part = self.algorithm.selecting
+        if part is None:
+            return self.batch
+        needs, networks = part.select_needs, self.networks
+        out = networks.look(self.batch, networks.policy, needs - {"logp"}) if needs else None
+        return with_selected(out, self.batch, self.psi, self.algorithm)
+
     def policy(self, learning: bool = True) -> Metrics:
         """The policy's gradient, over the completions that can move the weights; or only what is measured, over all of them."""
-        networks, batch, device = self.networks, self.batch, self.networks.device
+        networks, batch, device = self.networks, self.selected(), self.networks.device
         coefficients = self.algorithm.all_coefficients(batch)
         moving = active(batch, self.psi, coefficients) if learning and self.skip else batch.mask.any(1)
         rows = moving.nonzero().squeeze(1)
