@@ -53,8 +53,7 @@ def share(batch: pg.Batch, logits: Tensor, psi: Tensor, algorithm: pg.Algorithm,
 
 def whole(name: str, shape: Shape):
     algorithm = ALGORITHMS[name].with_budget(shape.width)
-    extra = {"step_end": "steps", "implicit_reward": "implicit_reward"}
-    batch, logits = make(shape, 0.2, next((extra[field] for field in extra if field in algorithm.declared), None))
+    batch, logits = make(shape, 0.2, "steps" if "step_end" in algorithm.declared else None)
     batch = algorithm.filtered(batch)
     psi, logp = algorithm.advantages(batch), policy(logits, batch.tokens, batch.mask)
     by_token, by_parameter = gradients(pg.surrogate(logp, batch, psi, algorithm), logp, logits)

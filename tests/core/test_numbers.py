@@ -234,6 +234,7 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
         values=nan,
         step_end=torch.ones(shape, dtype=torch.bool) if "step_end" in algorithm.declared else None,
         token_reward=nan,
+        implicit_reward=nan,
     )
     batch = algorithm.filtered(batch)
     logp = nan.clone().requires_grad_()

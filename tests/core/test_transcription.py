@@ -19,7 +19,7 @@ from doubles.transcriptions.steps import STEPS
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
 NAMED = objectives.NAMED | CRITIC | ROWS | STEPS | two_models.ROWS
-EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys(STEPS, "steps") | two_models.EXTRA_FIELDS
+EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys(STEPS, "steps")
 CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
 TABLE = (
     {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()}

@@ -87,6 +87,7 @@ def make(shape: Shape, off_policy: float | None = None, extra: str | None = None
         truncated=random.uniform(rows) < 0.25,
         values=torch.where(mask, random.normal(rows, shape.width), NAN),
         logp_sampler=logp + 0.5 * random.normal(rows, shape.width),
+        implicit_reward=torch.where(mask, Random(shape.seed + 1).normal(rows, shape.width), NAN),
     )
     if off_policy is not None:
         batch = replace(batch, logp_old=logp + off_policy * random.normal(rows, shape.width))

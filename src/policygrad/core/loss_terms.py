@@ -102,5 +102,5 @@ class ExactKLToReference(LossTerm):
     def formula(self) -> str:
         return f"−{self.beta:g}·∇KL(π_θ‖π_ref) over the vocabulary"
 
-    def objective(self, out: Forward, batch: Batch) -> Tensor:
+    def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return -self.beta * computed(out.kl_ref, self, "kl_ref")

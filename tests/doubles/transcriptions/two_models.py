@@ -55,4 +55,3 @@ PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
     ),
 }
 ROWS = {"distill": distill, "prime": prime}
-EXTRA_FIELDS = dict.fromkeys(("prime", "prime, discounted"), "implicit_reward")
