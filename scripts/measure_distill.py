@@ -4,8 +4,9 @@ python scripts/measure_distill.py [--folder DIR] [--tokens N] [--seeds 0 1 2] [-
 
 1. The teacher: the embedded base model with twice its layers. The new layers add nothing at first (their output projections
    are 0), so that it begins as the same function, and GRPO trains all of it.
-2. `distill` from that teacher, and `grpo`, both from the base model: the same prompts, samples and updates per step, each at
-   the learning rate of the grid that has the best mean reward over the second half of a run, on a seed that is not reported.
+2. From the base model `grpo`; `distill` from that teacher; and distill with the reverse KL exact over the vocabulary in the
+   place of the sampled one: the same prompts, samples and updates per step, each at the learning rate of the grid that has the
+   best mean reward over the second half of a run, on a seed that is not reported.
 3. Curves of the training reward over sampled tokens, for each seed; held-out accuracy before and after.
 
 A run whose folder holds a result is not run again, so the script may be stopped and started at will.
@@ -91,7 +92,8 @@ def main() -> None:
     """Teacher, grid, seeds, file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/distill"), help="where the runs go")
-    parser.add_argument("--tokens", type=int, default=100_000, help="sampled tokens per reported run")
+    parser.add_argument("--tokens", type=int, default=60_000, help="sampled tokens per reported run")
+    parser.add_argument("--grid-tokens", type=int, default=50_000, help="sampled tokens per run of the grid")
     parser.add_argument("--teacher-steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--lr-grid", nargs="+", default=["3e-4", "1e-3", "3e-3"])
@@ -104,12 +106,14 @@ def main() -> None:
     words = ["grpo", "--model", str(folder / "deep"), "--lr", "1e-3", "--steps", str(args.teacher_steps), *measured]
     teacher = run(folder / "teacher", words)
     print(f"teacher: {teacher['before']:.2f} -> {teacher['after']:.2f}", flush=True)
-    rows = {"grpo": ["grpo"], "distill": ["distill", "--teacher", str(folder / "teacher"), "--samples-per-prompt", "8"]}
+    taught = ["distill", "--teacher", str(folder / "teacher"), "--samples-per-prompt", "8"]
+    exact = ["--algorithm.terms", "ExactKLToReference", "--algorithm.psi.teacher-log-ratio.coefficient", "0"]
+    rows = {"grpo": ["grpo"], "distill": taught, "distill_exact": [*taught, *exact]}
     runs, tuning, chosen = list[dict[str, Any]](), list[dict[str, Any]](), dict[str, str]()
     for name, row in rows.items():
         grid = {}
         for lr in args.lr_grid:
-            short = ["--lr", lr, "--steps", "1000", "--tokens", str(args.tokens // 2), "--seed", str(TUNING_SEED)]
+            short = ["--lr", lr, "--steps", "1000", "--tokens", str(args.grid_tokens), "--seed", str(TUNING_SEED)]
             found = run(folder / f"grid-{name}-{lr}", [*row, *short, "--evaluation.problems", "0"])
             grid[lr] = late(found)
             tuning.append({"name": name, "lr": lr, "late_reward": round(grid[lr], 4), **found})
@@ -118,7 +122,7 @@ def main() -> None:
     for seed in args.seeds:
         for name, row in rows.items():
             options = ["--lr", chosen[name], "--steps", "1000", "--tokens", str(args.tokens), "--seed", str(seed)]
-            found = run(folder / f"{name}-{seed}", [*row, *options, *measured])
+            found = run(folder / f"{name}-{seed}", [*row, *options, *measured, "--evaluation.samples", "4"])
             reached = {str(t): until(found, t) for t in THRESHOLDS}
             runs.append({"name": name, "seed": seed, "area": round(area(found), 4), "tokens_until": reached, **found})
             print(
