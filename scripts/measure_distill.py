@@ -1,12 +1,12 @@
 """Does a larger teacher, trained by reinforcement, teach the base model faster than reinforcement does? docs/results/distill.json.
 
-python scripts/measure_distill.py [--folder DIR] [--tokens N] [--seeds 0 1 2] [--lr-grid 3e-4 1e-3 3e-3]
+python scripts/measure_distill.py [--folder DIR] [--tokens N] [--seeds 0 1 2] [--grid PROMPTS:LR …]
 
 1. The teacher: the embedded base model with twice its layers. The new layers add nothing at first (their output projections
    are 0), so that it begins as the same function, and GRPO trains all of it.
 2. From the base model `grpo`; `distill` from that teacher; and distill with the reverse KL exact over the vocabulary in the
-   place of the sampled one: the same prompts, samples and updates per step, each at the learning rate of the grid that has the
-   best mean reward over the second half of a run, on a seed that is not reported.
+   place of the sampled one. Eight samples a prompt; prompts per step and learning rate are those of the grid that have the
+   best mean reward over the second half of a run of equally many tokens, on a seed that is not reported.
 3. Curves of the training reward over sampled tokens, for each seed; held-out accuracy before and after.
 
 A run whose folder holds a result is not run again, so the script may be stopped and started at will.
@@ -72,6 +72,12 @@ def run(folder: Path, words: list[str]) -> dict[str, Any]:
     return {"command": f"policygrad train {shlex.join(words)}", **known, "tokens": round(tokens), "curve": curve}
 
 
+def setting(point: str) -> list[str]:
+    """PROMPTS:LR as options."""
+    prompts, _, lr = point.partition(":")
+    return ["--prompts-per-step", prompts, "--lr", lr]
+
+
 def late(found: dict[str, Any]) -> float:
     """Mean training reward of the second half of a run."""
     half = found["curve"][len(found["curve"]) // 2 :]
@@ -79,8 +85,11 @@ def late(found: dict[str, Any]) -> float:
 
 
 def area(found: dict[str, Any]) -> float:
-    """Mean training reward over a run: the area under its curve, by tokens."""
-    return sum(reward for _, reward in found["curve"]) / len(found["curve"])
+    """Mean training reward over a run's tokens: the area under its curve."""
+    total, before = 0.0, 0.0
+    for tokens, reward in found["curve"]:
+        total, before = total + reward * (tokens - before), tokens
+    return total / before
 
 
 def until(found: dict[str, Any], threshold: float) -> int | None:
@@ -96,7 +105,7 @@ def main() -> None:
     parser.add_argument("--grid-tokens", type=int, default=50_000, help="sampled tokens per run of the grid")
     parser.add_argument("--teacher-steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--lr-grid", nargs="+", default=["3e-4", "1e-3", "3e-3"])
+    parser.add_argument("--grid", nargs="+", default=["64:3e-4", "64:1e-3", "64:3e-3", "16:1e-3", "16:3e-3"])
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     folder: Path = args.folder
@@ -110,18 +119,31 @@ def main() -> None:
     exact = ["--algorithm.terms", "ExactKLToReference", "--algorithm.psi.teacher-log-ratio.coefficient", "0"]
     rows = {"grpo": ["grpo"], "distill": taught, "distill_exact": [*taught, *exact]}
     runs, tuning, chosen = list[dict[str, Any]](), list[dict[str, Any]](), dict[str, str]()
+    said = {
+        "made_by": shlex.join(["python", "scripts/measure_distill.py", *sys.argv[1:]]),
+        "parameters": parameters,
+        "teacher": teacher,
+        "chosen": chosen,
+        "tuning": tuning,
+        "runs": runs,
+    }
+
+    def told() -> None:
+        args.results.parent.mkdir(parents=True, exist_ok=True)
+        args.results.write_text(json.dumps(said, ensure_ascii=False) + "\n", encoding="utf-8")
+
     for name, row in rows.items():
         grid = {}
-        for lr in args.lr_grid:
-            short = ["--lr", lr, "--steps", "1000", "--tokens", str(args.grid_tokens), "--seed", str(TUNING_SEED)]
-            found = run(folder / f"grid-{name}-{lr}", [*row, *short, "--evaluation.problems", "0"])
-            grid[lr] = late(found)
-            tuning.append({"name": name, "lr": lr, "late_reward": round(grid[lr], 4), **found})
-            print(f"grid {name} {lr}: {grid[lr]:.3f}", flush=True)
-        chosen[name] = max(grid, key=lambda lr: grid[lr])
+        for point in args.grid:
+            short = [*setting(point), "--steps", "1000", "--tokens", str(args.grid_tokens), "--seed", str(TUNING_SEED)]
+            found = run(folder / f"grid-{name}-{point.replace(':', '-')}", [*row, *short, "--evaluation.problems", "0"])
+            grid[point] = late(found)
+            tuning.append({"name": name, "point": point, "late_reward": round(grid[point], 4), **found})
+            print(f"grid {name} {point}: {grid[point]:.3f}", flush=True)
+        chosen[name] = max(grid, key=lambda point: grid[point])
     for seed in args.seeds:
         for name, row in rows.items():
-            options = ["--lr", chosen[name], "--steps", "1000", "--tokens", str(args.tokens), "--seed", str(seed)]
+            options = [*setting(chosen[name]), "--steps", "1000", "--tokens", str(args.tokens), "--seed", str(seed)]
             found = run(folder / f"{name}-{seed}", [*row, *options, *measured, "--evaluation.samples", "4"])
             reached = {str(t): until(found, t) for t in THRESHOLDS}
             runs.append({"name": name, "seed": seed, "area": round(area(found), 4), "tokens_until": reached, **found})
@@ -129,16 +151,7 @@ def main() -> None:
                 f"{name} {seed}: area {area(found):.3f}, {found['before']:.2f} -> {found['after']:.2f}, {reached}",
                 flush=True,
             )
-    said = {
-        "made_by": shlex.join(["python", "scripts/measure_distill.py", *sys.argv[1:]]),
-        "parameters": parameters,
-        "teacher": teacher,
-        "lr": chosen,
-        "tuning": tuning,
-        "runs": runs,
-    }
-    args.results.parent.mkdir(parents=True, exist_ok=True)
-    args.results.write_text(json.dumps(said, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            told()
 
 
 if __name__ == "__main__":
