@@ -10,7 +10,12 @@ def written(a: Composition) -> dict[str, str]:
     chain = "R"
     for link in a.psi:
         formula = link.formula
-        chain = f"({chain}){formula}" if formula.startswith("/") else chain * formula.startswith((";", " +")) + formula
+        if formula.startswith("/"):
+            chain = f"({chain}){formula}"
+        elif formula.startswith(("− ", "+ ")):
+            chain = f"{chain} {formula}"
+        else:
+            chain = chain * formula.startswith(";") + formula
     lines = {"Ψ": chain, "w": a.gate.formula, "c": a.aggregate.formula}
     if a.ratio is not None:
         lines["r"] = a.ratio.formula
@@ -22,6 +27,7 @@ def written(a: Composition) -> dict[str, str]:
         lines["r_φ"] = a.reward_model.formula
     for name, label in (("corrections", "ρ"), ("terms", "k"), ("shaping", "reward"), ("filters", "filter")):
         for part in getattr(a, name):
-            lines[label] = f"{lines[label]};  {part.formula}" if label in lines else part.formula
+            key = "mask" if name == "corrections" and not part.weighs_sampler else label
+            lines[key] = f"{lines[key]};  {part.formula}" if key in lines else part.formula
     lines["step"] = a.step.formula
     return lines
