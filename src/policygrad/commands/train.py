@@ -51,6 +51,8 @@ class TrainOptions(CommandOptions):
 
     algorithm: Annotated[tyro.conf.Positional[str | None], optional("[ALGORITHM]", "grpo")] = None
     """The method: a name, or one of your own, module:NAME or path/to/file.py:NAME."""
+    teacher: Annotated[str | None, optional("ID|DIR", "none")] = None
+    """A model to learn from (distill needs one), short for --algorithm.reference.model: a folder, a hub id, a run's folder."""
 
 
 def train(args: list[str]) -> int:
@@ -123,7 +125,17 @@ def _parse(base: Draft, args: list[str]) -> tuple[Run, TrainOptions]:
         find_algorithm(parsed.command.algorithm)  # unknown: it says which is near
         raise ConfigError(f"{parsed.command.algorithm!r} is one algorithm too many: give one")
     options = {f.name: getattr(parsed.run, f.name) for f in fields(Options)}
-    return Run(**options, algorithm=from_options(base.algorithm, parsed.algorithm)), parsed.command
+    chosen = with_teacher(from_options(base.algorithm, parsed.algorithm), parsed.command.teacher)
+    return Run(**options, algorithm=chosen), parsed.command
+
+
+def with_teacher(algorithm: Algorithm, name: str | None) -> Algorithm:
+    """The algorithm with this model for its reference."""
+    if name is None:
+        return algorithm
+    if algorithm.reference is None:
+        raise ConfigError(f"--teacher {name} is a reference, and algorithm.reference is none: leave one of them away")
+    return replace(algorithm, reference=replace(algorithm.reference, model=name))
 
 
 def _flag(args: Sequence[str], name: str) -> str | None:
