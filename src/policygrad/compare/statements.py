@@ -32,9 +32,13 @@ def differs(found: Report) -> Iterable[str]:
     steps = {row.label: round(row.summary.means["updates"]) for row in found.rows if row.summary}
     if told := _told(steps):
         yield f"Updates within the budget, on average: {told}. The tables at equal updates compare them at the fewest."
-    values = {row.label: None if row.value is None else f"{row.value:g}" for row in found.rows if row.knob == "--lr"}
-    if told := _told(values):
-        yield f"Learning rate, each row's best on the tuning seeds: {told}."
+    if told := _told({row.label: _rate(row) for row in found.rows}):
+        chosen = (
+            ", where there was a choice each row's best on the tuning seeds"
+            if any(r.tuning for r in found.rows)
+            else ""
+        )
+        yield f"Learning rates{chosen}: {told}."
     if own := [row.label for row in found.rows if row.reason]:
         yield f"Options that are not the algorithm's own, for reasons given with the row: {', '.join(own)}."
     if len(found.kinds) > 1:
@@ -104,6 +108,12 @@ def _same(rows: list[RowReport]) -> list[str]:
     return [" = ".join(labels) for labels in seen.values() if len(labels) > 1]
 
 
+def _rate(row: RowReport) -> str:
+    """The policy's, as it ran."""
+    rate = row.value if row.knob == "--lr" and row.value is not None else row.settings.get("lr")
+    return "none" if rate is None else f"{rate:g}"
+
+
 def _told(values: Mapping[str, Any]) -> str:
     """`1 (grpo, dapo), 4 (ppo)`; empty where all are equal."""
     labels: dict[Any, list[str]] = {}
@@ -111,9 +121,7 @@ def _told(values: Mapping[str, Any]) -> str:
         labels.setdefault(value, []).append(label)
     if len(labels) < 2:
         return ""
-    return ", ".join(
-        f"{'the default' if value is None else value} ({', '.join(names)})" for value, names in labels.items()
-    )
+    return ", ".join(f"{value} ({', '.join(names)})" for value, names in labels.items())
 
 
 def _measure(measure: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ Scores are [runs, tasks], float64; one task is a table of one column.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ def interquartile_mean(scores: ArrayLike) -> Any:
     return ordered[..., cut : ordered.shape[-1] - cut].mean(axis=-1)
 
 
+@lru_cache(maxsize=8)
 def resampled(runs: int, tasks: int, reps: int = REPS, seed: int = 0) -> NDArray[np.int64]:
     """[reps, runs, tasks] run numbers: within every task its own runs are drawn anew, with replacement (stratified)."""
     return np.random.default_rng(seed).integers(0, runs, (reps, runs, tasks))
@@ -88,8 +90,8 @@ def probability_of_improvement(x: ArrayLike, y: ArrayLike, reps: int = REPS, see
 
 def at(xs: ArrayLike, ys: ArrayLike, x: ArrayLike) -> Any:
     """A curve between its points, linearly; xs ascending."""
-    points: list[Floats] = [np.asarray(values, dtype=np.float64) for values in (x, xs, ys)]
-    return np.interp(*points)
+    points, heights = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
+    return np.interp(np.asarray(x, dtype=np.float64), points, heights)
 
 
 def mean_height(xs: ArrayLike, ys: ArrayLike, end: float) -> float:
