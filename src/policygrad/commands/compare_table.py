@@ -19,7 +19,7 @@ def table(found: Report, width: int) -> list[Line]:
     lines: list[Line] = []
     for number, kind in enumerate(found.kinds):
         rows = [row for row in found.rows if row.kind == number]
-        lines += [*_heading(found, kind), *_columns(rows, _figures(found, rows), width), ()]
+        lines += [*_heading(found, kind, width), *_columns(rows, _figures(found, rows), width), ()]
         lines += [*_reach(found, kind, rows, width), *_above(found, rows, width)]
     lines += _tuning(found, width)
     for title, sentences in (
@@ -42,11 +42,12 @@ def table(found: Report, width: int) -> list[Line]:
     return lines
 
 
-def _heading(found: Report, kind: Kind) -> list[Line]:
+def _heading(found: Report, kind: Kind, width: int) -> list[Line]:
     task, model = kind.measure.get("task", ""), kind.measure.get("model", "")
     seeds = f"{len(found.seeds)} seed{'s' * (len(found.seeds) > 1)}"
     head = f"{task}, {model}: {found.tokens:,} tokens a run, {seeds}"
-    return [((head, HEAD),), (("interquartile mean of held-out scores [95 % bootstrap interval over seeds]", QUIET),)]
+    says = "interquartile mean of held-out scores [95 % bootstrap interval over seeds]; * = at the edge of its grid"
+    return [*wrapped((), head, width, HEAD), *wrapped((), says, width, QUIET)]
 
 
 def _figures(found: Report, rows: Sequence[RowReport]) -> list[Column]:
@@ -86,7 +87,7 @@ def _reach(found: Report, kind: Kind, rows: Sequence[RowReport], width: int) -> 
     columns: list[Column] = [("", lambda row: row.label), *((axis, cell(axis)) for axis in AXES)]
     columns.append(("runs that reach it", lambda row: _share(row)))
     head = f"To a score of {kind.threshold:.3f}, {found.share:.0%} of the way: median over seeds"
-    return [((head, HEAD),), *_columns(rows, columns, width), ()]
+    return [*wrapped((), head, width, HEAD), *_columns(rows, columns, width), ()]
 
 
 def _share(row: RowReport) -> str:
@@ -110,7 +111,7 @@ def _above(found: Report, rows: Sequence[RowReport], width: int) -> list[Line]:
     columns: list[Column] = [("", lambda row: row.label)]
     columns += [(label, lambda row, label=label: cells.get((row.label, label), NONE)) for label in labels]  # type: ignore[misc]
     head = "P(row above column) at equal tokens; * = the 95 % interval leaves ½ out"
-    return [((head, HEAD),), *_columns([row for row in rows if row.summary], columns, width), ()]
+    return [*wrapped((), head, width, HEAD), *_columns([row for row in rows if row.summary], columns, width), ()]
 
 
 def _tuning(found: Report, width: int) -> list[Line]:
@@ -129,7 +130,7 @@ def _tuning(found: Report, width: int) -> list[Line]:
 
     columns: list[Column] = [("", lambda row: row.label), *((f"{value:g}", cell(value)) for value in values)]
     head = f"Mean final score by value, seeds {', '.join(map(str, found.tuning_seeds))}; * = chosen"
-    return [((head, HEAD),), *_columns(rows, columns, width), ()]
+    return [*wrapped((), head, width, HEAD), *_columns(rows, columns, width), ()]
 
 
 def _columns(rows: Sequence[RowReport], columns: Sequence[Column], width: int) -> list[Line]:

@@ -50,10 +50,10 @@ class Runner(Protocol):
 
 
 class Processes:
-    """A process per run, each with its share of the cores."""
+    """A process per run, each with its share of the cores. program: what stands before the words of `policygrad`."""
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
+    def __init__(self, threads: int, program: Sequence[str] = (sys.executable, "-m", "policygrad")) -> None:
+        self.threads, self.program = threads, tuple(program)
         self._live: set[subprocess.Popen[bytes]] = set()
         self._lock, self._stopping = Lock(), False
 
@@ -75,7 +75,7 @@ class Processes:
 
     def _process(self, words: Sequence[str], folder: Path, log: Path, lock: IO[bytes]) -> int:
         environment = os.environ | {"OMP_NUM_THREADS": str(self.threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        command, began = [sys.executable, "-m", "policygrad", *words], time.perf_counter()
+        command, began = [*self.program, *words], time.perf_counter()
         with log.open("ab") as said:
             with self._lock:
                 if self._stopping:
