@@ -26,8 +26,12 @@ def outcome(after: float, tokens: float = 100.0, updates: float = 10.0, seconds:
     return Outcome((0.0, tokens / 2, tokens), (0.0, updates / 2, updates), (0.0, seconds / 2, seconds), score, 0.01, 5)
 
 
-def by_hand(rows: dict[str, list[Outcome]], share: float = 0.8, **changes: Any) -> Report:
-    found = plan(*(row(label, **changes.get(label, {})) for label in rows), seeds=max(map(len, rows.values())))
+def by_hand(
+    rows: dict[str, list[Outcome]], share: float = 0.8, ladder: dict[str, str] | None = None, **changes: Any
+) -> Report:
+    found = plan(
+        *(row(label, **changes.get(label, {})) for label in rows), seeds=max(map(len, rows.values())), ladder=ladder
+    )
     outcomes = {Job(label, None, seed): o for label, runs in rows.items() for seed, o in enumerate(runs)}
     return report(found, Results(outcomes, {}, dict.fromkeys(rows)), share)
 
@@ -99,6 +103,9 @@ def test_the_same_runs_are_called_so() -> None:
 def test_the_sentences(tmp_path: Path) -> None:
     found = carried_out(tmp_path)
     differs, limits = " ".join(found.differs), " ".join(found.limits)
+    assert "At 12,000 tokens, which every run reaches, grpo is highest, 0." in found.says[0]
+    assert found.says[0].endswith("not told apart from it: ppo, slow.")  # three seeds cannot do it
+    assert "With 3 seeds each, equal rows are wholly separated in 10% of cases" in limits
     assert "Updates per rollout: 1 (grpo, slow), 4 (ppo)." in differs
     assert (
         "Learning rates, where there was a choice each row's best on the tuning seeds: 0.001 (grpo), 0.0003 (ppo, slow)."
@@ -113,6 +120,23 @@ def test_the_sentences(tmp_path: Path) -> None:
     untuned = by_hand({"a": [outcome(0.6)], "b": [outcome(0.7)]})
     assert "No learning rate was chosen" in " ".join(untuned.limits)
     assert untuned.tuning_seeds == ()
+
+
+def test_orders_that_turn_around() -> None:
+    """Ahead at equal tokens, behind at equal updates: nine runs each, so that both are apart."""
+    many = [outcome(0.8 + i / 1000, updates=40.0) for i in range(9)]
+    found = by_hand({"many": many, "few": [outcome(0.6 + i / 1000) for i in range(9)]})
+    assert (
+        "Of 1 pairs that are apart at equal tokens and at equal updates, 1 is in the opposite order" in found.says[-1]
+    )
+    assert "many and few" in found.says[-1]
+
+
+def test_a_ladder_is_told_rung_by_rung() -> None:
+    rungs = {"a": {"change": "the base"}, "b": {"change": "adds a mask"}}
+    found = by_hand({"a": [outcome(0.6)] * 4, "b": [outcome(0.9)] * 4}, ladder={"source": "x", "why": "y"}, **rungs)
+    assert found.says[-1] == "b (adds a mask): +0.300 at equal tokens, apart from a."
+    assert found.differs[-1] == "y"
 
 
 def test_failures_are_told_and_not_hidden(tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ def test_a_run_its_log_and_its_cost(tmp_path: Path, program: tuple[str, str]) ->
 
 
 def test_a_failure_names_the_command_and_the_end_of_the_log(tmp_path: Path, program: tuple[str, str]) -> None:
-    with pytest.raises(RunError, match=r"policygrad fails ended with code 1:\n(.|\n)*the learning rate is too high"):
+    with pytest.raises(
+        RunError, match=r"policygrad fails --output \S+ ended with code 1:\n(.|\n)*the learning rate is too high"
+    ):
         Processes(1, program)(["fails"], tmp_path / "run")
     with pytest.raises(RunError, match="train --resume"):  # what it left is gone on with
         Processes(1, (*program, "fails"))(["train"], tmp_path / "run")

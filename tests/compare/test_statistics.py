@@ -20,6 +20,7 @@ from policygrad.compare.statistics import (
     median_crossing,
     probability_of_improvement,
     resampled,
+    separation_by_chance,
 )
 
 SCORES = st.lists(st.floats(-10, 10, allow_subnormal=False).map(lambda x: round(x, 3)), min_size=1, max_size=7)
@@ -107,6 +108,15 @@ def test_one_of_two_is_above_the_other(x: list[float], y: list[float]) -> None:
     assert probability_of_improvement(x, x, reps=10).value == 0.5
     pairs = [1.0 if a > b else 0.5 if a == b else 0.0 for a in x for b in y]
     assert above.value == pytest.approx(sum(pairs) / len(pairs))
+
+
+def test_how_often_equals_are_separated() -> None:
+    assert separation_by_chance(1, 1) == 1.0
+    assert separation_by_chance(2, 2) == pytest.approx(1 / 3)  # 2 of the 6 orders of who is whose
+    assert separation_by_chance(5, 5) == pytest.approx(2 / 252)
+    draw = np.random.default_rng(0).normal(size=(4000, 6))
+    apart = (draw[:, :3].min(1) > draw[:, 3:].max(1)) | (draw[:, 3:].min(1) > draw[:, :3].max(1))
+    assert apart.mean() == pytest.approx(separation_by_chance(3, 3), abs=0.02)
 
 
 def test_between_points_a_curve_is_straight() -> None:

@@ -23,6 +23,7 @@ def table(found: Report, width: int) -> list[Line]:
         lines += [*_reach(found, kind, rows, width), *_above(found, rows, width)]
     lines += _tuning(found, width)
     for title, sentences in (
+        ("What it says", found.says),
         ("What differs besides the algorithm", found.differs),
         ("What cannot be concluded", found.limits),
     ):
@@ -62,12 +63,17 @@ def _figures(found: Report, rows: Sequence[RowReport]) -> list[Column]:
     columns += [(f"equal {axis}", equal(axis)) for axis in AXES]
     columns += [("area", lambda row: _estimate(row.summary.area) if row.summary else NONE)]
     columns += [(name, _mean(name)) for name in ("updates", "tokens", "seconds")]
+    columns += [("length", _mean("length")), ("cut off", _percent("truncated"))]
     columns.append(("seeds", lambda row: str(len(row.runs))))
     return columns
 
 
 def _mean(name: str) -> Callable[[RowReport], str]:
-    return lambda row: _short(row.summary.means[name]) if row.summary else NONE
+    return lambda row: _short(row.summary.means[name]) if row.summary and name in row.summary.means else NONE
+
+
+def _percent(name: str) -> Callable[[RowReport], str]:
+    return lambda row: f"{row.summary.means[name]:.0%}" if row.summary and name in row.summary.means else NONE
 
 
 def _reach(found: Report, kind: Kind, rows: Sequence[RowReport], width: int) -> list[Line]:
@@ -105,12 +111,12 @@ def _above(found: Report, rows: Sequence[RowReport], width: int) -> list[Line]:
     cells: dict[tuple[str, str], str] = {}
     for pair in found.pairs:
         p = pair.probability["tokens"]
-        star = "*" * (not p.low <= 0.5 <= p.high)
+        star = "*" * pair.apart["tokens"]
         cells[pair.first, pair.second] = f"{p.value:.2f}{star}"
         cells[pair.second, pair.first] = f"{1 - p.value:.2f}{star}"
     columns: list[Column] = [("", lambda row: row.label)]
     columns += [(label, lambda row, label=label: cells.get((row.label, label), NONE)) for label in labels]  # type: ignore[misc]
-    head = "P(row above column) at equal tokens; * = the 95 % interval leaves ½ out"
+    head = "P(row above column) at equal tokens; * = told apart, the 95 % interval leaves ½ out"
     return [*wrapped((), head, width, HEAD), *_columns([row for row in rows if row.summary], columns, width), ()]
 
 

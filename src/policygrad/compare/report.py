@@ -12,7 +12,13 @@ from typing import Any
 from policygrad.compare import statements, summary
 from policygrad.compare.outcomes import AXES, Outcome
 from policygrad.compare.plan import Job, Plan, Row
-from policygrad.compare.statistics import Estimate, interquartile_mean, probability_of_improvement
+from policygrad.compare.statistics import (
+    LEVEL,
+    Estimate,
+    interquartile_mean,
+    probability_of_improvement,
+    separation_by_chance,
+)
 from policygrad.compare.summary import POINTS, Summary, Tried
 from policygrad.compare.work import Results
 from policygrad.errors import ConfigError
@@ -54,6 +60,8 @@ class Pair:
     first: str
     second: str
     probability: Mapping[str, Estimate]
+    apart: Mapping[str, bool]
+    """Whether the interval leaves ½ out, with so many runs that chance alone seldom separates them."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,8 @@ class Report:
     """By axis: the points of all curves."""
     rows: tuple[RowReport, ...]
     pairs: tuple[Pair, ...]
+    says: tuple[str, ...] = ()
+    """What can be read off it."""
     differs: tuple[str, ...] = ()
     """What differs between the rows besides the algorithm."""
     limits: tuple[str, ...] = ()
@@ -196,14 +206,13 @@ def _row(
 def _pairs(rows: Sequence[RowReport]) -> tuple[Pair, ...]:
     """All pairs of one kind."""
     return tuple(
-        Pair(
-            a.label,
-            b.label,
-            {
-                name: probability_of_improvement(a.summary.scores[name], b.summary.scores[name])
-                for name in a.summary.scores
-            },
-        )
+        _pair(a.label, b.label, a.summary.scores, b.summary.scores)
         for a, b in combinations(rows, 2)
         if a.kind == b.kind and a.summary is not None and b.summary is not None
     )
+
+
+def _pair(first: str, second: str, x: Mapping[str, Sequence[float]], y: Mapping[str, Sequence[float]]) -> Pair:
+    found = {name: probability_of_improvement(x[name], y[name]) for name in x}
+    enough = separation_by_chance(len(x["tokens"]), len(y["tokens"])) <= 1 - LEVEL
+    return Pair(first, second, found, {name: enough and not p.low <= 0.5 <= p.high for name, p in found.items()})

@@ -1,14 +1,19 @@
-"""What differs between the rows of a comparison besides the algorithm, and what it cannot tell, in sentences."""
+"""What a comparison says, what differs between its rows besides the algorithm, and what it cannot tell, in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+from policygrad.compare.statistics import LEVEL, separation_by_chance
 
 if TYPE_CHECKING:
     from policygrad.compare.report import Report, RowReport
 
+NAMED = 6
+"""Pairs that a sentence names."""
 FEW = 10
 """Seeds below which a percentile interval is said to be too narrow."""
 SETTINGS = {
@@ -21,7 +26,48 @@ SETTINGS = {
 
 def said(found: Report) -> Report:
     """The report with its sentences."""
-    return replace(found, differs=tuple(differs(found)), limits=tuple(limits(found)))
+    return replace(found, says=tuple(says(found)), differs=tuple(differs(found)), limits=tuple(limits(found)))
+
+
+def says(found: Report) -> Iterable[str]:
+    """Who is highest at equal tokens, updates and seconds, of whom that cannot be told, and whether the axes agree."""
+    for number, kind in enumerate(found.kinds):
+        rows = [row for row in found.rows if row.kind == number and row.summary]
+        where = f" on {kind.measure.get('task')}" if len(found.kinds) > 1 else ""
+        for axis, end in kind.equal.items() if len(rows) > 1 else ():
+            best = max(rows, key=lambda row: row.summary.equal[axis].value if row.summary else 0.0)
+            close = _together(found, best.label, axis)
+            told = f"; not told apart from it: {', '.join(close)}" if close else "; all others are below it"
+            score = best.summary.equal[axis] if best.summary else None
+            yield f"At {end:,.0f} {axis}{where}, which every run reaches, {best.label} is highest, {score}{told}."
+    both = [pair for pair in found.pairs if pair.apart["tokens"] and pair.apart["updates"]]
+    turned = [p for p in both if (p.probability["tokens"].value > 0.5) != (p.probability["updates"].value > 0.5)]
+    if both:
+        names = ", ".join(f"{p.first} and {p.second}" for p in turned[:NAMED]) + " …" * (len(turned) > NAMED)
+        yield (
+            f"Of {len(both)} pairs that are apart at equal tokens and at equal updates, {len(turned)} "
+            f"{'is' if len(turned) == 1 else 'are'} in the opposite order at equal updates{f' ({names})' if turned else ''}."
+        )
+    if found.ladder:
+        yield from _rungs(found)
+
+
+def _rungs(found: Report) -> Iterable[str]:
+    """Every part of a ladder against the row below it."""
+    rows = [row for row in found.rows if row.change and row.summary]
+    for below, row in pairwise(rows):
+        pair = next((p for p in found.pairs if {p.first, p.second} == {below.label, row.label}), None)
+        if pair is None or row.summary is None or below.summary is None:
+            continue
+        change = row.summary.equal["tokens"].value - below.summary.equal["tokens"].value
+        clear = "apart" if pair.apart["tokens"] else "not told apart"
+        yield f"{row.label} ({row.change}): {change:+.3f} at equal tokens, {clear} from {below.label}."
+
+
+def _together(found: Report, label: str, axis: str) -> list[str]:
+    """Rows that cannot be told from this one."""
+    pairs = [p for p in found.pairs if label in (p.first, p.second) and not p.apart[axis]]
+    return [p.second if p.first == label else p.first for p in pairs]
 
 
 def differs(found: Report) -> Iterable[str]:
@@ -60,13 +106,12 @@ def limits(found: Report) -> Iterable[str]:
         f"Intervals are over {len(found.seeds)} seed{'s' * (len(found.seeds) > 1)} of the same held-out problems{few}. They do not "
         "cover other tasks, models or budgets."
     )
-    pairs = [pair.probability["tokens"] for pair in found.pairs]
-    if pairs:
-        open_ = sum(p.low <= 0.5 <= p.high for p in pairs)
+    if pairs := found.pairs:
+        open_ = sum(not pair.apart["tokens"] for pair in found.pairs)
         by_chance = f", and of {len(pairs)} pairs some exclude ½ by chance alone" if len(pairs) > 5 else ""
         yield (
             f"At equal tokens {open_} of {len(pairs)} pair{'s' * (len(pairs) > 1)} cannot be told apart: the interval of P(above) "
-            f"holds ½{by_chance}."
+            f"holds ½{by_chance}.{_few(len(found.seeds))}"
         )
     yield (
         "One task and one small model: rankings of post-training algorithms change with scale and task (Li 2026, arXiv:2603.19335, "
@@ -79,6 +124,14 @@ def limits(found: Report) -> Iterable[str]:
         "Seconds are those of this machine, with what else ran on it; they leave out evaluations, loading and checkpoints. Between "
         "evaluations a curve is a straight line."
     )
+
+
+def _few(seeds: int) -> str:
+    """Where no separation could be more than chance."""
+    chance = separation_by_chance(seeds, seeds)
+    if chance <= 1 - LEVEL:
+        return ""
+    return f" With {seeds} seeds each, equal rows are wholly separated in {chance:.0%} of cases, so that none is called apart."
 
 
 def _rates(found: Report) -> Iterable[str]:

@@ -7,6 +7,7 @@ Scores are [runs, tasks], float64; one task is a table of one column.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -86,6 +87,14 @@ def probability_of_improvement(x: ArrayLike, y: ArrayLike, reps: int = REPS, see
     replicated = wins[first[:, :, None], second[:, None], tasks].mean(axis=(1, 2, 3))
     low, high = interval(replicated)
     return Estimate(float(wins.mean()), float(low), float(high))
+
+
+def separation_by_chance(n: int, m: int) -> float:
+    """How often n and m runs of one and the same thing are wholly apart, either way round: 2·n!·m!/(n+m)!.
+
+    Where runs are wholly apart the bootstrap's interval of P(X > Y) is [1, 1], however few they are: below this it says nothing.
+    """
+    return min(1.0, 2 / math.comb(n + m, n))
 
 
 def at(xs: ArrayLike, ys: ArrayLike, x: ArrayLike) -> Any:

@@ -88,12 +88,13 @@ def _curves(row: RowReport) -> dict[str, Any]:
 
 
 def _matrix(found: Report, measure: str) -> dict[str, dict[str, list[float]]]:
-    """first -> second -> [P(first above second), low, high], both ways."""
+    """first -> second -> [P(first above second), low, high, 1 where they are told apart], both ways."""
     cells: dict[str, dict[str, list[float]]] = {}
     for pair in found.pairs:
         p = pair.probability[measure]
-        cells.setdefault(pair.first, {})[pair.second] = [p.value, p.low, p.high]
-        cells.setdefault(pair.second, {})[pair.first] = [1 - p.value, 1 - p.high, 1 - p.low]
+        apart = float(pair.apart[measure])
+        cells.setdefault(pair.first, {})[pair.second] = [p.value, p.low, p.high, apart]
+        cells.setdefault(pair.second, {})[pair.first] = [1 - p.value, 1 - p.high, 1 - p.low, apart]
     return cells
 
 

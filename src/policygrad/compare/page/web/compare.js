@@ -99,9 +99,9 @@ function pairs(table, kind) {
   if (labels.length < 2) return;
   const cell = (a, b) => {
     if (a === b) return make("td", {}, "–");
-    const [p, low, high] = cells[a][b], open = low <= 0.5 && high >= 0.5;
+    const [p, low, high, apart] = cells[a][b];
     const td = make("td", { title: `${a} above ${b}: ${number(p)} [${number(low)}, ${number(high)}]` }, p.toFixed(2));
-    if (open) td.className = "open";
+    if (!apart) td.className = "open";
     else td.style.background = `color-mix(in srgb, ${p > 0.5 ? "var(--s0)" : "var(--s1)"} ${Math.round(44 * Math.abs(p - 0.5))}%, transparent)`;
     return td;
   };
