@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from policygrad.compare.statistics import (
@@ -23,6 +23,7 @@ from policygrad.compare.statistics import (
     separation_by_chance,
 )
 
+QUICK = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 SCORES = st.lists(st.floats(-10, 10, allow_subnormal=False).map(lambda x: round(x, 3)), min_size=1, max_size=7)
 
 
@@ -35,6 +36,7 @@ def test_interquartile_mean_by_hand() -> None:
     np.testing.assert_array_equal(interquartile_mean([[1, 2, 3, 10], [0, 0, 0, 8]]), [2.5, 0.0])  # over the last axis
 
 
+@QUICK
 @given(SCORES, st.floats(-3, 3), st.floats(0.1, 3))
 def test_interquartile_mean_moves_with_the_scores(scores: list[float], shift: float, scale: float) -> None:
     x = np.array(scores)
@@ -99,7 +101,7 @@ def test_probability_of_improvement_by_hand() -> None:
         probability_of_improvement([1.0], [[1.0, 2.0]])
 
 
-@settings(max_examples=40)
+@QUICK
 @given(SCORES, SCORES)
 def test_one_of_two_is_above_the_other(x: list[float], y: list[float]) -> None:
     above, below = probability_of_improvement(x, y, reps=50), probability_of_improvement(y, x, reps=50)
@@ -127,6 +129,7 @@ def test_between_points_a_curve_is_straight() -> None:
     assert mean_height([0, 10], [0.3, 0.5], 0) == 0.3
 
 
+@QUICK
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=8), st.floats(0.1, 3))
 def test_the_area_of_a_level_curve_is_its_level(heights: list[float], end: float) -> None:
     xs = np.linspace(0, 3, len(heights))

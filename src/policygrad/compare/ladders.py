@@ -25,6 +25,7 @@ class Rung:
 class Ladder:
     """A method's parts in order."""
 
+    title: str
     source: str
     setting: tuple[str, ...]
     """Options that all rungs share: a task on which the parts matter."""
@@ -40,16 +41,17 @@ class Ladder:
         found = []
         for rung in self.rungs:
             words = layered(words, rung.change)
-            figure = f" (published: {rung.published})" if rung.published else ""
+            figure = f"; published: {rung.published}" if rung.published else ""
             found.append((rung.label, (self.base, *words), rung.says + figure))
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        return {"source": self.source, "why": self.why}
+        return {"title": self.title, "source": self.source, "why": self.why}
 
 
 LADDERS: dict[str, Ladder] = {
     "dapo": Ladder(
+        title="DAPO, part by part",
         source="Yu et al. 2025 (DAPO, arXiv:2503.14476), table 1: AIME 2024, avg@32, Qwen2.5-32B",
         setting=("--task", "embedded_steps", "--max-tokens", "20"),
         why="Answers that the base model works out take 15 to 24 tokens here, and the budget is 20: the more it works "

@@ -144,7 +144,7 @@ def _rates(found: Report) -> Iterable[str]:
         return
     yield (
         f"A learning rate is the best of its grid by the mean final score of {len(found.tuning_seeds)} tuning "
-        f"seed{'s' * (len(found.tuning_seeds) > 1)}, which are not reported; nothing else was tuned."
+        f"seed{'s' * (len(found.tuning_seeds) > 1)} besides those reported; nothing else was tuned."
     )
     if edges := [f"{row.label} ({row.edge})" for row in found.rows if row.edge]:
         yield f"Best at the edge of its grid, so that a wider one might do better: {', '.join(edges)}."

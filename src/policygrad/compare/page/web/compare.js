@@ -3,9 +3,11 @@
 const CHOSEN = { axis: "tokens", measure: "tokens" };
 const MOST = 12; // rows that a tip names
 
-function colour(i) { return `var(--s${i % 7})`; }
+const COLOURS = [0, 1, 2, 3, 4, 6]; // s5 is too near to s0 to do without a dash of its own
 
-function dash(i) { return DASHES[Math.floor(i / 7) % 7]; }
+function colour(i) { return `var(--s${COLOURS[i % COLOURS.length]})`; }
+
+function dash(i) { return DASHES[Math.floor(i / COLOURS.length) % DASHES.length]; }
 
 function swatch(i) {
   const line = make("line", { x1: 0, x2: 22, y1: 6, y2: 6, stroke: colour(i), "stroke-width": 2.5, "stroke-dasharray": dash(i) });
