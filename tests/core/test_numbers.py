@@ -21,6 +21,8 @@ GATES = (
     pg.WeightCap(0.5, 2.0),
     pg.SoftGate(1.0, 1.05),
     pg.SoftGate(2.0, 5.0),
+    pg.Unweighted(),
+    pg.Taper(),
 )
 RATIOS = (pg.Token(), pg.Sequence(), pg.SequenceProduct())
 BASELINES = {
