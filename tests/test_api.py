@@ -13,7 +13,7 @@ import policygrad as pg
 
 PUBLIC = """
 A2C ALGORITHMS Action AdaptiveProblem Advantage Aggregation Algorithm Batch BatchMean BatchStd CISPO Callback
-CheckpointError Checkpointing Clip ConfigError Correction Critic CurvatureProblem DAPO DR_GRPO DataError DropNoSpread
+CheckpointError Checkpointing Clip ConfigError Correction Critic CurvatureProblem DAPO DR_GRPO DataError Downsample DropNoSpread
 DualClip DualDescent EngineError Entropy Environment Evaluation ExactEntropy ExactKLToOld Example Filter FirstOrder
 FixedLength Forward GAE GRPO GRPO_PROCESS GSPO GSPO_TOKEN Gate Generation GradientProblem GroupMean GroupStd
 GroupTokenMean ITERATIVE_GRPO Importance KLInReward KLToOld KLToReference Learner LearnerConfig LeaveOneOut

@@ -19,7 +19,7 @@ _HOME = {
     "policygrad.core.corrections": "MaskedIS TruncatedIS",
     "policygrad.core.critic": "Critic",
     "policygrad.core.dual_descent": "DualDescent",
-    "policygrad.core.filters": "DropNoSpread MaskTruncated",
+    "policygrad.core.filters": "Downsample DropNoSpread MaskTruncated",
     "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
     "policygrad.core.loss_terms": "ExactEntropy ExactKLToOld",
     "policygrad.core.objective": "gate_weight objective surrogate",

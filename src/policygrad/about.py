@@ -146,7 +146,8 @@ ABOUT: dict[str, About] = {
     ),
     "vapo": About(
         "Value-based augmented PPO",
-        "Yue et al. 2025, arXiv:2504.05118; AIME 2024: 60.4 against DAPO's 50 and DeepSeek-R1-Zero-Qwen-32B's 47",
+        "Yue et al. 2025, arXiv:2504.05118; AIME 2024: 60.4 against DAPO's 50 and DeepSeek-R1-Zero-Qwen-32B's 47, "
+        "each by RL from Qwen2.5-32B",
         "ppo",
         "A critic that holds for long answers: fitted before training, Monte-Carlo targets, λ that grows with the length.",
         "At α = 0.05 answers below 20 tokens get λ = 0, one-step advantages from the critic alone: short tasks need a larger α.",

@@ -25,7 +25,9 @@ from policygrad.core.values import GAE, LengthAdaptiveGAE, NStep, Whiten
 from policygrad.errors import ConfigError
 
 REINFORCE = Algorithm("reinforce", psi=(RunningMean(),), gate=OnPolicy(), aggregate=SequenceSum())
-RLOO = replace(REINFORCE, name="rloo", psi=(LeaveOneOut(),), shaping=(KLInReward(0.05),), samples_per_prompt=4)
+RLOO = replace(
+    REINFORCE, name="rloo", psi=(LeaveOneOut(),), shaping=(KLInReward(0.05, level="sequence"),), samples_per_prompt=4
+)
 OPO = replace(REINFORCE, name="opo", psi=(OptimalBaseline("length", leave_one_out=False),))
 GRPO = Algorithm(
     "grpo",
@@ -45,12 +47,20 @@ DAPO = replace(
     terms=(),
     shaping=(SoftOverlong(),),
     filters=(DropNoSpread(), MaskTruncated()),
+    step=FirstOrder(minibatches=16),
 )
-GSPO = replace(GRPO, name="gspo", ratio=Sequence(), gate=Clip(3e-4, 4e-4), terms=())
+GSPO = replace(GRPO, name="gspo", ratio=Sequence(), gate=Clip(3e-4, 4e-4), terms=(), step=FirstOrder(minibatches=4))
 CISPO = replace(
-    GRPO, name="cispo", gate=WeightCap(0.0, 5.0), aggregate=TokenMean(), terms=(), filters=(DropNoSpread(),)
+    GRPO,
+    name="cispo",
+    gate=WeightCap(0.0, 5.0),
+    aggregate=TokenMean(),
+    terms=(),
+    shaping=(SoftOverlong(),),
+    filters=(DropNoSpread(),),
+    step=FirstOrder(minibatches=16),
 )
-SAPO = replace(GRPO, name="sapo", gate=SoftGate(1.0, 1.05), terms=())
+SAPO = replace(GRPO, name="sapo", gate=SoftGate(1.0, 1.05), terms=(), step=FirstOrder(minibatches=4))
 
 A2C = replace(
     REINFORCE, name="a2c", psi=(NStep(5),), aggregate=TokenMean(), terms=(Entropy(0.01),), critic=Critic(clip=0.0)
@@ -75,7 +85,7 @@ PPO = Algorithm(
     step=FirstOrder(epochs=4),
     critic=Critic(),
 )
-VINEPPO = replace(PPO, name="vineppo", psi=(PrefixValue(9),), critic=None)
+VINEPPO = replace(PPO, name="vineppo", psi=(PrefixValue(9),), critic=None, step=FirstOrder(epochs=2, minibatches=8))
 PPO_PENALTY = replace(PPO, name="ppo_penalty", gate=Importance(), terms=(KLToOld(1.0, target=0.01),), shaping=())
 VAPO = replace(
     PPO,
@@ -84,7 +94,7 @@ VAPO = replace(
     gate=Clip(0.2, 0.28),
     terms=(PositiveNLL(0.1),),
     shaping=(),
-    step=FirstOrder(),
+    step=FirstOrder(minibatches=16),
     critic=Critic(lam=1.0, pretrain=20),
     samples_per_prompt=16,
 )
@@ -96,6 +106,7 @@ PRORL = replace(
     name="prorl",
     gate=Clip(0.2, 0.4),
     terms=(KLToReference(1e-4, "k2"),),
+    step=FirstOrder(minibatches=4),
     reference=Reference(every=200, reset=True),
 )
 MAGISTRAL = replace(
@@ -105,6 +116,7 @@ MAGISTRAL = replace(
     gate=Clip(0.2, 0.28),
     aggregate=GroupTokenMean(),
     terms=(),
+    shaping=(SoftOverlong(scale=0.1),),
     filters=(DropNoSpread(),),
 )
 

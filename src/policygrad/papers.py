@@ -21,7 +21,9 @@ class Paper:
 USUAL: dict[str, str] = {
     "SequenceSum.group_power": "1: a plain mean",
     "FirstOrder.epochs": "1: every rollout is used once",
-    "FirstOrder.minibatches": "1: a rollout is one update",
+    "FirstOrder.minibatches": "1: a rollout is not split",
+    "KLInReward.level": "token: each token answers for the KL to go, as in PPO for language",
+    "SoftOverlong.scale": "1, as in DAPO",
     "KLInReward.form": "k1, the only form that gives the gradient of the sequence's KL",
     "Reference.every": "open: frozen, as everywhere but in iterative GRPO and ProRL",
     "Reference.reset": "off",
@@ -36,27 +38,44 @@ USUAL: dict[str, str] = {
     "BatchStd.of": "the centred advantages, as in Magistral",
     "Whiten.eps": "our choice, and that of common code",
     "MaskTruncated.keep_in_statistics": "off: a masked answer is as if it had not been sampled",
+    "GAE.bootstrap": "off: an answer that the budget cut off has ended",
+    "NStep.bootstrap": "off: an answer that the budget cut off has ended",
+    "LengthAdaptiveGAE.bootstrap": "off: an answer that the budget cut off has ended",
+    "ProcessReward.outcome": "on, our choice: the task's reward scores the last step; sec. 4.1.3 has process rewards alone",
+    "Downsample.keep": "our choice: half of the usual eight; no algorithm has it",
+    "DropNoSpread.carry": "our choice: so that nothing good is thrown away; no paper says what becomes of it",
 }
 """`Part.setting` -> what there is to say of a part's own default where no paper speaks of it."""
+RECIPE = frozenset({"FirstOrder.epochs", "FirstOrder.minibatches"})
+"""Settings that no row has from its parent: how often a rollout is used is each paper's own, also where the number is the same."""
 _CLIPPED = "min( r Â, clip(r, 1 − ε_low, 1 + ε_high) Â )"
 _ZSCORE = "Â_i = (R_i − mean_g R)/std_g R"
 
 PAPERS: dict[str, Paper] = {
-    "reinforce": Paper("J = E[ R(o) ],   ∇J = E[ (R(o) − b) ∇log π_θ(o) ],  b independent of o"),
+    "reinforce": Paper(
+        "J = E[ R(o) ],   ∇J = E[ (R(o) − b) ∇log π_θ(o) ],  b independent of o",
+        departs="the batch, the running mean's decay and the optimiser (AdamW) are ours: the paper's rule is for one "
+        "step of plain gradient ascent",
+    ),
     "rloo": Paper(
         "∇J = E[ 1/k Σ_i ( R_i − 1/(k−1) Σ_{j≠i} R_j ) ∇log π_θ(o_i) ]\nR(o) = score(o) − β log( π_θ(o)/π_ref(o) )",
         {
             "samples_per_prompt": "k = 4, the larger of the paper's 2 and 4",
             "KLInReward.beta": "0.05 as in Stiennon et al. 2020; the paper has 0.03 (app. C)",
             "SequenceSum.group_power": "1: the mean over samples, as the paper has it",
+            "KLInReward.level": "sequence: the completion's whole KL in its one reward, as in the objective above",
         },
+        departs="β is 0.05 where the paper has 0.03; the rest is as published",
     ),
     "opo": Paper(
         "∇J = E[ (R(o) − b*) ∇log π_θ(o) ],   b* = E[‖∇log π_θ(o)‖² R]/E[‖∇log π_θ(o)‖²] ≈ Σ_j |o_j| R_j / Σ_j |o_j|",
         {
             "OptimalBaseline.norm": "length: the paper takes ‖∇log π_θ(o)‖² to grow with |o|",
             "OptimalBaseline.leave_one_out": "off, as published",
+            "FirstOrder.epochs": "1: the paper trains exactly on-policy",
+            "FirstOrder.minibatches": "1: the paper trains exactly on-policy",
         },
+        departs="G is our choice; the rest is as published",
     ),
     "a2c": Paper(
         "∇J = E[ ∇log π_θ(a_t|s_t) ( Σ_{i<k} γ^i r_{t+i} + γ^k V(s_{t+k}) − V(s_t) ) + η ∇H(π_θ(·|s_t)) ]",
@@ -66,6 +85,8 @@ PAPERS: dict[str, Paper] = {
             "Entropy.eta": "0.01, the paper's experiments",
             "Critic.clip": "none, as in the paper",
         },
+        departs="γ is 1, an episode is one answer, the critic has parameters of its own, and AdamW takes RMSProp's "
+        "place",
     ),
     "trpo": Paper(
         "maximise E[ r Â ]  subject to  E_s[ KL( π_old(·|s) ‖ π_θ(·|s) ) ] ≤ δ",
@@ -80,10 +101,13 @@ PAPERS: dict[str, Paper] = {
             "GAE.gamma": "1: an episode is one answer",
             "GAE.lam": "Schulman et al. 2016 (GAE)",
         },
+        departs="the advantages are GAE with a learned critic (the paper takes sums of rewards), γ is 1, and damping "
+        "and the line search's numbers are Spinning Up's",
     ),
     "natural": Paper(
         "Δθ = √( 2δ / gᵀF⁻¹g ) F⁻¹g,   g = ∇J,  F = E[ ∇log π ∇log πᵀ ]",
         {"TrustRegion.line_search": "off: the paper has none"},
+        departs="δ sets the step's length and the advantages are GAE: the paper has a fixed step size and Q-values",
     ),
     "ppo": Paper(
         "J = E_t[ min( r Â, clip(r, 1 − ε, 1 + ε) Â ) ] − c_1 E_t[ (V_φ(s_t) − V_target)² ]",
@@ -93,18 +117,27 @@ PAPERS: dict[str, Paper] = {
             "GAE.lam": "0.95, tables 3 to 5",
             "GAE.gamma": "1 as in Ziegler et al. 2019, for language; the paper's 0.99 would penalise length",
             "KLInReward.beta": "0.05 as in Stiennon et al. 2020; not part of PPO itself",
-            "FirstOrder.epochs": "4 as in Ziegler et al. 2019 and Stiennon et al. 2020, for language; the paper has 3 to 15",
+            "FirstOrder.epochs": "4 as in Ziegler et al. 2019 and Stiennon et al. 2020, for language; the paper has "
+            "3 to 15",
             "Critic.clip": "0.2, the value clipping of the authors' code (Huang et al. 2022)",
             "Critic.coefficient": "½, as in the authors' code; the paper has c_1 = 1 (table 5)",
             "Critic.lam": "the advantages' λ, as in the paper",
+            "FirstOrder.minibatches": "1 as in the code of Ziegler et al. 2019 (nminibatches), for language; the "
+            "paper has minibatches of 64 steps",
         },
+        departs="as used for language since Ziegler et al. 2019: γ = 1, a KL to the reference in the reward, a "
+        "clipped value loss, no entropy bonus",
     ),
     "ppo_penalty": Paper(
         "J = E_t[ r Â − β KL( π_old(·|s_t) ‖ π_θ(·|s_t) ) ]\nthen β ← 2β if KL > 1.5 target,  β/2 if KL < target/1.5",
         {
             "KLToOld.target": "0.01, table 1 (the middle of three)",
             "KLToOld.beta": "β starts at 1, the paper's experiments",
+            "FirstOrder.epochs": "4 as in ppo: the paper has 10",
+            "FirstOrder.minibatches": "1 as in ppo",
         },
+        departs="whitened advantages, γ = 1 and 4 passes as in ppo for language; β is adapted after each rollout, as "
+        "in the paper",
     ),
     "vapo": Paper(
         f"J = 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED}  +  μ · 1/Σ_{{o_i right}} |o_i| Σ_{{o_i right}} Σ_t log π_θ(o_{{i,t}})\n"
@@ -120,7 +153,11 @@ PAPERS: dict[str, Paper] = {
             "Critic.lam": "λ_critic = 1 (decoupled GAE)",
             "Critic.pretrain": "our choice: 20 rollouts at most; the paper fits about 50 steps",
             "samples_per_prompt": "16, the paper's experiments",
+            "FirstOrder.epochs": "1: the paper mentions no second pass",
+            "FirstOrder.minibatches": "16: 8,192 samples in mini-batches of 512, sec. 5.1",
         },
+        departs="the critic starts from the policy and not from a reward model, is fitted for 20 rollouts at most "
+        "where the paper has about 50 steps, and learns ten times as fast as the policy (twice)",
     ),
     "grpo": Paper(
         f"J = E[ 1/G Σ_i 1/|o_i| Σ_t ( min( r Â, clip(r, 1 − ε, 1 + ε) Â ) − β (e^{{−u}} + u − 1) ) ]\n{_ZSCORE}"
@@ -135,22 +172,40 @@ PAPERS: dict[str, Paper] = {
             "FirstOrder.epochs": "one update per rollout, sec. 4.2",
             "FirstOrder.minibatches": "one update per rollout, sec. 4.2",
         },
+        departs="G is 8 where the paper has 64, ε is PPO's since the paper gives none, and a verifier's scores stand "
+        "for those of a reward model",
     ),
     "grpo_process": Paper(
         f"J = E[ 1/G Σ_i 1/|o_i| Σ_t {_CLIPPED} − β KL(π_θ‖π_ref) ]\n"
         "Â_{i,t} = Σ_{step ends j ≥ t} (r_{i,j} − mean_g r)/std_g r,   over the rewards of all steps of the group",
-        {"ProcessReward.eps": "our choice, as for the group's std", "ProcessReward.ddof": "1, as for the group's std"},
+        {
+            "ProcessReward.eps": "our choice, as for the group's std",
+            "ProcessReward.ddof": "1, as for the group's std",
+            "FirstOrder.epochs": "one update per rollout, sec. 4.2",
+            "FirstOrder.minibatches": "one update per rollout, sec. 4.2",
+        },
+        departs="as grpo: G is 8 where the paper has 64",
     ),
     "iterative_grpo": Paper(
         "as grpo, with π_ref ← π_θ at the start of every iteration (algorithm 1)",
         {
             "Reference.every": "our choice: the paper renews it once per iteration and gives no length",
             "FirstOrder.epochs": "our choice: μ of algorithm 1",
+            "FirstOrder.minibatches": "1: algorithm 1 goes over the whole batch μ times",
         },
+        departs="the reference is renewed every 100 rollouts, the paper's iteration having no stated length, and the "
+        "reward model is not trained on",
     ),
     "dr_grpo": Paper(
         "J = E[ 1/G Σ_i Σ_t min( r Â, clip(r, 1 − ε, 1 + ε) Â ) ],   Â_i = R_i − mean_g R",
-        {"samples_per_prompt": "8, the authors' code"},
+        {
+            "samples_per_prompt": "8, the authors' code",
+            "FirstOrder.epochs": "1 inner epoch, app. G, table 6",
+            "FirstOrder.minibatches": "our choice: the paper states none, and the authors' code takes 8, 128 of "
+            "1,024 completions at a time",
+        },
+        departs="divided by the token budget, as in the authors' code and not in the formula, which is the same "
+        "direction; one update per rollout, where that code takes 8",
     ),
     "dapo": Paper(
         f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ]   s.t.  0 < #right < G\n{_ZSCORE}",
@@ -161,7 +216,14 @@ PAPERS: dict[str, Paper] = {
             "DropNoSpread.mode": "refill, eq. 11",
             "DropNoSpread.max_rounds": "our choice: the paper sets no bound",
             "samples_per_prompt": "our choice, for small machines; the paper samples 16 (sec. 4.1)",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "16 updates per rollout: 8,192 answers in mini-batches of 512, sec. 4.1",
+            "SoftOverlong.scale": "1, eq. 13",
         },
+        departs="the token mean is over the step and not per group (eq. 8), as in the authors' code; rewards are 0 "
+        "and 1 where the paper has −1 and 1, which doubles the length penalty beside them; truncated answers "
+        "are masked and punished, as in the published ladder, where the authors' script only punishes; G is 8 "
+        "where the paper has 16",
     ),
     "prorl": Paper(
         f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ] − β KL( π_θ ‖ π_ref ),   π_ref and the optimiser renewed now and then",
@@ -172,7 +234,12 @@ PAPERS: dict[str, Paper] = {
             "KLToReference.beta": "our choice",
             "Reference.every": "our choice: the paper resets when validation stalls",
             "Reference.reset": "the paper, sec. 2",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "4 updates per rollout: batch 256, mini-batch 64, sec. 3.2",
         },
+        departs="the reset comes every 200 rollouts, not when validation stalls (Reference(stall=…) does that); token "
+        "mean, overlong mask and length penalty are DAPO's, of which the paper takes the clip and the dynamic "
+        "sampling; temperature is 1 (1.2) and G is 8 (16)",
     ),
     "magistral": Paper(
         f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ]   s.t.  some R_i differ\n"
@@ -181,16 +248,35 @@ PAPERS: dict[str, Paper] = {
             "Clip.low": "0.2 as in PPO",
             "Clip.high": "0.28: the paper tunes it between 0.26 and 0.28 (sec. 2.1); another source says about 0.25",
             "DropNoSpread.mode": "our choice: the paper only says that such groups are filtered",
+            "FirstOrder.epochs": "1: a batch is one update, sec. 6.3",
+            "FirstOrder.minibatches": "1: the paper trains with n_batch = n_minibatch, since more than 2 hurt (sec. "
+            "6.3, fig. 6)",
+            "SoftOverlong.scale": "0.1, eq. 1",
+            "SoftOverlong.cache": "a fifth as in DAPO: the paper gives l_max − l_cache alone",
         },
+        departs="of the rewards only correctness (the task's) and length: the 0.1 each for format and language are "
+        "for a task to give; ε_high is fixed, and generation is synchronous",
     ),
     "gspo": Paper(
         f"J = E[ 1/G Σ_i min( s_i Â_i, clip(s_i, 1 − ε_low, 1 + ε_high) Â_i ) ]\n"
         f"s_i = ( π_θ(o_i)/π_old(o_i) )^(1/|o_i|),   {_ZSCORE}",
-        {"Clip.low": "3e-4, sec. 5.1", "Clip.high": "4e-4, sec. 5.1"},
+        {
+            "Clip.low": "3e-4, sec. 5.1",
+            "Clip.high": "4e-4, sec. 5.1",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "4: each batch of rollouts in four mini-batches, sec. 5.1",
+        },
+        departs="G is our choice: we found none in the paper; nothing else that we know",
     ),
     "gspo_token": Paper(
         "J = E[ 1/G Σ_i 1/|o_i| Σ_t min( s_{i,t} Â_{i,t}, clip(s_{i,t}, 1 − ε_low, 1 + ε_high) Â_{i,t} ) ]\n"
-        "s_{i,t} = sg[s_i] · π_θ(o_{i,t})/sg[π_θ(o_{i,t})]"
+        "s_{i,t} = sg[s_i] · π_θ(o_{i,t})/sg[π_θ(o_{i,t})]",
+        {
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "4, as for GSPO: sec. 5.1 of the same paper",
+        },
+        departs="the advantage is GSPO's unless rewards come per token: the paper leaves open where token-level "
+        "advantages come from",
     ),
     "cispo": Paper(
         "J = E[ 1/Σ_i|o_i| Σ_i Σ_t sg[ clip(r, 1 − ε_low, 1 + ε_high) ] Â log π_θ(o_{i,t}) ]\n" + _ZSCORE,
@@ -198,7 +284,14 @@ PAPERS: dict[str, Paper] = {
             "WeightCap.low": "0: the paper sets no lower bound",
             "WeightCap.high": "5 as an absolute bound, from Khatri et al. 2025 (ScaleRL), arXiv:2510.13786; "
             "the paper tunes it and gives no number",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "16 rounds of off-policy updates per generation batch, sec. 3.1",
+            "SoftOverlong.scale": "1: the paper takes DAPO's length penalty, sec. 3.1",
+            "SoftOverlong.cache": "a fifth as in DAPO, whose penalty it is",
+            "DropNoSpread.mode": "refill: the paper takes DAPO's dynamic sampling, sec. 3.1",
         },
+        departs="the token mean is over the step and not per group (eq. 4); ε_high is ScaleRL's, the paper gives "
+        "none; the stop of repetitive answers and the optimiser's settings (sec. 3.2) are left out",
     ),
     "vineppo": Paper(
         f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ],   r_t −= β ( log π_old − log π_ref )\n"
@@ -206,11 +299,22 @@ PAPERS: dict[str, Paper] = {
         {
             "PrefixValue.samples": "K = 9, the paper's main experiments",
             "samples_per_prompt": "8, the paper's experiments",
+            "FirstOrder.epochs": "2 epochs per iteration, the authors' code",
+            "FirstOrder.minibatches": "8: 512 answers in batches of 64, the authors' code",
+            "KLInReward.beta": "0.05 as in ppo; the authors' runs have 1e-4",
         },
+        departs="the KL is in the reward (β 0.05), as in the paper's statement of the problem; the authors' runs have "
+        "k3 in the loss with 1e-4, and whiten the advantages",
     ),
     "sapo": Paper(
         f"J = E[ 1/G Σ_i 1/|o_i| Σ_t σ( τ (r − 1) ) · 4/τ · Â ],   τ = τ_pos if Â > 0 else τ_neg\n{_ZSCORE}",
-        {"SoftGate.tau_pos": "1.0, the paper's experiments", "SoftGate.tau_neg": "1.05, the paper's experiments"},
+        {
+            "SoftGate.tau_pos": "1.0, the paper's experiments",
+            "SoftGate.tau_neg": "1.05, the paper's experiments",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "4: each batch of rollouts in four mini-batches, sec. 5.1",
+        },
+        departs="G is our choice: we found none in the paper; nothing else that we know",
     ),
     "remax": Paper(
         "∇J = E[ Σ_t ∇log π_θ(a_t) ( R(a_1:T) − R(ā_1:T) ) ],   ā_t = argmax π_θ(·|x, ā_1:t−1)",

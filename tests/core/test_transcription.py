@@ -15,15 +15,21 @@ from doubles.transcriptions import objectives
 from doubles.transcriptions.critic import CRITIC, corrected
 from doubles.transcriptions.off_policy import OFF_POLICY_PARTS, OUTCOMES
 from doubles.transcriptions.parts import EXTRA_FIELDS, PARTS, ROWS
-from doubles.transcriptions.steps import STEPS
+from doubles.transcriptions.steps import STEPS, process_alone
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
 NAMED = objectives.NAMED | CRITIC | ROWS | STEPS | OUTCOMES
-EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys(STEPS, "steps")
+EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys((*STEPS, "process rewards alone"), "steps")
 CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
-TABLE = {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()} | PARTS | {"truncated IS": (CORRECTED, corrected)}
-TABLE |= OFF_POLICY_PARTS
+ALONE = {"process rewards alone": (replace(pg.GRPO_PROCESS, psi=(pg.ProcessReward(outcome=False),)), process_alone)}
+TABLE = (
+    ALONE
+    | {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()}
+    | PARTS
+    | {"truncated IS": (CORRECTED, corrected)}
+    | OFF_POLICY_PARTS
+)
 
 
 def test_the_table_is_complete() -> None:

@@ -74,6 +74,7 @@ _MEANS = {
     "aggregate": "how its tokens are averaged, None as the policy's",
     "where": "the tokens that count in it, or None for all",
     "rounds": "rounds of sampling that a step may take",
+    "carry": "whether groups that a step has no room for begin the next one",
     "refill": "whether other prompts are sampled for what it drops",
     "dropped": "the completions it takes out",
     "uses_lr": "whether the learning rate means anything",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,19 @@ def to_batch(groups: Sequence[Group]) -> Batch:
         logp_sampler=padded([t.logp for t in rows]),
         version=padded([t.version for t in rows]),
         truncated=torch.tensor([t.truncated for t in rows], dtype=torch.bool),
+        **_experts(groups),
     )
+
+
+def _experts(groups: Sequence[Group]) -> dict[str, Any]:
+    """The experts that sampled, where every episode tells them: of each completion, and of each group's prompt."""
+    rows = [(t.routes, len(g.prompt)) for g in groups for t in g.trajectories]
+    known = [(routes, size) for routes, size in rows if routes is not None]
+    if len(known) < len(rows):
+        return {}
+    prompts = tuple(routes[: len(g.prompt)] for g in groups if (routes := g.trajectories[0].routes) is not None)
+    answers = pad_sequence([routes[size:] for routes, size in known], batch_first=True, padding_value=-1)
+    return {"experts": answers, "prompt_experts": prompts}
 
 
 def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:
@@ -66,6 +79,15 @@ def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:
     metrics: Metrics = {name: Mean(float(x.sum()), float(len(x))) for name, x in whole.items() if len(x)}
     metrics |= {"tokens/sampled": Sum(float(lengths.sum())), "completions/max_length": Max(float(lengths.max()))}
     return merge(metrics, *map(_of_environment, rows), _turns(rows))
+
+
+def used(sampled: int, batch: Batch) -> Metrics:
+    """completions/sampled in a step; /trained, those of its batch that can move the weights; /sampled_per_trained, their ratio,
+    where there are any: dynamic sampling and down-sampling take more than 1, what was carried over takes less."""
+    trains = batch.mask if batch.weight is None else batch.mask & (batch.weight != 0)
+    trained = float(trains.any(1).sum())
+    counts: Metrics = {"completions/sampled": Sum(float(sampled)), "completions/trained": Sum(trained)}
+    return counts | ({"completions/sampled_per_trained": Mean(float(sampled), trained)} if trained else {})
 
 
 def _of_environment(row: Trajectory) -> Metrics:

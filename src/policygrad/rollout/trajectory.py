@@ -47,10 +47,12 @@ class Segment:
     """[n] nats under what was really sampled from; None = not sampled: a tool or the environment said them."""
     version: int | Tensor = 0
     """Of the weights that drew it; [n] int64 where they changed on the way."""
+    routes: Tensor | None = None
+    """[m, layers, k] the experts of every token up to its end, the prompt's first; -1 = not read."""
 
     @classmethod
     def drawn(cls, generation: Generation) -> Segment:
-        return cls(generation.tokens, generation.logp, generation.version)
+        return cls(generation.tokens, generation.logp, generation.version, generation.routes)
 
     @property
     def sampled(self) -> bool:
@@ -98,6 +100,11 @@ class Trajectory:
             torch.full_like(s.tokens, s.version) if isinstance(s.version, int) else s.version for s in self.segments
         )
         return self._joined(list(whole))
+
+    @property
+    def routes(self) -> Tensor | None:
+        """[P + n, layers, k] the experts of the prompt's tokens and of these: the last turn has read all before it."""
+        return next((s.routes for s in reversed(self.segments) if s.sampled), None)
 
     @staticmethod
     def _joined(parts: list[Tensor]) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from policygrad.training.loop import Done
 
 MISMATCH = 1.0
@@ -57,7 +59,14 @@ def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:
     elif not values.get("updates/taken") and "value_pretraining" not in values:
         why = _why_nothing(done, values)
         notes += [(f"step {step}: nothing was learned; {why}", why)]
-    if values.get("staleness/max"):
+    groups, shares = len(torch.unique(done.batch.group[done.batch.mask.any(1)])), done.algorithm.step.minibatches
+    if 0 < groups < shares:
+        few = f"the rollout has {groups} group{'s' * (groups > 1)} left for {shares} minibatches of whole groups"
+        notes += [(f"step {step}: {few}: one update per group and epoch", "fewer groups than minibatches")]
+    if carried := values.get("dynamic/carried"):
+        before = f"{carried:.0f} group{'s' * (carried > 1)} sampled in the step before"
+        notes += [(f"step {step}: it begins with {before}, which count as off-policy (DropNoSpread.carry)", "carried")]
+    elif values.get("staleness/max"):
         versions = f"up to {values['staleness/max']:.0f} versions older than the weights that learn from it"
         notes += [(f"step {step}: the rollout is {versions}; it counts as off-policy (algorithm.behaviour)", "stale")]
     elif values.get("mismatch/logp_max", 0.0) > MISMATCH:

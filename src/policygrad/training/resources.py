@@ -13,6 +13,7 @@ from torch import nn
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.models.loading import load_model
+from policygrad.models.routing import Routing
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import Reward, RewardPool, resolve
 from policygrad.rewards.process_rewards import StepEnd
@@ -49,6 +50,7 @@ class Needed:
     budget: float = 10.0
     sampler: Sampler | SamplerFactory | None = None
     environment: EnvironmentFactory | None = None
+    routing_replay: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +100,7 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     rollouter = Rollouter(
         task.train,
         tokenizer,
-        _sampler(needed.sampler, model, tokenizer),
+        _sampler(needed, model, tokenizer),
         pool.score if pool else None,
         needed.seed,
         pool.steps if pool and any(reward.process_reward for reward in chosen) else None,
@@ -109,9 +111,10 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     return Resources(task, names, model, tokenizer, rollouter)
 
 
-def _sampler(given: Sampler | SamplerFactory | None, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
+def _sampler(needed: Needed, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
+    given = needed.sampler
     if given is None:
-        return LocalSampler.of(model, tokenizer)
+        return LocalSampler.of(model, tokenizer, Routing.of(model) if needed.routing_replay else None)
     sampler = made(given, Sampler, model, tokenizer)
     if not isinstance(sampler, Sampler):
         raise ConfigError(
@@ -228,4 +231,5 @@ def needed_for(
         budget=run.rewards.budget,
         sampler=sampler,
         environment=environment,
+        routing_replay=run.learner.routing_replay,
     )
