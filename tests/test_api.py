@@ -25,8 +25,8 @@ Sequence SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SoftGate So
 TokenMean Tracker Trainer Trajectory TruncatedIS TrustRegion UpdateRule VAPO VINEPPO WeightCap Whiten algorithm
 collect evaluate gate_weight load_task local_learner objective replica reward sft surrogate train train_reward_model
 train_sft
-Accepted ASYMRE ConstantBaseline GPG GreedyBaseline LITE_PPO MAXRL OverGroupMean PASSK PassAtK RAFT REINFORCE_PP
-REINFORCE_PP_BASELINE REMAX SCALE_RL TOPR Taper Unweighted
+Accepted ASYMRE ConstantBaseline GPG GreedyBaseline LITE_PPO MAXRL NoPositiveResampling OverGroupMean PASSK PassAtK RAFT
+REINFORCE_PP REINFORCE_PP_BASELINE REMAX SCALE_RL TOPR Taper Unweighted
 """
 
 

@@ -18,6 +18,7 @@ _HOME = {
     "policygrad.core.batch": "Batch Forward",
     "policygrad.core.corrections": "MaskedIS TruncatedIS",
     "policygrad.core.critic": "Critic",
+    "policygrad.core.curriculum": "NoPositiveResampling",
     "policygrad.core.dual_descent": "DualDescent",
     "policygrad.core.filters": "Downsample DropNoSpread MaskTruncated",
     "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",

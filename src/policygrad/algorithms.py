@@ -10,6 +10,7 @@ from policygrad.core.aggregates import FixedLength, GroupTokenMean, SequenceMean
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.baselines import ConstantBaseline, GreedyBaseline
 from policygrad.core.critic import Critic
+from policygrad.core.curriculum import NoPositiveResampling
 from policygrad.core.filters import DropNoSpread, MaskTruncated
 from policygrad.core.gates import Clip, Importance, OnPolicy, SoftGate, WeightCap
 from policygrad.core.off_policy import Taper, Unweighted
@@ -172,7 +173,7 @@ SCALE_RL = replace(
     gate=WeightCap(0.0, 5.0),
     aggregate=GroupTokenMean(),
     terms=(),
-    filters=(DropNoSpread("drop"),),
+    filters=(DropNoSpread("drop"), NoPositiveResampling(0.9)),
     behaviour="sampler",
 )
 

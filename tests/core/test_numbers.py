@@ -237,6 +237,7 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
         step_end=torch.ones(shape, dtype=torch.bool) if "step_end" in algorithm.declared else None,
         token_reward=nan,
         baseline=torch.full((4,), math.nan),
+        example=torch.tensor([0, 0, 1, 1]),
     )
     batch = algorithm.filtered(batch)
     logp = nan.clone().requires_grad_()

@@ -194,6 +194,7 @@ def test_equal_rewards_give_exactly_zero_to_what_compares_them(dtype: torch.dtyp
         mask=torch.ones(8, 2, dtype=torch.bool),
         group=torch.zeros(8, dtype=torch.int64),
         reward=torch.full((8,), reward, dtype=dtype),
+        example=torch.zeros(8, dtype=torch.int64),
     )
     for name in ("maxrl", "passk", "gpg", "reinforce_pp_baseline", "lite_ppo", "scale_rl"):
         algorithm = pg.algorithm(name)
@@ -205,7 +206,8 @@ def test_equal_rewards_give_exactly_zero_to_what_compares_them(dtype: torch.dtyp
 def test_flat_prompts_leave_the_step_or_scale_it() -> None:
     """Of three prompts one is solved: ScaleRL's step is of the other two, GPG's of all three, times 3/2."""
     mask = torch.ones(6, 2, dtype=torch.bool)
-    batch = pg.Batch(mask=mask, group=torch.arange(6) // 2, reward=torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 1.0]))
+    prompt, reward = torch.arange(6) // 2, torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+    batch = pg.Batch(mask=mask, group=prompt, reward=reward, example=prompt)
     dropped, scaled = pg.SCALE_RL.filtered(batch), pg.GPG.filtered(batch)
     assert dropped.counted.tolist() == [False, False, True, True, True, True]
     assert pg.SCALE_RL.coefficients(dropped).sum(1).tolist() == pytest.approx([0, 0, 0.25, 0.25, 0.25, 0.25])

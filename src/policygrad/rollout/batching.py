@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.ragged import Groups
+from policygrad.rollout.prompts import number
 from policygrad.rollout.trajectory import Group, Trajectory
 
 
@@ -36,6 +37,7 @@ def to_batch(groups: Sequence[Group]) -> Batch:
         logp_sampler=padded([t.logp for t in rows]),
         version=padded([t.version for t in rows]),
         truncated=torch.tensor([t.truncated for t in rows], dtype=torch.bool),
+        example=torch.tensor([number(g.start.example) for g in groups], dtype=torch.int64).repeat_interleave(sizes),
         **_experts(groups),
     )
 

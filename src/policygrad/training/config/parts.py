@@ -16,6 +16,7 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "baselines": "psi",
     "corrections": "corrections",
     "critic": "critic",
+    "curriculum": "filters",
     "dual_descent": "step",
     "values": "psi",
     "process": "psi",
