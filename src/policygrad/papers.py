@@ -436,4 +436,178 @@ PAPERS: dict[str, Paper] = {
             "samples_per_prompt": "8, the paper's experiments as TRL's documentation has them",
         },
     ),
+    "gmpo": Paper(
+        "J = E[ 1/G Σ_i { Π_t min( r^sgn(Â_i), clip(r^sgn(Â_i), e^−0.4, e^0.4) )^sgn(Â_i) }^(1/|o_i|) Â_i ]\n"
+        + _ZSCORE,
+        {
+            "GeometricMean.low": "0.4 nats, sec. 4 and the authors' script",
+            "GeometricMean.high": "0.4 nats, sec. 4 and the authors' script",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "8: 1,024 answers a rollout, 128 an update (the authors' script)",
+        },
+        departs="nowhere that we know; a Ψ per token, which the paper does not have, weighs each token by its own",
+    ),
+    "dppo": Paper(
+        "J = E[ 1/(B·L) Σ_i Σ_t M r Â ],   Â_i = R_i − mean_g R,   r = π_θ/μ\n"
+        "M = 0 where Â > 0, r > 1, D > δ or Â < 0, r < 1, D > δ, else 1;   D = |π_θ(o_{i,t}) − μ(o_{i,t})|",
+        {
+            "DivergenceClip.measure": "binary total variation, the first of the paper's two; the binary KL is 'kl'",
+            "DivergenceClip.delta": "0.15 for total variation (0.05 for the KL), the authors' script in verl",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "8: 256 prompts a rollout, 32 an update (the authors' script)",
+        },
+        departs="G is 8 where the authors' script has 16, the ratio has no cap (the script: 10,000), and the top-K divergences, "
+        "which need the sampler's likeliest tokens, are not built",
+    ),
+    "m2po": Paper(
+        f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t M r Â ],   r = π_θ/π_behaviour,   {_ZSCORE}\n"
+        "M: of the tokens with Â > 0, r > 1 or Â < 0, r < 1 the furthest are masked until the others' mean (log r)² ≤ τ",
+        {
+            "SecondMoment.threshold": "τ = 0.04, all of the paper's experiments",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "4, the paper's experiments",
+        },
+        departs="algorithm 1 as published; the authors' code clips at the threshold it finds, and masks more: it counts the masked "
+        "tokens too, at that threshold",
+    ),
+    "luspo": Paper(
+        "J = E[ 1/G Σ_i |o_i| min( s_i Â_i, clip(s_i, 1 − ε_low, 1 + ε_high) Â_i ) ]\n" + _ZSCORE,
+        {
+            "Clip.low": "2e-3, sec. 5.1",
+            "Clip.high": "2.5e-3, sec. 5.1",
+            "FirstOrder.epochs": "1, as for GSPO",
+            "FirstOrder.minibatches": "4, as for GSPO: we found no number of the paper's",
+        },
+        departs="updates per rollout and G are GSPO's and ours: we found none in the paper",
+    ),
+    "vespo": Paper(
+        "J = E[ sg[φ(W)] Â log π_θ(o) ],   W = π_θ(o)/μ(o),   φ(W) = W^k e^{λ(1 − W)}\n"
+        f"(k, λ) by the sign of Â;   {_ZSCORE}",
+        {
+            "GammaKernel.k_pos": "2, sec. 3.4 and the authors' scripts",
+            "GammaKernel.lambda_pos": "3, sec. 3.4 and the authors' scripts",
+            "GammaKernel.k_neg": "3, sec. 3.4 and the authors' scripts",
+            "GammaKernel.lambda_neg": "2, sec. 3.4 and the authors' scripts",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "8, the authors' script; the paper goes from 4 to 64",
+        },
+        departs="W is bounded by the number format and not at e^±20; nothing else that we know",
+    ),
+    "cpgd": Paper(
+        "J = E[ 1/Σ_i|o_i| Σ_i Σ_t min( Â log r, Â clip(log r, log(1 − ε), log(1 + ε)) ) ] − β KL(π_old‖π_θ)\n"
+        f"the KL's gradient as min(r − 1, 2) ∇log π_θ;   {_ZSCORE}",
+        {
+            "LogClip.low": "0.2 as in siiRL, from the authors' institute",
+            "LogClip.high": "0.2 as in siiRL, from the authors' institute",
+            "PolicyDrift.beta": "0.001 as in siiRL, from the authors' institute",
+            "PolicyDrift.cap": "2 as in siiRL, from the authors' institute",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "2: 512 prompts a rollout, 256 an update (siiRL's scripts)",
+        },
+        departs="numbers are siiRL's: the authors' own code was not to be had",
+    ),
+    "clip_cov": Paper(
+        "J = E[ 1/Σ_i|o_i| Σ_i Σ_t min( r Â, clip(r, 0, 2) Â ) at all tokens but I ]\n"
+        "I = ⌊2e-4 N⌋ of those with 1 < cov < 5, at random;   cov = (log π_θ − mean log π_θ)(Â − mean Â)\n" + _ZSCORE,
+        {
+            "ClipCov.low": "1: no lower bound (the authors' scripts)",
+            "ClipCov.high": "1: r up to 2 (the authors' scripts); the paper's formula has no bound",
+            "ClipCov.share": "2e-4, the paper's experiments and the authors' scripts",
+            "ClipCov.least": "1, the paper's experiments and the authors' scripts",
+            "ClipCov.most": "5, the paper's experiments and the authors' scripts",
+            "DropNoSpread.mode": "refill: dynamic sampling, the authors' scripts",
+            "DropNoSpread.max_rounds": "our choice: they have 10",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "8: 256 prompts a rollout, 32 an update (the authors' scripts)",
+        },
+        departs="the share of the band is drawn evenly in order of covariance, not at random; covariances "
+        "are over an update, where the authors' code takes a micro-batch",
+    ),
+    "kl_cov": Paper(
+        "J = E[ 1/Σ_i|o_i| Σ_i Σ_t ( r Â − β 1[(i, t) ∈ I] KL(π_old‖π_θ) ) ]\n"
+        "I = the ⌊k N⌋ tokens of highest cov = (log π_θ − mean log π_θ)(Â − mean Â);   " + _ZSCORE,
+        {
+            "KLCov.beta": "1, the authors' scripts",
+            "KLCov.share": "2e-3, the authors' script for 7B; 2e-4 for 32B",
+            "KLCov.form": "|log r|, what the authors' code has for the KL",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "8: 256 prompts a rollout, 32 an update (the authors' scripts)",
+        },
+        departs="covariances are over an update, where the authors' code takes a micro-batch; the KL is |log r| as in that code, "
+        "and form='k3' is nearer to the formula",
+    ),
+    "high_entropy": Paper(
+        f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t 1[H_t ≥ τ] {_CLIPPED} ]   s.t.  0 < #right < G\n"
+        f"τ: the entropy that the batch's highest 20 % begin with, of π_θ;   {_ZSCORE}",
+        {
+            "HighEntropy.share": "0.2, sec. 5",
+            "HighEntropy.of": "π_θ, also where the samples are of an older policy (sec. 2)",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "16, as in DAPO, whose recipe it takes",
+        },
+        departs="as dapo departs; G is 8 where the paper has DAPO's 16",
+    ),
+    "gdpo": Paper(
+        f"J = E[ 1/G Σ_i 1/|o_i| Σ_t {_CLIPPED} ],   Â = (A − mean_batch A)/std_batch A\n"
+        "A_i = Σ_k w_k (r_{k,i} − mean_g r_k)/std_g r_k,   k the reward functions",
+        {
+            "RewardZScores.eps": "1e-4, the authors' code for TRL (1e-6 in that for verl)",
+            "RewardZScores.ddof": "1, the authors' code",
+            "BatchStd.eps": "1e-4, the authors' code for TRL",
+            "Clip.low": "0.2 as in PPO: the paper gives none for its smallest experiment",
+            "Clip.high": "0.2 as in PPO: the paper gives none for its smallest experiment",
+            "FirstOrder.minibatches": "4, the authors' script: 512 prompts in minibatches of 128",
+            "samples_per_prompt": "4, the authors' script",
+        },
+        "A reward function that says nothing of a completion leaves it out of that reward's statistics (as TRL does); the authors' "
+        "code counts it as 0. Averages are over completions, as in the paper; the authors' verl code takes tokens.",
+    ),
+    "gigpo": Paper(
+        "J = E[ 1/(NT) Σ_i Σ_n min( ρ Â, clip(ρ, 1 − ε, 1 + ε) Â ) ] − β KL(π_θ‖π_ref)\n"
+        "Â_{i,n} = (R(τ_i) − mean_g R)/F + ω (R_{i,n} − mean_s R_n)/F_s,   R_{i,n} = Σ_{m≥n} γ^{m−n} r_{i,m},   "
+        "s the state of turn n",
+        {
+            "GroupInGroup.omega": "ω = 1, sec. 5.1",
+            "GroupInGroup.gamma": "0.95, the authors' scripts",
+            "GroupInGroup.std": "on, the authors' script for ALFWorld; the paper reports both (F = std, F = 1)",
+            "GroupInGroup.eps": "our choice, as for the group's std; the authors' code has 1e-6",
+            "GroupInGroup.ddof": "1, the authors' code",
+            "KLToReference.beta": "0.01, the authors' scripts",
+            "KLToReference.form": "k3, the authors' scripts (low_var_kl)",
+            "Clip.low": "0.2 as in PPO, which is what the authors' code has when nothing is said",
+            "Clip.high": "0.2 as in PPO, which is what the authors' code has when nothing is said",
+            "samples_per_prompt": "N = 8, sec. 5.1",
+            "FirstOrder.minibatches": "our choice: the authors take 256 turns for an update (ALFWorld), however many that makes",
+        },
+        "An episode is one row whose turns see all that was said; the authors make every turn a row with a prompt of its own. "
+        "Ratio and mean are over tokens, as in their code; eq. 9 has them over turns.",
+    ),
+    "luffy": Paper(
+        "J = 1/Z ( Σ_{shown j} Σ_t f(π_θ/π_φ) Â_j + Σ_{sampled i} Σ_t min( r Â_i, clip(r, 1 − ε, 1 + ε) Â_i ) ),   Z all tokens\n"
+        "f(x) = x/(x + γ),   π_φ = 1,   Â = (R − mean R)/std R over sampled and shown alike",
+        {
+            "PolicyShaping.gamma": "γ = 0.1, the paper and the authors' script",
+            "PolicyShaping.low": "0.2 as in PPO; the authors' script turns the clip off",
+            "PolicyShaping.high": "0.2 as in PPO; the authors' script turns the clip off",
+            "FirstOrder.minibatches": "2, the authors' script: 128 prompts in minibatches of 64",
+            "samples_per_prompt": "7 beside one demonstration, the authors' script",
+        },
+        "The paper's objective. The authors' script differs from it: no clip, no std, a constant length in place of Z, means over "
+        "the sampled alone, and an entropy bonus of 0.001.",
+    ),
+    "chord": Paper(
+        f"J = (1 − μ) · 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED}\n"
+        "    + μ · 1/Σ_j|o*_j| Σ_j Σ_t sg[ p (1 − p) ] log p,   p = π_θ(o*_{j,t}),   o* demonstrations\n" + _ZSCORE,
+        {
+            "DemonstrationNLL.mu": "μ = 0.1, the authors' settings for CHORD-φ",
+            "DemonstrationNLL.phi": "on: CHORD-φ; off, and with μ from 0.9 to 0.05, it is CHORD-μ",
+            "DemonstrationNLL.aggregate": "the mean over the demonstrations' tokens, the authors' code",
+            "Scaled.factor": "1 − μ",
+            "Clip.low": "0.2, the authors' settings",
+            "Clip.high": "0.2, the authors' settings",
+            "samples_per_prompt": "8, the authors' settings",
+            "FirstOrder.minibatches": "one update per rollout, the authors' settings (256 samples and 64 demonstrations)",
+        },
+        "Demonstrations are those of the step's prompts; the authors draw theirs from a data set of its own, one to four samples.",
+    ),
 }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
+from doubles.data_fields import blank
 from doubles.random_batches import Shape, make, policy
 from policygrad.core.behaviour import behaviour, staleness
 from policygrad.core.objective import gate_weight, measure
@@ -27,7 +28,8 @@ def drawn(lag: int = 2, seed: int = 3) -> tuple[pg.Batch, Tensor]:
     """(a batch drawn `lag` versions ago by a policy about half a nat a token away, log π_θ now)."""
     batch, logits = make(Shape((6, 6), 8, seed, binary=True), extra="steps")
     version = torch.where(batch.mask, VERSION - lag, 10**6)  # what stands off the mask is never read
-    return replace(batch, version=version, score_norm=torch.ones(12).double()), policy(logits, batch.tokens, batch.mask)
+    batch = replace(batch, **blank(torch.zeros(12, 8)), score_norm=torch.ones(12).double())
+    return replace(batch, version=version), policy(logits, batch.tokens, batch.mask)
 
 
 def scored(batch: pg.Batch, logp: Tensor, needs: frozenset[str]) -> pg.Batch:

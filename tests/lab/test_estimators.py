@@ -48,7 +48,9 @@ def brute(algorithm: pg.Algorithm, setting: Setting, size: int) -> torch.Tensor:
             continue
         theta = setting.theta.clone().requires_grad_()
         out = replace(setting, theta=theta, old=setting.old_or_theta).forward(algorithm)
-        picked = {name: getattr(out, name)[rows] for name in ("logp", *algorithm.forward_needs)}
+        picked = {
+            name: getattr(out, name)[rows] for name in ("logp", *(algorithm.forward_needs | algorithm.select_needs))
+        }
         loss = pg.surrogate(pg.Forward(**picked), batch, algorithm.advantages(batch), algorithm)
         total = total - weight * torch.autograd.grad(loss, theta)[0]
         mass += weight

@@ -8,9 +8,11 @@ from policygrad.core import ragged
 from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.controllers import penalties
+from policygrad.core.data_checks import data_problems
 from policygrad.core.dual_descent import DualDescent
 from policygrad.core.filters import Downsample, DropNoSpread, MaskTruncated
 from policygrad.core.process import ProcessReward
+from policygrad.core.ratios import Token
 from policygrad.core.roles import check_kinds
 from policygrad.core.shaping import KLInReward
 from policygrad.core.success import PassAtK
@@ -34,6 +36,7 @@ def check(algorithm: Composition) -> None:
         _reference,
         _penalty,
         _trust_region,
+        data_problems,
     ):
         for problem in checks(algorithm):
             raise ConfigError(problem)
@@ -109,6 +112,8 @@ def _ratio(algorithm: Composition) -> Iterator[str]:
         )
     if not on_policy and ratio is None:
         yield f"{name} gates a ratio, and ratio is None: set ratio=Token() or Sequence()"
+    if gate.token_ratio and not isinstance(ratio, Token):
+        yield f"{name} reads the tokens' own ratios, and ratio is {type(ratio).__name__}: set ratio=Token()"
 
 
 def _selection(algorithm: Composition) -> Iterator[str]:

@@ -25,6 +25,7 @@ def written(a: Composition) -> dict[str, str]:
         lines["V"] = a.critic.formula
     for name, label in (("corrections", "ρ"), ("terms", "k"), ("shaping", "reward"), ("filters", "filter")):
         for part in getattr(a, name):
-            lines[label] = f"{lines[label]};  {part.formula}" if label in lines else part.formula
+            key = "mask" if name == "corrections" and not part.weighs_sampler else label
+            lines[key] = f"{lines[key]};  {part.formula}" if key in lines else part.formula
     lines["step"] = a.step.formula
     return lines

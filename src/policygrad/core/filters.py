@@ -212,3 +212,18 @@ def most_spread(reward: Tensor, keep: int) -> Tensor:
     subsets = [torch.cat([order[:k], order[len(order) - keep + k :]]) for k in range(keep + 1)]
     ends = [torch.cat([x[:k], x[len(x) - keep + k :]]) for k in range(keep + 1)]
     return subsets[int(torch.stack([end.var(correction=0) for end in ends]).argmax())]
+
+
+@dataclass(frozen=True)
+class DemonstrationsApart(Filter):
+    """Demonstrations take no part in a group's statistics: samples are compared with samples."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
+
+    @property
+    def formula(self) -> str:
+        return "demonstrations out of the statistics"
+
+    def __call__(self, batch: Batch) -> Batch:
+        shown = required(batch.demonstration, self, "demonstration")
+        return replace(batch, in_statistics=batch.counted & ~shown)

@@ -93,6 +93,8 @@ class Gate(Part):
 
     on_policy: ClassVar[bool] = False
     """Whether it takes no ratio: true only while π_θ = π_old."""
+    token_ratio: ClassVar[bool] = False
+    """Whether it reads the tokens' own ratios, so that no other ratio fits."""
 
     @abstractmethod
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:

@@ -68,6 +68,7 @@ _MEANS = {
     "samples": "how many completions a sampled value takes",
     "joint": "whether r is of the whole completion",
     "on_policy": "whether it takes no ratio",
+    "token_ratio": "whether it reads the tokens' own ratios",
     "clipped": "where it cuts, or None",
     "forward_needs": "the Forward fields it reads",
     "constrains": "'kl_old' for a penalty on it, or None",

@@ -24,6 +24,10 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "ratios": "ratio",
     "gates": "gate",
     "off_policy": "gate",
+    "proximal": "gate",
+    "selecting_gates": "gate",
+    "token_masks": "corrections",
+    "drift_terms": "terms",
     "aggregates": "aggregate",
     "terms": "terms",
     "loss_terms": "terms",
@@ -32,6 +36,11 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "update_rules": "step",
     "trust_region": "step",
     "reference": "reference",
+    "multi_reward": "psi",
+    "turns": "psi",
+    "mixing": "psi",
+    "policy_shaping": "gate",
+    "demonstrations": "terms",
 }
 
 
