@@ -240,6 +240,7 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
         logp_sampler=nan,
         baseline=torch.full((4,), math.nan),
         example=torch.tensor([0, 0, 1, 1]),
+        implicit_reward=nan,
         **blank(nan),
     )
     batch = algorithm.filtered(batch)
