@@ -20,7 +20,7 @@ Filter FirstOrder FixedLength Forward GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS 
 Generation GeometricMean GradientProblem GreedyBaseline GroupInGroup GroupMean GroupStd GroupTokenMean HIGH_ENTROPY
 HighEntropy ITERATIVE_GRPO Importance KLCov KLInReward KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO Learner
 LearnerConfig LeaveOneOut LengthAdaptiveGAE LocalLearner LocalSampler LogClip LossTerm M2PO MAGISTRAL MAXRL
-MaskTruncated MaskedIS ModelError NATURAL NStep NumericsError OPO Observation OnPolicy OptimalBaseline
+MaskTruncated MaskedIS ModelError NATURAL NStep NoPositiveResampling NumericsError OPO Observation OnPolicy OptimalBaseline
 OptimizerConfig OverGroupMean PASSK PPO PPO_PENALTY PRORL Part PassAtK PolicyDrift PolicyShaping PolicygradError
 PositiveNLL PrefixValue ProcessReward Published RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio
 Reference Request RewardError RewardModelConfig RewardPool RewardZScores Rewarding Rollout Rollouter Run RunError

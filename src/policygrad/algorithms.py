@@ -10,6 +10,7 @@ from policygrad.core.aggregates import FixedLength, GroupTokenMean, SequenceMean
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.baselines import ConstantBaseline, GreedyBaseline
 from policygrad.core.critic import Critic
+from policygrad.core.curriculum import NoPositiveResampling
 from policygrad.core.demonstrations import DemonstrationNLL
 from policygrad.core.distillation import TeacherLogRatio
 from policygrad.core.drift_terms import KLCov, PolicyDrift
@@ -183,7 +184,7 @@ SCALE_RL = replace(
     gate=WeightCap(0.0, 5.0),
     aggregate=GroupTokenMean(),
     terms=(),
-    filters=(DropNoSpread("drop"),),
+    filters=(DropNoSpread("drop"), NoPositiveResampling(0.9)),
     behaviour="sampler",
 )
 

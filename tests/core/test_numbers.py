@@ -22,6 +22,8 @@ GATES = (
     pg.WeightCap(0.5, 2.0),
     pg.SoftGate(1.0, 1.05),
     pg.SoftGate(2.0, 5.0),
+    pg.Unweighted(),
+    pg.Taper(),
 )
 RATIOS = (pg.Token(), pg.Sequence(), pg.SequenceProduct())
 BASELINES = {
@@ -237,6 +239,7 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
         token_reward=None if "rewards" in algorithm.declared else nan,
         logp_sampler=nan,
         baseline=torch.full((4,), math.nan),
+        example=torch.tensor([0, 0, 1, 1]),
         implicit_reward=nan,
         **blank(nan),
     )

@@ -18,6 +18,7 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "baselines": "psi",
     "corrections": "corrections",
     "critic": "critic",
+    "curriculum": "filters",
     "distillation": "psi",
     "dual_descent": "step",
     "values": "psi",
