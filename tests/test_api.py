@@ -39,6 +39,9 @@ Sequence SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SoftGate So
 TokenMean Tracker Trainer Trajectory TruncatedIS TrustRegion UpdateRule VAPO VINEPPO WeightCap Whiten algorithm
 collect evaluate gate_weight load_task local_learner objective replica reward sft surrogate train train_reward_model
 train_sft
+Accepted ASYMRE ConstantBaseline GPG GreedyBaseline LITE_PPO MAXRL OverGroupMean PASSK PassAtK RAFT REINFORCE_PP
+REINFORCE_PP_BASELINE REMAX SCALE_RL TOPR Taper Unweighted
+CHORD DemonstrationNLL DemonstrationsApart GDPO GIGPO GroupInGroup LUFFY PolicyShaping RewardZScores Scaled
 """
 
 

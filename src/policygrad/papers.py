@@ -35,6 +35,7 @@ USUAL: dict[str, str] = {
     "Critic.explained": "our choice; without pre-training it means nothing",
     "GroupStd.eps": "our choice, and that of common code",
     "BatchStd.eps": "our choice, as for the group's std",
+    "BatchStd.of": "the centred advantages, as in Magistral",
     "Whiten.eps": "our choice, and that of common code",
     "MaskTruncated.keep_in_statistics": "off: a masked answer is as if it had not been sampled",
     "GAE.bootstrap": "off: an answer that the budget cut off has ended",
@@ -315,6 +316,126 @@ PAPERS: dict[str, Paper] = {
         },
         departs="G is our choice: we found none in the paper; nothing else that we know",
     ),
+    "remax": Paper(
+        "∇J = E[ Σ_t ∇log π_θ(a_t) ( R(a_1:T) − R(ā_1:T) ) ],   ā_t = argmax π_θ(·|x, ā_1:t−1)",
+        {"samples_per_prompt": "1, and the greedy one, algorithm 1"},
+        departs="no KL penalty in the reward; the authors' code has one, 0.05 per token, and takes the token mean where the "
+        "paper sums",
+    ),
+    "reinforce_pp": Paper(
+        f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ]\n"
+        "Â = (A − mean_batch A)/std_batch A over all tokens,   A_t = R − β Σ_{s≥t} ( log π_old − log π_ref )(o_s)",
+        {
+            "KLInReward.beta": "0.01, the authors' script (OpenRLHF, train_reinforce_llama_ray.sh)",
+            "Clip.low": "0.2 as in PPO, the default of the authors' code",
+            "Clip.high": "0.2 as in PPO, the default of the authors' code",
+            "FirstOrder.minibatches": "8: 1,024 samples in batches of 128, the authors' script",
+            "FirstOrder.epochs": "1, the authors' script",
+        },
+        departs="the authors' script draws 1 completion per prompt; std with ddof 1, theirs with 0",
+    ),
+    "reinforce_pp_baseline": Paper(
+        f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t ( {_CLIPPED} − β ( log π_θ − log π_ref )²/2 ) ]\n"
+        "Â = (A − mean_batch A)/std_batch A over all tokens,   A_i = R_i − mean_g R",
+        {
+            "KLToReference.beta": "1e-5, the authors' script (OpenRLHF, train_reinforce_baseline_hybrid_engine.sh)",
+            "KLToReference.form": "k2, the paper",
+            "FirstOrder.minibatches": "1: 1,024 samples in batches of 1,024, the authors' script; ProRL v2's has 8",
+            "FirstOrder.epochs": "1, the authors' script",
+            "samples_per_prompt": "8, the authors' script",
+        },
+        departs="std with ddof 1, the authors' code with 0; the script's dynamic filtering and its correction for the engine "
+        "are options",
+    ),
+    "gpg": Paper(
+        "J = E[ 1/Σ_i|o_i| Σ_i Σ_t log π_θ(o_{i,t}) Â_i ],   Â_i = B/(B − M) ( R_i − mean_g R )\n"
+        "M of the B completions belong to prompts whose rewards are all equal",
+        {
+            "DropNoSpread.mode": "reweight: denominators of the whole step, times B/(B − M)",
+            "DropNoSpread.max_rounds": "means something with mode = refill",
+            "samples_per_prompt": "8, the authors' code",
+        },
+        departs="the threshold β_th = 0.6, below which another batch is drawn, is left out (verl's M counts other things than "
+        "the paper's)",
+    ),
+    "raft": Paper(
+        "J = E_{o ∼ μ}[ 1/Σ_i|o_i| Σ_{i right} Σ_t log π_θ(o_{i,t}) ]",
+        {
+            "Accepted.keep": "right, Xiong et al. 2025; best is Dong et al. 2023",
+            "Accepted.threshold": "our choice: an answer is right where its reward is 1",
+            "FirstOrder.minibatches": "4: 1,024 prompts in batches of 256, the authors' script (RLHFlow, Minimal-RL)",
+            "FirstOrder.epochs": "1, the authors' script",
+        },
+        departs="the authors' script adds a KL of 0.001 to the loss and draws 4 completions per prompt",
+    ),
+    "maxrl": Paper(
+        f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ],   Â_i = ( R_i − mean_g R )/mean_g R,   0 where no R_i > 0\n"
+        "from ∇log p = Σ_k 1/k ∇pass@k, the first terms",
+        {
+            "Clip.low": "0.2, the authors' script",
+            "Clip.high": "0.2, the authors' script",
+            "FirstOrder.minibatches": "1: 256 prompts in batches of 256, the authors' script",
+            "FirstOrder.epochs": "1, the authors' script",
+        },
+        departs="the paper's estimator sums over tokens; its code, and this row, take the token mean and PPO's clip; their code "
+        "adds 1e-6 to the mean, their script draws 16 completions per prompt",
+    ),
+    "passk": Paper(
+        "Â_right = (1 − R̄)/σ,   Â_wrong = ( 1 − R̄ − C(N_neg − 1, k − 1)/C(N − 1, k − 1) )/σ\n"
+        "R̄ = 1 − C(N_neg, k)/C(N, k),   σ = √( R̄(1 − R̄) )",
+        {
+            "PassAtK.k": "our choice, for groups of 8; the paper has k = 4 of 32",
+            "PassAtK.eps": "1e-6, the authors' code",
+            "PassAtK.normalise": "as published",
+        },
+        departs="the paper gives the advantage alone: ratio, clip and average are GRPO's; rewards other than 0 and 1 go by "
+        "their order",
+    ),
+    "topr": Paper(
+        "∇J = Σ_{R(o) ≥ 0} μ(o) R(o) ∇log π_θ(o)  +  Σ_{R(o) < 0} μ(o) [ π_θ(o)/μ(o) ]_0^1 R(o) ∇log π_θ(o)",
+        {
+            "ConstantBaseline.value": "½ of rewards 0 and 1: the paper's ±1 about no baseline, halved",
+            "FirstOrder.minibatches": "our choice: the paper trains on a data set of an earlier model's answers",
+            "FirstOrder.epochs": "our choice",
+        },
+        departs="rewards of 0 and 1 about ½ in place of ±1, half the gradient; rollouts in place of a data set (other libraries "
+        "clip the ratio per token)",
+    ),
+    "asymre": Paper(
+        "J = E_{o ∼ μ}[ log π_θ(o) ( R(o) − V ) ],   V = mean_g R + δV",
+        {
+            "ConstantBaseline.value": "δV = −0.1, the value of the paper's experiments as Trinity-RFT's default has it",
+            "FirstOrder.minibatches": "our choice: the paper renews the sampler every so many updates",
+            "FirstOrder.epochs": "our choice",
+        },
+        departs="a rollout's minibatches in place of a sampler that is renewed every so many updates",
+    ),
+    "scale_rl": Paper(
+        "J = E[ 1/#prompts Σ_g 1/Σ_{i∈g}|o_i| Σ_{i∈g} Σ_t sg[ min(r, ε) ] Â_i log π_θ(o_{i,t}) ],   r = π_θ/π_sampler\n"
+        "Â_i = ( R_i − mean_g R )/std_batch,   s.t.  0 < mean_g R < 1,  pass rate of the prompt so far < 0.9",
+        {
+            "WeightCap.low": "0: the paper bounds from above alone",
+            "WeightCap.high": "5, as TRL's documentation of the paper has it",
+            "BatchStd.ddof": "our choice, as for the group's std",
+            "DropNoSpread.mode": "drop, the paper: such prompts leave the effective batch",
+            "DropNoSpread.max_rounds": "means something with mode = refill",
+            "FirstOrder.minibatches": "1: one update per batch of the paper's pipeline",
+            "FirstOrder.epochs": "1",
+            "samples_per_prompt": "our choice, for small machines; the paper draws 16",
+        },
+        departs="the sampler is not eight updates behind (PipelineRL-8), answers are not interrupted for length, and prompts "
+        "solved before come again",
+    ),
+    "lite_ppo": Paper(
+        f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ],   Â_i = ( R_i − mean_g R )/std_batch R",
+        {
+            "BatchStd.of": "rewards: the std of the batch's rewards, as TRL's and ROLL's documentation of the paper have it",
+            "BatchStd.ddof": "our choice, as for the group's std",
+            "FirstOrder.minibatches": "8, the paper's experiments as TRL's documentation has them",
+            "FirstOrder.epochs": "1, the paper's experiments as TRL's documentation has them",
+            "samples_per_prompt": "8, the paper's experiments as TRL's documentation has them",
+        },
+    ),
     "gmpo": Paper(
         "J = E[ 1/G Σ_i { Π_t min( r^sgn(Â_i), clip(r^sgn(Â_i), e^−0.4, e^0.4) )^sgn(Â_i) }^(1/|o_i|) Â_i ]\n"
         + _ZSCORE,
@@ -425,5 +546,68 @@ PAPERS: dict[str, Paper] = {
             "FirstOrder.minibatches": "16, as in DAPO, whose recipe it takes",
         },
         departs="as dapo departs; G is 8 where the paper has DAPO's 16",
+    ),
+    "gdpo": Paper(
+        f"J = E[ 1/G Σ_i 1/|o_i| Σ_t {_CLIPPED} ],   Â = (A − mean_batch A)/std_batch A\n"
+        "A_i = Σ_k w_k (r_{k,i} − mean_g r_k)/std_g r_k,   k the reward functions",
+        {
+            "RewardZScores.eps": "1e-4, the authors' code for TRL (1e-6 in that for verl)",
+            "RewardZScores.ddof": "1, the authors' code",
+            "BatchStd.eps": "1e-4, the authors' code for TRL",
+            "Clip.low": "0.2 as in PPO: the paper gives none for its smallest experiment",
+            "Clip.high": "0.2 as in PPO: the paper gives none for its smallest experiment",
+            "FirstOrder.minibatches": "4, the authors' script: 512 prompts in minibatches of 128",
+            "samples_per_prompt": "4, the authors' script",
+        },
+        "A reward function that says nothing of a completion leaves it out of that reward's statistics (as TRL does); the authors' "
+        "code counts it as 0. Averages are over completions, as in the paper; the authors' verl code takes tokens.",
+    ),
+    "gigpo": Paper(
+        "J = E[ 1/(NT) Σ_i Σ_n min( ρ Â, clip(ρ, 1 − ε, 1 + ε) Â ) ] − β KL(π_θ‖π_ref)\n"
+        "Â_{i,n} = (R(τ_i) − mean_g R)/F + ω (R_{i,n} − mean_s R_n)/F_s,   R_{i,n} = Σ_{m≥n} γ^{m−n} r_{i,m},   "
+        "s the state of turn n",
+        {
+            "GroupInGroup.omega": "ω = 1, sec. 5.1",
+            "GroupInGroup.gamma": "0.95, the authors' scripts",
+            "GroupInGroup.std": "on, the authors' script for ALFWorld; the paper reports both (F = std, F = 1)",
+            "GroupInGroup.eps": "our choice, as for the group's std; the authors' code has 1e-6",
+            "GroupInGroup.ddof": "1, the authors' code",
+            "KLToReference.beta": "0.01, the authors' scripts",
+            "KLToReference.form": "k3, the authors' scripts (low_var_kl)",
+            "Clip.low": "0.2 as in PPO, which is what the authors' code has when nothing is said",
+            "Clip.high": "0.2 as in PPO, which is what the authors' code has when nothing is said",
+            "samples_per_prompt": "N = 8, sec. 5.1",
+            "FirstOrder.minibatches": "our choice: the authors take 256 turns for an update (ALFWorld), however many that makes",
+        },
+        "An episode is one row whose turns see all that was said; the authors make every turn a row with a prompt of its own. "
+        "Ratio and mean are over tokens, as in their code; eq. 9 has them over turns.",
+    ),
+    "luffy": Paper(
+        "J = 1/Z ( Σ_{shown j} Σ_t f(π_θ/π_φ) Â_j + Σ_{sampled i} Σ_t min( r Â_i, clip(r, 1 − ε, 1 + ε) Â_i ) ),   Z all tokens\n"
+        "f(x) = x/(x + γ),   π_φ = 1,   Â = (R − mean R)/std R over sampled and shown alike",
+        {
+            "PolicyShaping.gamma": "γ = 0.1, the paper and the authors' script",
+            "PolicyShaping.low": "0.2 as in PPO; the authors' script turns the clip off",
+            "PolicyShaping.high": "0.2 as in PPO; the authors' script turns the clip off",
+            "FirstOrder.minibatches": "2, the authors' script: 128 prompts in minibatches of 64",
+            "samples_per_prompt": "7 beside one demonstration, the authors' script",
+        },
+        "The paper's objective. The authors' script differs from it: no clip, no std, a constant length in place of Z, means over "
+        "the sampled alone, and an entropy bonus of 0.001.",
+    ),
+    "chord": Paper(
+        f"J = (1 − μ) · 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED}\n"
+        "    + μ · 1/Σ_j|o*_j| Σ_j Σ_t sg[ p (1 − p) ] log p,   p = π_θ(o*_{j,t}),   o* demonstrations\n" + _ZSCORE,
+        {
+            "DemonstrationNLL.mu": "μ = 0.1, the authors' settings for CHORD-φ",
+            "DemonstrationNLL.phi": "on: CHORD-φ; off, and with μ from 0.9 to 0.05, it is CHORD-μ",
+            "DemonstrationNLL.aggregate": "the mean over the demonstrations' tokens, the authors' code",
+            "Scaled.factor": "1 − μ",
+            "Clip.low": "0.2, the authors' settings",
+            "Clip.high": "0.2, the authors' settings",
+            "samples_per_prompt": "8, the authors' settings",
+            "FirstOrder.minibatches": "one update per rollout, the authors' settings (256 samples and 64 demonstrations)",
+        },
+        "Demonstrations are those of the step's prompts; the authors draw theirs from a data set of its own, one to four samples.",
     ),
 }

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import policygrad as pg
-from doubles.random_batches import Random, Shape, close, gradients, make, passed, policy, shapes
+from doubles.random_batches import Random, Shape, close, extra_of, gradients, make, passed, policy, shapes
 from doubles.selecting import Loudest
 from policygrad.core.batch import PER_TOKEN
 from policygrad.core.objective import with_selected
@@ -53,8 +53,7 @@ def share(batch: pg.Batch, logits: Tensor, psi: Tensor, algorithm: pg.Algorithm,
 
 def whole(name: str, shape: Shape):
     algorithm = ALGORITHMS[name].with_budget(shape.width)
-    extra = "steps" if "step_end" in algorithm.declared else "entropy" if algorithm.select_needs else None
-    batch, logits = make(shape, 0.2, extra)
+    batch, logits = make(shape, 0.2, extra_of(algorithm))
     batch = algorithm.filtered(batch)
     psi, logp = algorithm.advantages(batch), policy(logits, batch.tokens, batch.mask)
     by_token, by_parameter = gradients(pg.surrogate(passed(logp, batch), batch, psi, algorithm), logp, logits)

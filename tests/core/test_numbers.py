@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
+from doubles.data_fields import blank
 from doubles.random_batches import Random, Shape, close, gradients, make, policy
 from policygrad.core.objective import measure
 
@@ -233,7 +234,10 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
         logp_ref=nan,
         values=nan,
         step_end=torch.ones(shape, dtype=torch.bool) if "step_end" in algorithm.declared else None,
-        token_reward=nan,
+        token_reward=None if "rewards" in algorithm.declared else nan,
+        logp_sampler=nan,
+        baseline=torch.full((4,), math.nan),
+        **blank(nan),
     )
     batch = algorithm.filtered(batch)
     logp = nan.clone().requires_grad_()

@@ -13,14 +13,16 @@ import policygrad as pg
 from doubles.random_batches import Random, Shape, close, gradients, make, passed, policy, shapes
 from doubles.transcriptions import objectives
 from doubles.transcriptions.critic import CRITIC, corrected
+from doubles.transcriptions.data import DATA, FIELDS
+from doubles.transcriptions.off_policy import OFF_POLICY_PARTS, OUTCOMES
 from doubles.transcriptions.parts import EXTRA_FIELDS, PARTS, ROWS
 from doubles.transcriptions.steps import STEPS, process_alone
 from doubles.transcriptions.trust import TRUST, TRUST_FIELDS, TRUST_PARTS
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
-NAMED = objectives.NAMED | CRITIC | ROWS | STEPS | TRUST
-EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys((*STEPS, "process rewards alone"), "steps") | TRUST_FIELDS
+NAMED = objectives.NAMED | CRITIC | ROWS | STEPS | OUTCOMES | TRUST | DATA
+EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys((*STEPS, "process rewards alone"), "steps") | TRUST_FIELDS | FIELDS
 CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
 ALONE = {"process rewards alone": (replace(pg.GRPO_PROCESS, psi=(pg.ProcessReward(outcome=False),)), process_alone)}
 TABLE = (
@@ -29,6 +31,7 @@ TABLE = (
     | PARTS
     | TRUST_PARTS
     | {"truncated IS": (CORRECTED, corrected)}
+    | OFF_POLICY_PARTS
 )
 
 
@@ -46,7 +49,8 @@ def both(name: str, shape: Shape, off_policy: float | None) -> tuple[list[Tensor
 
     rollout = algorithm.filtered(known(batch, algorithm, logp))
     psi = algorithm.advantages(rollout)
-    step = rollout if algorithm.corrections else replace(rollout, logp_old=batch.logp_old)
+    kept = algorithm.corrections or "logp_old" in algorithm.gate.needs
+    step = rollout if kept else replace(rollout, logp_old=batch.logp_old)
     out = passed(logp, step)
     loss = pg.surrogate(out, step, psi, algorithm)
     actual = [pg.objective(out, step, psi, algorithm), *gradients(-loss, logp, logits)]

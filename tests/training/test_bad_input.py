@@ -16,6 +16,7 @@ from doubles.files import rows, write_rows
 from doubles.models import changed_copy
 from doubles.trackers import Record
 from policygrad.algorithms import ALGORITHMS
+from policygrad.core.baselines import ConstantBaseline
 from policygrad.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
 from policygrad.models.hub import locate
 from policygrad.models.loading import resolve
@@ -147,7 +148,8 @@ def test_equal_rewards(bench: Bench, name: str) -> None:
     assert all(row["frac_reward_zero_std"] == 1 and row["reward"] == 1 for row in metrics)
     completions = rows(bench.folder / "run" / "completions.jsonl")
     if any(getattr(link, "group_statistic", False) for link in ALGORITHMS[name].psi):
-        assert all(row["advantage"] == 0 for row in completions)
+        constant = sum(link.value for link in ALGORITHMS[name].psi if isinstance(link, ConstantBaseline))
+        assert all(row["advantage"] == -constant for row in completions)
 
 
 def test_fewer_prompts_than_minibatches_are_said_once(bench: Bench) -> None:

@@ -161,6 +161,11 @@ class Batch:
         return self.mask.any(1) if self.in_statistics is None else self.in_statistics
 
     @property
+    def own(self) -> Tensor:
+        """[B, T] bool; what the policy itself sampled: the mask without demonstrations."""
+        return self.mask if self.demonstration is None else self.mask & ~self.demonstration[:, None]
+
+    @property
     def lengths(self) -> Tensor:
         """[B] int64; sampled tokens per completion."""
         return self.mask.sum(1)

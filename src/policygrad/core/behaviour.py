@@ -45,8 +45,8 @@ def staleness(batch: Batch, version: int) -> Metrics:
 
 
 def _lag(batch: Batch, version: int) -> Tensor | None:
-    """[n] versions, of the sampled tokens."""
-    return None if batch.version is None else version - batch.version[batch.mask]
+    """[n] versions, of the sampled tokens; no weights drew a demonstration."""
+    return None if batch.version is None else version - batch.version[batch.own]
 
 
 def _said(batch: Batch, why: str) -> Tensor:

@@ -8,12 +8,14 @@ from policygrad.core import ragged
 from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.controllers import penalties
+from policygrad.core.data_checks import data_problems
 from policygrad.core.dual_descent import DualDescent
 from policygrad.core.filters import Downsample, DropNoSpread, MaskTruncated
 from policygrad.core.process import ProcessReward
 from policygrad.core.ratios import Token
 from policygrad.core.roles import check_kinds
 from policygrad.core.shaping import KLInReward
+from policygrad.core.success import PassAtK
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.update_rules import FirstOrder
 from policygrad.errors import ConfigError
@@ -34,6 +36,7 @@ def check(algorithm: Composition) -> None:
         _reference,
         _penalty,
         _trust_region,
+        data_problems,
     ):
         for problem in checks(algorithm):
             raise ConfigError(problem)
@@ -70,6 +73,12 @@ def check_sampling(algorithm: Composition, samples_per_prompt: int, temperature:
             raise ConfigError(
                 f"{name} compares the samples of one prompt, and at temperature 0 they are all equal: set "
                 "sampling.temperature above 0"
+            )
+    for link in algorithm.psi:
+        if isinstance(link, PassAtK) and samples_per_prompt <= link.k:
+            raise ConfigError(
+                f"PassAtK(k={link.k}) compares {link.k}-subsets of a prompt's samples, and of {samples_per_prompt} there is at "
+                f"most one: set samples_per_prompt to {link.k + 1} or more, or a smaller k"
             )
 
 

@@ -10,7 +10,12 @@ def written(a: Composition) -> dict[str, str]:
     chain = "R"
     for link in a.psi:
         formula = link.formula
-        chain = f"({chain}){formula}" if formula.startswith("/") else chain * formula.startswith(";") + formula
+        if formula.startswith("/"):
+            chain = f"({chain}){formula}"
+        elif formula.startswith(("− ", "+ ")):
+            chain = f"{chain} {formula}"
+        else:
+            chain = chain * formula.startswith(";") + formula
     lines = {"Ψ": chain, "w": a.gate.formula, "c": a.aggregate.formula}
     if a.ratio is not None:
         lines["r"] = a.ratio.formula

@@ -23,9 +23,10 @@ class DropNoSpread(Filter):
 
     mode 'refill': keep sampling until the step is full, at most `max_rounds` times the step's prompts; then reweight and report.
     mode 'reweight': keep the coefficients of the unfiltered step and multiply them by 1/(1 − f), f the fraction dropped.
+    mode 'drop': the step is smaller, in its denominators too. Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
     """
 
-    mode: Literal["refill", "reweight"] = "refill"
+    mode: Literal["refill", "reweight", "drop"] = "refill"
     max_rounds: int = 4
     carry: bool = True
     """With refill: groups with spread that a full step has no room for begin the next one, where π_old/μ corrects for the older
@@ -33,15 +34,19 @@ class DropNoSpread(Filter):
     group_statistic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.mode not in ("refill", "reweight"):
-            raise ConfigError(f"DropNoSpread.mode must be 'refill' or 'reweight', not {self.mode!r}")
+        if self.mode not in ("refill", "reweight", "drop"):
+            raise ConfigError(f"DropNoSpread.mode must be 'refill', 'reweight' or 'drop', not {self.mode!r}")
         if self.max_rounds < 1:
             raise ConfigError(f"DropNoSpread.max_rounds must be at least 1, not {self.max_rounds}")
 
     @property
     def formula(self) -> str:
-        how = f"≤ {self.max_rounds} rounds of refill" if self.mode == "refill" else "the rest × 1/(1 − f)"
-        return f"groups with max R = min R are dropped, {how}"
+        how = {
+            "refill": f", ≤ {self.max_rounds} rounds of refill",
+            "reweight": ", the rest × 1/(1 − f)",
+            "drop": "",
+        }[self.mode]
+        return f"groups with max R = min R are dropped{how}"
 
     @property
     def refill(self) -> bool:  # type: ignore[override]
@@ -207,3 +212,18 @@ def most_spread(reward: Tensor, keep: int) -> Tensor:
     subsets = [torch.cat([order[:k], order[len(order) - keep + k :]]) for k in range(keep + 1)]
     ends = [torch.cat([x[:k], x[len(x) - keep + k :]]) for k in range(keep + 1)]
     return subsets[int(torch.stack([end.var(correction=0) for end in ends]).argmax())]
+
+
+@dataclass(frozen=True)
+class DemonstrationsApart(Filter):
+    """Demonstrations take no part in a group's statistics: samples are compared with samples."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
+
+    @property
+    def formula(self) -> str:
+        return "demonstrations out of the statistics"
+
+    def __call__(self, batch: Batch) -> Batch:
+        shown = required(batch.demonstration, self, "demonstration")
+        return replace(batch, in_statistics=batch.counted & ~shown)

@@ -5,7 +5,7 @@ and prefix values it is one pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from policygrad.core.algorithm import Algorithm
@@ -15,12 +15,15 @@ from policygrad.core.protocols import Filter
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError
 from policygrad.rollout.batching import measure, to_batch, used
+from policygrad.rollout.demonstrations import joined
 from policygrad.rollout.episodes import Encoder, play
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.filling import Round, fill
+from policygrad.rollout.greedy import with_baseline
 from policygrad.rollout.judging import Judged, Score, ScoreSteps, judge, judge_steps, marks_of
 from policygrad.rollout.reasoning_steps import with_steps
 from policygrad.rollout.trajectory import EVALUATE, TRAIN, Group, Start
+from policygrad.rollout.turns import with_turns
 from policygrad.rollout.values import with_values
 from policygrad.samplers.base import Sampler, Sampling
 from policygrad.tasks.types import Example
@@ -120,7 +123,11 @@ class Rollouter:
         found = fill(sample, prompts, position, refilling, carried)
         kept, rounds, judged = found.kept, found.rounds, found.judged
         whole = len(rounds) == 1 and len(rounds[0].groups) == len(kept) and not (found.carried or found.missing)
-        batch = rounds[0].batch if whole else to_batch(kept)
+        if "demonstration" in algorithm.declared:
+            kept, of_shown = self._with_demonstrations(kept)
+            judged |= of_shown
+        whole = whole and not {"demonstration", "rewards"} & algorithm.declared
+        batch = rounds[0].batch if whole else to_batch(kept, algorithm.declared)
         if (
             self.score_steps is not None
         ):  # filters look at the outcome's score: they see where steps end, not their worth
@@ -128,16 +135,33 @@ class Rollouter:
         batch = algorithm.filtered(_filled(batch, algorithm.filter_needs, evaluate), refilled=True)
         if self.score_steps is not None:
             batch = with_steps(batch, marks_of(kept), scored=worth)
+        if "anchor" in algorithm.declared:  # filters look at whole episodes' rewards
+            batch = with_turns(batch, kept, scored="token_reward" in algorithm.declared)
         for link in algorithm.psi:
             if link.samples_values:
                 batch, cost = self._with_values(batch, kept, sampling, link.samples, step)
                 judged |= cost
+        if "baseline" in algorithm.declared:
+            batch, cost = with_baseline(batch, kept, lambda s: self._greedy(s, sampling))
+            judged |= cost
         measured = measure([(r.groups, r.batch) for r in rounds])
         metrics = merge(measured, judged.metrics, found.metrics, used(sum(len(r.batch.mask) for r in rounds), batch))
         return Rollout(batch, tuple(kept), found.position, metrics, judged.messages, found.surplus)
 
     def _start(self, index: int, example: Example, sampling: Sampling, stream: int, step: int) -> Start:
         return Start(example, (self.seed, stream, step, index), sampling.max_tokens)
+
+    def _greedy(self, starts: list[Start], sampling: Sampling) -> tuple[list[Group], Judged]:
+        """One episode from each start, of the most probable token at every step."""
+        return judge(self.play(starts, 1, replace(sampling, temperature=0.0)), self.score)
+
+    def _with_demonstrations(self, groups: list[Group]) -> tuple[list[Group], Judged]:
+        if self.environment is not SingleTurn:
+            raise ConfigError(
+                "a demonstration is an answer, and an episode of an environment has turns: take a task of prompts and answers, or "
+                "an algorithm without demonstrations, such as grpo"
+            )
+        return joined(groups, self.tokenizer, lambda some: judge(some, self.score))
 
     def _with_values(
         self, batch: Batch, groups: list[Group], sampling: Sampling, samples: int, step: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from policygrad.rollout.reasoning_steps import Marks
 from policygrad.samplers.base import Generation
 from policygrad.tasks.types import Example
 
-TRAIN, EVALUATE, VALUES = 0, 1, 2
+TRAIN, EVALUATE, VALUES, GREEDY = 0, 1, 2, 3
 """Streams of random numbers, the second entry of a start's key."""
 
 
@@ -77,6 +77,12 @@ class Trajectory:
     """Where its reasoning steps end; None where nobody looks."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the environment measured, its turns added up."""
+    states: tuple[Hashable, ...] = ()
+    """What the environment was in when each turn began."""
+    parts: tuple[float | None, ...] = ()
+    """What each of the group's `rewards` says, before its weight; None = it failed or does not apply."""
+    demonstration: bool = False
+    """Shown, not sampled: its one segment's `logp` is that of whoever wrote it, or 0."""
 
     @property
     def tokens(self) -> Tensor:
@@ -113,7 +119,7 @@ class Trajectory:
     @property
     def sampled(self) -> int:
         """Tokens that the policy drew."""
-        return sum(len(s.tokens) for s in self.segments if s.sampled)
+        return 0 if self.demonstration else sum(len(s.tokens) for s in self.segments if s.sampled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +130,8 @@ class Group:
     prompt: Tensor
     """[P] int64; what all of them begin with."""
     trajectories: tuple[Trajectory, ...]
+    rewards: tuple[tuple[str, float], ...] = ()
+    """(name, weight) of every number in a trajectory's `parts`; what the environment itself gave is one of them."""
 
 
 def samples_of(groups: list[Group]) -> tuple[list[Any], list[str], dict[str, list[Any]]]:

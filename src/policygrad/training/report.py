@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from policygrad.core import ragged
+from policygrad.core.batch import Batch
 from policygrad.training.loop import Done
 
 MISMATCH = 1.0
@@ -27,7 +30,7 @@ def rows_of(done: Done) -> list[dict[str, Any]]:
     Where answers are looked at in steps, also each step's [tokens up to its end, advantage].
     """
     batch, rollout = done.batch, done.rollout
-    counted, rewards = rollout.batch.counted.tolist(), rollout.batch.reward.tolist()
+    counted, rewards = rollout.batch.counted.tolist(), _rewards(rollout.batch).tolist()
     advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(counted)
     truncated = batch.truncated.tolist() if batch.truncated is not None else [False] * len(counted)
     rows: list[dict[str, Any]] = [
@@ -43,9 +46,18 @@ def rows_of(done: Done) -> list[dict[str, Any]]:
             rollout.prompts, rollout.texts, rewards, counted, advantages, rollout.lengths, truncated, strict=True
         )
     ]
+    for row, shown in zip(rows, batch.demonstration.tolist(), strict=True) if batch.demonstration is not None else ():
+        row["demonstration"] = shown
     for row, end, psi in zip(rows, batch.step_end, done.psi, strict=True) if batch.step_end is not None else ():
         row["steps"] = [[t + 1, float(psi[t])] for t in end.nonzero().flatten().tolist()]
     return rows
+
+
+def _rewards(batch: Batch) -> Tensor:
+    """[B] the outcome's reward; with what an environment gave for the turns, where that stands apart."""
+    if batch.anchor is None or batch.token_reward is None:
+        return batch.reward
+    return batch.reward + ragged.masked(batch.token_reward, batch.mask).sum(1)
 
 
 def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:

@@ -17,6 +17,7 @@ from policygrad.models.routing import Routing
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import Reward, RewardPool, resolve
 from policygrad.rewards.process_rewards import StepEnd
+from policygrad.rollout.demonstrations import COLUMN, WAY_OUT
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import Sampler
 from policygrad.samplers.local import LocalSampler
@@ -77,6 +78,8 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
             "the algorithm looks at the reasoning steps of an answer, and an episode of an environment has turns: take a task of "
             "prompts and answers, or an algorithm without steps, such as grpo"
         )
+    if "demonstration" in (needed.needs or ()):
+        _check_shown(task, needed.environment)
     own = needed.environment is not None and not needed.reward  # the environment says what its turns are worth
     chosen = () if own else choose_rewards(task, needed.reward, needed.needs, needed.step_end)
     pool = None
@@ -109,6 +112,17 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     )
     names = tuple(_in_words(reward, needed.needs) for reward in chosen) or ("the environment's own",)
     return Resources(task, names, model, tokenizer, rollouter)
+
+
+def _check_shown(task: Task, environment: EnvironmentFactory | None) -> None:
+    """Raises ConfigError where there can be no demonstration; a task that makes its examples says so at the first step."""
+    if environment is not None:
+        raise ConfigError(
+            "the algorithm learns from demonstrations, which are answers, and an episode of an environment has turns: take a task "
+            "of prompts and answers, or an algorithm without demonstrations, such as grpo"
+        )
+    if task.rows and all(example.columns.get(COLUMN) is None for example in task.rows):
+        raise ConfigError(f"the algorithm learns from demonstrations, and no row of {task.name!r} has one: {WAY_OUT}")
 
 
 def _sampler(needed: Needed, model: nn.Module, tokenizer: Tokenizer) -> Sampler:

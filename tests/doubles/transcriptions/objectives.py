@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -31,7 +31,14 @@ class Completion:
     sampler: list[Tensor]
     step_end: list[Tensor]
     truncated: bool
+    baseline: Tensor
+    """The reward of the greedy completion of the prompt."""
     entropy: list[Tensor]
+    anchor: list[Tensor] = field(default_factory=list)
+    position: list[int] = field(default_factory=list)
+    rewards: list[Tensor] = field(default_factory=list)
+    reward_weights: tuple[float, ...] = ()
+    demonstration: bool = False
 
     def __len__(self) -> int:
         return len(self.logp)
@@ -68,7 +75,13 @@ def read(batch: Any, logp: Tensor) -> Prompts:
                 sampler=tokens(i, batch.logp_sampler, []),
                 step_end=tokens(i, batch.step_end, []),
                 truncated=bool(batch.truncated[i]) if batch.truncated is not None else False,
+                baseline=torch.tensor(torch.nan) if batch.baseline is None else batch.baseline[i],
                 entropy=tokens(i, batch.entropy, []),
+                anchor=tokens(i, batch.anchor, []),
+                position=torch.nonzero(batch.mask[i]).flatten().tolist(),
+                rewards=list(batch.rewards[i]) if batch.rewards is not None else [],
+                reward_weights=batch.reward_weights,
+                demonstration=bool(batch.demonstration[i]) if batch.demonstration is not None else False,
             )
             prompts[int(batch.group[i])].append(o)
     return list(prompts.values())

@@ -104,8 +104,8 @@ class LocalLearner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """logp_old, entropy and score_norm from the policy, logp_ref from the reference, values and bootstrap from the critic; equal
-        completions once."""
+        """logp_old, entropy and score_norm from the policy, logp_ref from the reference, values and bootstrap from the critic;
+        equal completions once."""
         if self.critic is not None and "values" in needs:
             batch = self.critic.evaluate(batch)
         if self.critic is not None and "bootstrap" in needs:
