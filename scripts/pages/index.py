@@ -5,29 +5,15 @@ from __future__ import annotations
 from pages.markdown import block, page, table
 from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import NOWHERE, changed_settings, matrix_row
-from policygrad.core.algorithm import Algorithm
-from policygrad.core.reference import Reference
-from policygrad.core.update_rules import FirstOrder
+from policygrad.commands.describe import NOWHERE, matrix_row
 from policygrad.papers import PAPERS
 
 
 def matrix(folder: str) -> str:
     """The matrix as a Markdown table; names link to their pages in `folder`."""
-    rows = {name: {**matrix_row(a), "also": also(a)} for name, a in ALGORITHMS.items()}
+    rows = {name: matrix_row(a) for name, a in ALGORITHMS.items()}
     head = ["algorithm", *next(iter(rows.values()))]
     return table(head, ([f"[`{name}`]({folder}{name}.md)", *map(" ".join, row.values())] for name, row in rows.items()))
-
-
-def also(a: Algorithm) -> tuple[str, ...]:
-    """What is not one gradient step, a frozen reference and a group of the usual size."""
-    found = [] if a.step == FirstOrder() else [changed_settings(a.step)]
-    if a.reference is not None and a.reference != Reference() and "logp_ref" in a.needs:
-        found.append(changed_settings(a.reference))
-    return (
-        *found,
-        *([f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != Algorithm().samples_per_prompt else []),
-    )
 
 
 DEPARTS = (

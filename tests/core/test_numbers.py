@@ -237,7 +237,11 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
         token_reward=None if "rewards" in algorithm.declared else nan,
         logp_sampler=nan,
         baseline=torch.full((4,), math.nan),
+<<<<<<< HEAD
         entropy=nan,
+=======
+        implicit_reward=nan,
+>>>>>>> main
         **blank(nan),
     )
     batch = algorithm.filtered(batch)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import policygrad as pg
-from policygrad.core.loss_terms import ExactEntropy, ExactKLToOld
+from policygrad.core.loss_terms import ExactEntropy, ExactKLToOld, ExactKLToReference
 from policygrad.lab.estimators import estimates
 from policygrad.lab.groups import all_steps, count_steps, multisets, sample_steps, steps_for
 from policygrad.lab.levers import decide
@@ -65,7 +65,7 @@ def test_the_expectation_is_that_of_ordered_groups(name: str, off: bool) -> None
     torch.testing.assert_close(found, brute(algorithm, setting, 2), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("term", [ExactEntropy(0.3), ExactKLToOld(0.7)])
+@pytest.mark.parametrize("term", [ExactEntropy(0.3), ExactKLToOld(0.7), ExactKLToReference(0.7)])
 def test_exact_loss_terms_too(term) -> None:
     algorithm, setting = replace(pg.DR_GRPO, terms=(term,)), small(True)
     found = estimates(algorithm, setting, all_steps(setting, 2)).mean

@@ -205,7 +205,7 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
         near = logp + 0.3 * noise
         for row in range(0, 11, 4):
             near[row + 1] = near[row]
-    batch = replace(batch, logp_old=near, logp_ref=near.flip(1), values=near / 9)
+    batch = replace(batch, logp_old=near, logp_ref=near.flip(1), values=near / 9, implicit_reward=near / 7)
     if "step_end" in algorithm.needs:  # a step per token; equal completions have equal steps
         batch = replace(batch, step_end=batch.mask, token_reward=(batch.tokens % 3).double() * batch.mask)
     batch = algorithm.filtered(batch)

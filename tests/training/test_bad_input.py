@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import policygrad as pg
+from doubles.algorithms import runnable
 from doubles.files import rows, write_rows
 from doubles.models import changed_copy
 from doubles.trackers import Record
@@ -144,7 +145,7 @@ def test_no_reward_at_all_teaches_nothing(bench: Bench) -> None:
 def test_equal_rewards(bench: Bench, name: str) -> None:
     """Ψ is 0 for whatever compares a prompt's samples; counted, reported, and never NaN."""
     steps = bench.reward("halves") if "step_end" in ALGORITHMS[name].declared else ()  # each worth what the outcome is
-    metrics, _ = bench.go(reward=bench.reward("equal") + steps, algorithm=ALGORITHMS[name])
+    metrics, _ = bench.go(reward=bench.reward("equal") + steps, algorithm=runnable(name))
     assert all(row["frac_reward_zero_std"] == 1 and row["reward"] == 1 for row in metrics)
     completions = rows(bench.folder / "run" / "completions.jsonl")
     if any(getattr(link, "group_statistic", False) for link in ALGORITHMS[name].psi):

@@ -36,7 +36,7 @@ SCRIPT = """# tab completion of policygrad; written by `policygrad completion {s
             train) words={train}; [ "$COMP_CWORD" -eq 2 ] && words="$words "{algorithms} ;;
             sft|reward-model) words={supervised} ;;
             eval) words={evaluate}; [ "$COMP_CWORD" -eq 2 ] && words="$words tiny" ;;
-            algorithms) words="--json --help" ;;
+            algorithms) words="--json --width --help" ;;
             show) words={names} ;;
             lab) words={lab}; [ "$COMP_CWORD" -eq 2 ] && words="$words control" ;;
             completion) words="bash zsh" ;;

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import shutil
 import sys
 import textwrap
@@ -11,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
-from policygrad.about import ABOUT
+from policygrad.about import ABOUT, About
 from policygrad.algorithms import ALGORITHMS
+from policygrad.commands.citations import cited, summary
 from policygrad.core.algorithm import Algorithm
 from policygrad.papers import PAPERS
+from policygrad.training.config.composed import Composed, composed
 
 Line = tuple[tuple[str, str], ...]
 """(text, rich style) pieces of one line."""
@@ -28,6 +28,7 @@ COLUMNS = {  # field of an algorithm -> its symbol in the equation, and what it 
     "corrections": ("ρ", "corrections"),
     "aggregate": ("c", "average"),
     "critic": ("V", "critic"),
+    "reward_model": ("r_φ", "reward model"),
     "terms": ("k", "terms"),
     "step": ("", "step"),
     "reference": ("", "reference"),
@@ -101,15 +102,6 @@ def _defaults(kind: type) -> dict[str, Any]:
     return {f.name: f.default for f in fields(kind) if f.default is not MISSING}
 
 
-def summary(part: Any) -> tuple[str, str]:
-    """(what it does, its source): the first paragraph of its docstring, and what follows `Source:` anywhere in it."""
-    doc = inspect.getdoc(part if isinstance(part, type) else type(part)) or ""
-    paragraphs = [" ".join(p.split()) for p in doc.split("\n\n")]
-    found = next((p for p in paragraphs if "Source:" in p), "")
-    source = found.partition("Source:")[2].strip().rstrip(".")
-    return paragraphs[0].partition("Source:")[0].strip(), source
-
-
 def wrapped(lead: Line, text: str, width: int, style: str = "") -> Iterator[Line]:
     """`text` after `lead`, further lines indented to where it began."""
     indent = sum(len(piece) for piece, _ in lead)
@@ -119,27 +111,58 @@ def wrapped(lead: Line, text: str, width: int, style: str = "") -> Iterator[Line
         yield ((" " * indent, ""), (row, style))
 
 
-def describe(a: Algorithm, width: int = 80) -> list[Line]:
-    """The algorithm's equation, its parts with their sources, how it differs from its parent, what it fixes, how it fails."""
+def describe(a: Algorithm, width: int = 80, budget: int | None = None) -> list[Line]:
+    """The algorithm's equation, its parts with their sources, how it differs from its parent, what it fixes, how it fails.
+
+    Of a composition of one's own: what it is beside the named algorithm it was made from. budget: see `composed`.
+    """
+    beside = composed(a, budget)
     about = ABOUT.get(a.name)
-    lines: list[Line] = [((a.name, NAME), (f"  {about.title}" if about else "", HEAD))]
-    if about:
-        lines += wrapped(((" " * (len(a.name) + 2), ""),), about.source, width, QUIET)
+    lines = _title(beside, about, width)
     lines += [(), (("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD)), ()]
     lines += _formulas(a, width)
     if a.name in PAPERS:
-        lines += [(), (("As published", HEAD),)]
+        lines += [(), ((f"{a.name} as published" if beside.swaps else "As published", HEAD),)]
         lines += [row for text in PAPERS[a.name].objective.split("\n") for row in wrapped((("  ", ""),), text, width)]
-        lines += [(), *wrapped((("Departs  ", HEAD),), PAPERS[a.name].departs or NOWHERE, width)]
-    lines += [(), (("Parts", HEAD), (" and their defaults", QUIET))]
+        of = f" ({a.name})" if beside.swaps else ""
+        lines += [(), *wrapped(((f"Departs{of}  ", HEAD),), PAPERS[a.name].departs or NOWHERE, width)]
+    lines += [(), (("Parts", HEAD), (" and their settings" if beside.changed else " and their defaults", QUIET))]
     lines += _parts(a, width)
-    if about and about.parent:
-        lines += [(), (("Differs from ", HEAD), (about.parent, NAME))]
-        for column, (theirs, mine) in difference(ALGORITHMS[about.parent], a).items():
+    parent = a.name if beside.changed else about.parent if about else None
+    if parent:
+        row = ALGORITHMS[parent] if budget is None or parent != a.name else ALGORITHMS[parent].with_budget(budget)
+        lines += [(), (("Differs from ", HEAD), (parent, NAME))]
+        for column, (theirs, mine) in difference(row, a).items():
             lines += wrapped(((f"  {column:<12}", ""),), f"{theirs} → {mine}", width)
     if about:
-        lines += [(), *wrapped((("Fixes  ", HEAD),), about.fixes, width)]
-        lines += [*wrapped((("Fails  ", HEAD),), about.fails, width)]
+        of = f" ({a.name})" if beside.swaps else ""
+        lines += [(), *wrapped(((f"Fixes{of}  ", HEAD),), about.fixes, width)]
+        lines += [*wrapped(((f"Fails{of}  ", HEAD),), about.fails, width)]
+    return lines
+
+
+def _title(beside: Composed, about: About | None, width: int) -> list[Line]:
+    """The name and the source; of a composition the named algorithm's, and each part and setting that is another with its own."""
+    indent = " " * (len(beside.name) + 2)
+    if not beside.swaps:
+        lines: list[Line] = [((beside.name, NAME), (f"  {about.title}" if about else "", HEAD))]
+        lines += wrapped(((indent, ""),), about.source, width, QUIET) if about else []
+    else:
+        source = f" ({about.source})" if about else ""
+        lines = list(wrapped(((beside.name, NAME), ("  ", "")), beside.base + source, width))
+    for swap in beside.swaps:
+        label = COLUMNS.get(swap.field, ("", swap.field))[1]
+        for part in swap.added:
+            lines += wrapped(
+                ((f"{indent}with {label} = ", ""),), f"{part_name(part, names=True)} ({cited(part)})", width, NAME
+            )
+        if gone := swap.removed[len(swap.added) :]:
+            lines += wrapped(
+                ((f"{indent}without {label} ", ""),), ", ".join(type(p).__name__ for p in gone), width, NAME
+            )
+    for s in beside.settings:
+        told = f"{s.part}.{s.name}".lstrip(".") + f" = {number(s.mine)} instead of {number(s.theirs)}"
+        lines += wrapped(((f"{indent}with ", ""),), told, width)
     return lines
 
 
@@ -162,6 +185,7 @@ def _parts(a: Algorithm, width: int) -> Iterator[Line]:
         label = "" if name == before else COLUMNS.get(name, ("", name))[1]
         before = name
         text, source = summary(part)
+        source = source if type(part).__module__.startswith("policygrad.") else cited(part)
         yield from wrapped(((f"  {label:<12}", ""),), part_name(part, names=True), width, NAME)
         yield from wrapped(((" " * 14, ""),), text, width)
         if source:
@@ -177,9 +201,21 @@ def matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, .
         parts = value if isinstance(value, tuple) else () if value is None else (value,)
         if name == "gate":
             parts += a.corrections  # they multiply w
+        if name == "critic" and a.reward_model is not None:
+            parts += (a.reward_model,)  # a second trained model, as V is
         symbol, label = COLUMNS[name]
         row[f"{symbol} {label}".strip()] = tuple(part_name(p, changed=changed) for p in parts)
-    return row
+    return {**row, "also": also(a)}
+
+
+def also(a: Algorithm) -> tuple[str, ...]:
+    """What is not one gradient step, a frozen reference, a group of the usual size and π_old as the learner sees it."""
+    usual = Algorithm()
+    found = [changed_settings(a.step)] if a.step != usual.step else []
+    if a.reference is not None and a.reference != usual.reference and "logp_ref" in a.needs:
+        found.append(changed_settings(a.reference))
+    found += [f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != usual.samples_per_prompt else []
+    return (*found, *(["π_old = μ"] if a.behaviour != usual.behaviour else []))
 
 
 def difference(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str]]:
@@ -190,7 +226,7 @@ def difference(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str]]:
         if [settings(p) for p in theirs] != [settings(p) for p in mine] or list(map(type, theirs)) != list(
             map(type, mine)
         ):
-            changed[label] = _change(theirs, mine, names=name in ("step", "critic", "reference"))
+            changed[label] = _change(theirs, mine, names=name in ("step", "critic", "reward_model", "reference"))
     if parent.samples_per_prompt != a.samples_per_prompt:
         changed["samples"] = (str(parent.samples_per_prompt), str(a.samples_per_prompt))
     return changed
@@ -214,17 +250,3 @@ def _change(theirs: tuple[Any, ...], mine: tuple[Any, ...], *, names: bool) -> t
     write = changed_settings if names else part_name
     written = [" ".join(map(write, side)) or "–" for side in (theirs, mine)]
     return written[0], written[1]
-
-
-def describe_part(kind: type, width: int = 80) -> list[Line]:
-    """One part: its settings, its docstring whole, and which algorithms have it."""
-    lines: list[Line] = [((part_name(kind(), names=True), NAME),), ()]
-    for paragraph in re.split(r"\n\n+", inspect.getdoc(kind) or ""):
-        rows = paragraph.split("\n")
-        if any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):  # a table stays a table
-            lines += [((f"  {row}", ""),) for row in rows]
-        else:
-            lines += wrapped((("  ", ""),), " ".join(rows), width)
-        lines.append(())
-    users = [n for n, a in ALGORITHMS.items() if any(type(part) is kind for _, part in a.parts())]
-    return [*lines, *wrapped((("Used by  ", HEAD),), ", ".join(users) or "none of the named algorithms", width)]

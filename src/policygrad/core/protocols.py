@@ -66,6 +66,8 @@ class Advantage(Part):
 
     starts: ClassVar[bool] = False
     """Whether it starts from the rewards and ignores the Ψ it is given, so that it must come first."""
+    reads_reward: ClassVar[bool] = True
+    """Whether it reads rewards. A run whose advantages read none needs no reward function."""
     samples_values: ClassVar[bool] = False
     """Whether a rollout shall estimate `Batch.values`, from `samples` fresh completions of each step's prefix."""
     samples: int = 0
@@ -136,7 +138,7 @@ class Additive(Part):
     """What `Term` and `LossTerm` have in common: coefficients of their own, or those of the policy."""
 
     forward_needs: ClassVar[frozenset[str]] = frozenset()
-    """The fields of `Forward` it reads beyond logp: entropy, values, kl_old."""
+    """The fields of `Forward` it reads beyond logp: entropy, values, kl_old, kl_ref."""
     constrains: ClassVar[str | None] = None
     """'kl_old' for a penalty that holds π_θ near π_old."""
     aggregate: Aggregation | None = None

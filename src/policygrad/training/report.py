@@ -116,6 +116,8 @@ def _why_nothing(done: Done, values: dict[str, float]) -> str:
     truncated = done.batch.truncated
     if values.get("completions/failed_ratio") == 1.0:
         return "no completion has a reward: see the notes about the reward functions"
+    if values.get("teacher/kl") == 0.0:
+        return "the teacher says of every token what the policy says: take another one"
     if values.get("frac_reward_zero_std") == 1.0:
         return "in every group all rewards are equal: the task is too hard, too easy, or the samples too few"
     if truncated is not None and bool(truncated.all()) and not bool(done.batch.mask.any()):
