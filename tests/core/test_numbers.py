@@ -237,11 +237,8 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
         token_reward=None if "rewards" in algorithm.declared else nan,
         logp_sampler=nan,
         baseline=torch.full((4,), math.nan),
-<<<<<<< HEAD
-        entropy=nan,
-=======
         implicit_reward=nan,
->>>>>>> main
+        entropy=nan,
         **blank(nan),
     )
     batch = algorithm.filtered(batch)
@@ -250,7 +247,7 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
     loss = pg.surrogate(passed(logp, batch), batch, psi, algorithm)
     assert gradients(loss, logp)[0].abs().sum() == 0
     assert loss == 0
-    assert pg.objective(logp, batch, psi, algorithm) == 0
+    assert pg.objective(passed(logp, batch), batch, psi, algorithm) == 0
     assert algorithm.update(algorithm.init(), batch) == algorithm.init()
 
 
