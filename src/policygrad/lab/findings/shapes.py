@@ -40,6 +40,7 @@ def tokens_apart(ratio: Tensor) -> Batch:
         reward=torch.zeros(n, dtype=ratio.dtype),
         logp_old=torch.full_like(ratio, -3.0),
         selected=torch.zeros(n, 1, dtype=torch.bool),
+        demonstration=torch.zeros(n, dtype=torch.bool),
     )
 
 
