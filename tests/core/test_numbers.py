@@ -11,7 +11,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.data_fields import blank
-from doubles.random_batches import Random, Shape, close, gradients, make, policy
+from doubles.random_batches import Random, Shape, close, gradients, make, passed, policy
 from policygrad.core.objective import measure
 
 GATES = (
@@ -241,15 +241,16 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
         baseline=torch.full((4,), math.nan),
         example=torch.tensor([0, 0, 1, 1]),
         implicit_reward=nan,
+        entropy=nan,
         **blank(nan),
     )
     batch = algorithm.filtered(batch)
     logp = nan.clone().requires_grad_()
     psi = algorithm.advantages(batch)
-    loss = pg.surrogate(logp, batch, psi, algorithm)
+    loss = pg.surrogate(passed(logp, batch), batch, psi, algorithm)
     assert gradients(loss, logp)[0].abs().sum() == 0
     assert loss == 0
-    assert pg.objective(logp, batch, psi, algorithm) == 0
+    assert pg.objective(passed(logp, batch), batch, psi, algorithm) == 0
     assert algorithm.update(algorithm.init(), batch) == algorithm.init()
 
 
