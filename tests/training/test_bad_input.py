@@ -77,7 +77,7 @@ class Bench:
 @pytest.fixture
 def bench(random_model: Path, tmp_path: Path) -> Bench:
     (tmp_path / "mine.py").write_text(REWARDS)
-    sums = [{"prompt": f"{i} + {i} =\n", "answer": str(2 * i)} for i in range(4)]
+    sums = [{"prompt": f"{i} + {i} =\n", "answer": str(2 * i), "demonstration": f"{i}!"} for i in range(4)]
     bench = Bench(tmp_path, Run())
     bench.run = Run(
         algorithm=ALGORITHMS["dr_grpo"],
