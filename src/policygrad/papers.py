@@ -628,7 +628,6 @@ PAPERS: dict[str, Paper] = {
         "φ: min E[ −R log σ(r_φ(o)) − (1 − R) log(1 − σ(r_φ(o))) ]   s.t.  some R_i differ",
         {
             "ImplicitReward.beta": "0.05, sec. 4.1",
-            "ImplicitReward.lr": "open: 1e-6 beside the policy's 5e-7, sec. 4.1",
             "ImplicitProcess.gamma": "1, sec. 5.4",
             "Clip.low": "0.2: the default of the authors' library (verl)",
             "Clip.high": "0.2: the default of the authors' library (verl)",

@@ -190,6 +190,19 @@ def test_the_two_models_move_apart(model: nn.Module) -> None:
         assert {"reward_model/loss", "reward_model/grad_norm"} <= metrics.keys()
 
 
+def test_it_starts_as_the_reference_whatever_that_is(model: nn.Module, teacher: nn.Module) -> None:
+    """A reference of another architecture: π_φ is one more of it, so that r_φ is 0, and it alone learns."""
+    algorithm = replace(NO_FILTER, reference=pg.Reference(model="another"))
+    learner = LocalLearner(model, algorithm, lr=1e-3, steps=1, reference=teacher)
+    assert learner.reward_model is not None
+    before = parameters(teacher)
+    batch = evaluated(learner, make_batch(3))
+    assert float(batch.implicit_reward[batch.mask].abs().max()) == 0  # type: ignore[index]
+    rollout(learner, make_batch(3))
+    assert same(before, teacher)
+    assert not same(before, learner.reward_model.evaluator.model)
+
+
 def test_it_learns_which_answers_are_right(model: nn.Module) -> None:
     learner = LocalLearner(model, replace(NO_FILTER, reward_model=pg.ImplicitReward(1.0, 1e-2)), lr=0.0, steps=30)
     batch, losses = make_batch(4, holes=False), []

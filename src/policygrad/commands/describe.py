@@ -28,7 +28,7 @@ COLUMNS = {  # field of an algorithm -> its symbol in the equation, and what it 
     "corrections": ("ρ", "corrections"),
     "aggregate": ("c", "average"),
     "critic": ("V", "critic"),
-    "reward_model": ("r_φ", "reward model"),
+    "reward_model": ("", "reward r_φ"),
     "terms": ("k", "terms"),
     "step": ("", "step"),
     "reference": ("", "reference"),
