@@ -113,7 +113,7 @@ AVERAGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# ── What DAPO does before: filters and a length penalty ────────────────────────────────────────────────────────────────
+# ── What DAPO and CISPO do before: filters and a length penalty ────────────────────────────────────────────────────────────────
 def drop_no_spread(roll: Rollout) -> Rollout:
     """Dynamic sampling: groups all right or all wrong leave the batch (DAPO then samples new ones)."""
     return replace(roll, mask=roll.mask & spread(roll.reward, siblings(roll))[:, None])
@@ -125,9 +125,10 @@ def mask_truncated(roll: Rollout) -> Rollout:
 
 
 def soft_overlong(roll: Rollout) -> Rollout:
-    """Down from 0 to −1 over the last fifth of the budget."""
+    """Down from 0 to −1 over the last fifth of the budget, which a truncated completion has used up."""
     budget = roll.mask.shape[1]
-    penalty = ((budget - roll.mask.sum(1).to(roll.reward)) / (0.2 * budget) - 1).clamp(-1, 0)
+    length = torch.where(roll.truncated, float(budget), roll.mask.sum(1).to(roll.reward))
+    penalty = ((budget - length) / (0.2 * budget) - 1).clamp(-1, 0)
     return replace(roll, reward=roll.reward + penalty)
 
 
@@ -139,18 +140,17 @@ class Algorithm:
     c: str
     ratio: str = "token"
     kl_loss: float = 0.0  # β of the k3 term
-    kl_reward: float = 0.0  # β of the penalty per token
+    kl_reward: float = 0.0  # β of the completion's log(π_old/π_ref) in its reward
     before: tuple[Callable[[Rollout], Rollout], ...] = ()
     epochs: int = 2  # updates per rollout
 
 
 def advantages(roll: Rollout, algorithm: Algorithm) -> Tensor:
-    """Ψ [B, T]: the reward still to come from token t on (its own, and later KL penalties), less the baseline."""
-    per_token = only(-algorithm.kl_reward * (roll.old - roll.ref), roll.mask)
-    to_go = roll.reward[:, None] + per_token.flip(1).cumsum(1).flip(1)
-    R = only(roll.reward + per_token.sum(1), roll.mask.any(1))
+    """Ψ [B, T]: the completion's reward, less its KL penalty, less the baseline: the same at each of its tokens."""
+    kl = only(roll.old - roll.ref, roll.mask).sum(1)
+    R = only(roll.reward - algorithm.kl_reward * kl, roll.mask.any(1))
     baseline, scale = algorithm.psi(R, siblings(roll), roll)
-    return only((to_go - baseline[:, None]) / scale[:, None], roll.mask)
+    return only(((R - baseline) / scale)[:, None].expand(roll.mask.shape), roll.mask)
 
 
 def surrogate(logp: Tensor, roll: Rollout, algorithm: Algorithm) -> Tensor:
@@ -174,7 +174,7 @@ ALGORITHMS = {
     "dr_grpo": Algorithm(group_mean, clip(0.2, 0.2), "fixed length"),
     "dapo": Algorithm(z_score, clip(0.2, 0.28), "token mean", before=(drop_no_spread, mask_truncated, soft_overlong)),
     "gspo": Algorithm(z_score, clip(3e-4, 4e-4), "sequence mean", ratio="sequence"),
-    "cispo": Algorithm(z_score, cap(5.0), "token mean", before=(drop_no_spread,)),
+    "cispo": Algorithm(z_score, cap(5.0), "token mean", before=(drop_no_spread, soft_overlong)),
     "sapo": Algorithm(z_score, soft(1.0, 1.05), "sequence mean"),
 }
 

@@ -15,7 +15,7 @@ from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import COLUMNS, EQUATION, NOWHERE, difference, number, part_name, settings
 from policygrad.core.algorithm import Algorithm
-from policygrad.papers import PAPERS, USUAL
+from policygrad.papers import PAPERS, RECIPE, USUAL
 
 OURS = "our choice"
 
@@ -83,9 +83,9 @@ def pseudo_code(a: Algorithm) -> list[str]:
     inner = _inner(a)
     updates = a.step.updates
     if updates > 1:
-        head = f"repeat {a.step.epochs} times" + (
-            f", for each of {a.step.minibatches} shares" * (a.step.minibatches > 1)
-        )
+        told = [f"repeat {a.step.epochs} times"] * (a.step.epochs > 1)
+        told += [f"for each of {a.step.minibatches} shares of whole groups"] * (a.step.minibatches > 1)
+        head = ", ".join(told)
         inner = [f"{head}:", *(f"    {line}" for line in inner)]
     lines += inner
     if a.reference is not None and a.reference.every and "logp_ref" in a.needs:
@@ -183,7 +183,7 @@ def origin(a: Algorithm, part: Any, setting: str, value: Any) -> str:
     if key in PAPERS[a.name].defaults:
         return PAPERS[a.name].defaults[key]
     parent = ABOUT[a.name].parent
-    if parent is not None:
+    if parent is not None and key not in RECIPE:
         theirs = ALGORITHMS[parent]
         held = [getattr(p, setting) for _, p in theirs.parts() if type(p) is type(part)]
         if value in held if part is not None else value == theirs.samples_per_prompt:

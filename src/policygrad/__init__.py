@@ -7,30 +7,44 @@ __version__ = "0.1.0"
 
 _HOME = {
     "policygrad.algorithms": (
-        "A2C ALGORITHMS CISPO DAPO DR_GRPO GRPO GRPO_PROCESS GSPO GSPO_TOKEN ITERATIVE_GRPO MAGISTRAL NATURAL OPO PPO "
-        "PPO_PENALTY PRORL REINFORCE RLOO SAPO TRPO VAPO VINEPPO algorithm"
+        "A2C ALGORITHMS ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DPPO DR_GRPO GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO "
+        "GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO MAGISTRAL MAXRL NATURAL OPO PASSK "
+        "PPO PPO_PENALTY PRORL RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL TOPR TRPO "
+        "VAPO VESPO VINEPPO algorithm"
     ),
     "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut OptimalBaseline RunningMean",
     "policygrad.core.aggregates": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
     "policygrad.core.algorithm": "Algorithm",
+    "policygrad.core.baselines": "ConstantBaseline GreedyBaseline",
     "policygrad.core.batch": "Batch Forward",
     "policygrad.core.corrections": "MaskedIS TruncatedIS",
     "policygrad.core.critic": "Critic",
     "policygrad.core.dual_descent": "DualDescent",
-    "policygrad.core.filters": "DropNoSpread MaskTruncated",
+    "policygrad.core.drift_terms": "KLCov PolicyDrift",
+    "policygrad.core.filters": "DemonstrationsApart Downsample DropNoSpread MaskTruncated",
     "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
     "policygrad.core.loss_terms": "ExactEntropy ExactKLToOld",
     "policygrad.core.objective": "gate_weight objective surrogate",
+    "policygrad.core.off_policy": "Taper Unweighted",
     "policygrad.core.problems": "AdaptiveProblem CurvatureProblem GradientProblem",
     "policygrad.core.process": "PrefixValue ProcessReward",
     "policygrad.core.protocols": "Advantage Aggregation Correction Filter Gate LossTerm Part Ratio Shaping Term UpdateRule",
+    "policygrad.core.proximal": "DivergenceClip GammaKernel GeometricMean LogClip",
     "policygrad.core.ratios": "Sequence SequenceProduct Token",
     "policygrad.core.reference": "Reference",
+    "policygrad.core.selecting_gates": "ClipCov SecondMoment",
     "policygrad.core.shaping": "KLInReward SoftOverlong",
+    "policygrad.core.success": "Accepted OverGroupMean PassAtK",
     "policygrad.core.terms": "Entropy KLToOld KLToReference PositiveNLL",
+    "policygrad.core.token_masks": "HighEntropy",
     "policygrad.core.trust_region": "TrustRegion",
     "policygrad.core.update_rules": "FirstOrder",
     "policygrad.core.values": "GAE LengthAdaptiveGAE NStep Whiten",
+    "policygrad.core.demonstrations": "DemonstrationNLL",
+    "policygrad.core.mixing": "Scaled",
+    "policygrad.core.multi_reward": "RewardZScores",
+    "policygrad.core.policy_shaping": "PolicyShaping",
+    "policygrad.core.turns": "GroupInGroup",
     "policygrad.errors": (
         "CheckpointError ConfigError DataError EngineError ModelError NumericsError PolicygradError RewardError RunError"
     ),

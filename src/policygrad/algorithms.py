@@ -8,21 +8,35 @@ from dataclasses import replace
 from policygrad.core.advantages import BatchStd, GroupMean, GroupStd, LeaveOneOut, OptimalBaseline, RunningMean
 from policygrad.core.aggregates import FixedLength, GroupTokenMean, SequenceMean, SequenceSum, TokenMean
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.baselines import ConstantBaseline, GreedyBaseline
 from policygrad.core.critic import Critic
-from policygrad.core.filters import DropNoSpread, MaskTruncated
+from policygrad.core.demonstrations import DemonstrationNLL
+from policygrad.core.drift_terms import KLCov, PolicyDrift
+from policygrad.core.filters import DemonstrationsApart, DropNoSpread, MaskTruncated
 from policygrad.core.gates import Clip, Importance, OnPolicy, SoftGate, WeightCap
+from policygrad.core.mixing import Scaled
+from policygrad.core.multi_reward import RewardZScores
+from policygrad.core.off_policy import Taper, Unweighted
+from policygrad.core.policy_shaping import PolicyShaping
 from policygrad.core.process import PrefixValue, ProcessReward
-from policygrad.core.ratios import Sequence, Token
+from policygrad.core.proximal import DivergenceClip, GammaKernel, GeometricMean, LogClip
+from policygrad.core.ratios import Sequence, SequenceProduct, Token
 from policygrad.core.reference import Reference
+from policygrad.core.selecting_gates import ClipCov, SecondMoment
 from policygrad.core.shaping import KLInReward, SoftOverlong
+from policygrad.core.success import Accepted, OverGroupMean, PassAtK
 from policygrad.core.terms import Entropy, KLToOld, KLToReference, PositiveNLL
+from policygrad.core.token_masks import HighEntropy
 from policygrad.core.trust_region import TrustRegion
+from policygrad.core.turns import GroupInGroup
 from policygrad.core.update_rules import FirstOrder
 from policygrad.core.values import GAE, LengthAdaptiveGAE, NStep, Whiten
 from policygrad.errors import ConfigError
 
 REINFORCE = Algorithm("reinforce", psi=(RunningMean(),), gate=OnPolicy(), aggregate=SequenceSum())
-RLOO = replace(REINFORCE, name="rloo", psi=(LeaveOneOut(),), shaping=(KLInReward(0.05),), samples_per_prompt=4)
+RLOO = replace(
+    REINFORCE, name="rloo", psi=(LeaveOneOut(),), shaping=(KLInReward(0.05, level="sequence"),), samples_per_prompt=4
+)
 OPO = replace(REINFORCE, name="opo", psi=(OptimalBaseline("length", leave_one_out=False),))
 GRPO = Algorithm(
     "grpo",
@@ -42,12 +56,20 @@ DAPO = replace(
     terms=(),
     shaping=(SoftOverlong(),),
     filters=(DropNoSpread(), MaskTruncated()),
+    step=FirstOrder(minibatches=16),
 )
-GSPO = replace(GRPO, name="gspo", ratio=Sequence(), gate=Clip(3e-4, 4e-4), terms=())
+GSPO = replace(GRPO, name="gspo", ratio=Sequence(), gate=Clip(3e-4, 4e-4), terms=(), step=FirstOrder(minibatches=4))
 CISPO = replace(
-    GRPO, name="cispo", gate=WeightCap(0.0, 5.0), aggregate=TokenMean(), terms=(), filters=(DropNoSpread(),)
+    GRPO,
+    name="cispo",
+    gate=WeightCap(0.0, 5.0),
+    aggregate=TokenMean(),
+    terms=(),
+    shaping=(SoftOverlong(),),
+    filters=(DropNoSpread(),),
+    step=FirstOrder(minibatches=16),
 )
-SAPO = replace(GRPO, name="sapo", gate=SoftGate(1.0, 1.05), terms=())
+SAPO = replace(GRPO, name="sapo", gate=SoftGate(1.0, 1.05), terms=(), step=FirstOrder(minibatches=4))
 
 A2C = replace(
     REINFORCE, name="a2c", psi=(NStep(5),), aggregate=TokenMean(), terms=(Entropy(0.01),), critic=Critic(clip=0.0)
@@ -72,7 +94,7 @@ PPO = Algorithm(
     step=FirstOrder(epochs=4),
     critic=Critic(),
 )
-VINEPPO = replace(PPO, name="vineppo", psi=(PrefixValue(9),), critic=None)
+VINEPPO = replace(PPO, name="vineppo", psi=(PrefixValue(9),), critic=None, step=FirstOrder(epochs=2, minibatches=8))
 PPO_PENALTY = replace(PPO, name="ppo_penalty", gate=Importance(), terms=(KLToOld(1.0, target=0.01),), shaping=())
 VAPO = replace(
     PPO,
@@ -81,7 +103,7 @@ VAPO = replace(
     gate=Clip(0.2, 0.28),
     terms=(PositiveNLL(0.1),),
     shaping=(),
-    step=FirstOrder(),
+    step=FirstOrder(minibatches=16),
     critic=Critic(lam=1.0, pretrain=20),
     samples_per_prompt=16,
 )
@@ -93,6 +115,7 @@ PRORL = replace(
     name="prorl",
     gate=Clip(0.2, 0.4),
     terms=(KLToReference(1e-4, "k2"),),
+    step=FirstOrder(minibatches=4),
     reference=Reference(every=200, reset=True),
 )
 MAGISTRAL = replace(
@@ -102,12 +125,144 @@ MAGISTRAL = replace(
     gate=Clip(0.2, 0.28),
     aggregate=GroupTokenMean(),
     terms=(),
+    shaping=(SoftOverlong(scale=0.1),),
     filters=(DropNoSpread(),),
 )
 
+REMAX = replace(REINFORCE, name="remax", psi=(GreedyBaseline(),), samples_per_prompt=1)
+REINFORCE_PP = Algorithm(
+    "reinforce_pp",
+    psi=(Whiten(),),
+    ratio=Token(),
+    gate=Clip(0.2, 0.2),
+    aggregate=TokenMean(),
+    shaping=(KLInReward(0.01),),
+    step=FirstOrder(minibatches=8),
+)
+REINFORCE_PP_BASELINE = replace(
+    REINFORCE_PP,
+    name="reinforce_pp_baseline",
+    psi=(GroupMean(), Whiten()),
+    shaping=(),
+    terms=(KLToReference(1e-5, "k2"),),
+    step=FirstOrder(),
+)
+GPG = replace(
+    REINFORCE,
+    name="gpg",
+    psi=(GroupMean(),),
+    aggregate=TokenMean(),
+    filters=(DropNoSpread("reweight"),),
+)
+RAFT = Algorithm(
+    "raft",
+    psi=(Accepted(),),
+    ratio=Token(),
+    gate=Unweighted(),
+    aggregate=TokenMean(),
+    step=FirstOrder(minibatches=4),
+    behaviour="sampler",
+)
+MAXRL = replace(GRPO, name="maxrl", psi=(GroupMean(), OverGroupMean()), aggregate=TokenMean(), terms=())
+PASSK = replace(GRPO, name="passk", psi=(PassAtK(2),), terms=())
+TOPR = Algorithm(
+    "topr",
+    psi=(ConstantBaseline(0.5),),
+    ratio=SequenceProduct(),
+    gate=Taper(),
+    step=FirstOrder(minibatches=8),
+    behaviour="sampler",
+)
+ASYMRE = replace(TOPR, name="asymre", psi=(GroupMean(), ConstantBaseline(-0.1)), ratio=Token(), gate=Unweighted())
+SCALE_RL = replace(
+    GRPO,
+    name="scale_rl",
+    psi=(GroupMean(), BatchStd()),
+    gate=WeightCap(0.0, 5.0),
+    aggregate=GroupTokenMean(),
+    terms=(),
+    filters=(DropNoSpread("drop"),),
+    behaviour="sampler",
+)
+
+LITE_PPO = replace(MAXRL, name="lite_ppo", psi=(GroupMean(), BatchStd(of="rewards")), step=FirstOrder(minibatches=8))
+_OUTCOMES = (REMAX, REINFORCE_PP, REINFORCE_PP_BASELINE, GPG, RAFT, MAXRL, PASSK, TOPR, ASYMRE, SCALE_RL, LITE_PPO)
+
+GMPO = replace(GRPO, name="gmpo", gate=GeometricMean(0.4, 0.4), terms=(), step=FirstOrder(minibatches=8))
+DPPO = replace(
+    DR_GRPO,
+    name="dppo",
+    gate=DivergenceClip("tv", 0.15),
+    step=FirstOrder(minibatches=8),
+    behaviour="sampler",
+)
+M2PO = replace(
+    GRPO,
+    name="m2po",
+    gate=SecondMoment(0.04),
+    aggregate=TokenMean(),
+    terms=(),
+    step=FirstOrder(minibatches=4),
+    behaviour="sampler",
+)
+LUSPO = replace(GSPO, name="luspo", gate=Clip(2e-3, 2.5e-3), aggregate=SequenceSum(), step=FirstOrder(minibatches=4))
+VESPO = replace(M2PO, name="vespo", ratio=SequenceProduct(), gate=GammaKernel(), step=FirstOrder(minibatches=8))
+CPGD = replace(
+    GRPO,
+    name="cpgd",
+    gate=LogClip(0.2, 0.2),
+    aggregate=TokenMean(),
+    terms=(PolicyDrift(0.001),),
+    step=FirstOrder(minibatches=2),
+)
+CLIP_COV = replace(
+    GRPO,
+    name="clip_cov",
+    gate=ClipCov(1.0, 1.0, share=2e-4),
+    aggregate=TokenMean(),
+    terms=(),
+    filters=(DropNoSpread(),),
+    step=FirstOrder(minibatches=8),
+)
+KL_COV = replace(CLIP_COV, name="kl_cov", gate=Importance(), terms=(KLCov(1.0, share=2e-3),))
+HIGH_ENTROPY = replace(DAPO, name="high_entropy", corrections=(HighEntropy(0.2),), step=FirstOrder(minibatches=16))
+_TRUST = (GMPO, DPPO, M2PO, LUSPO, VESPO, CPGD, CLIP_COV, KL_COV, HIGH_ENTROPY)
+
+GDPO = replace(
+    GRPO, name="gdpo", psi=(RewardZScores(), BatchStd()), terms=(), step=FirstOrder(minibatches=4), samples_per_prompt=4
+)
+GIGPO = replace(
+    GRPO,
+    name="gigpo",
+    psi=(GroupInGroup(),),
+    aggregate=TokenMean(),
+    terms=(KLToReference(0.01, "k3"),),
+    step=FirstOrder(minibatches=4),
+)
+LUFFY = replace(
+    GRPO,
+    name="luffy",
+    gate=PolicyShaping(),
+    aggregate=TokenMean(),
+    terms=(),
+    step=FirstOrder(minibatches=2),
+    samples_per_prompt=7,
+)
+CHORD = replace(
+    GRPO,
+    name="chord",
+    psi=(GroupMean(), GroupStd(), Scaled(0.9)),
+    aggregate=TokenMean(),
+    terms=(DemonstrationNLL(0.1),),
+    filters=(DemonstrationsApart(),),
+    samples_per_prompt=8,
+)
+_SEVERAL = (GDPO, GIGPO, LUFFY, CHORD)
+
 _CRITICS = (A2C, TRPO, NATURAL, PPO, PPO_PENALTY, VAPO, VINEPPO)
 _GROUPS = (GRPO, GRPO_PROCESS, ITERATIVE_GRPO, DR_GRPO, DAPO, PRORL, MAGISTRAL, GSPO, GSPO_TOKEN, CISPO, SAPO)
-ALGORITHMS: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, RLOO, OPO, *_CRITICS, *_GROUPS)}
+_FAMILIES = ((REINFORCE, RLOO, OPO), _CRITICS, _GROUPS, _OUTCOMES, _TRUST, _SEVERAL)
+ALGORITHMS: dict[str, Algorithm] = {a.name: a for family in _FAMILIES for a in family}
 
 
 def algorithm(name: str) -> Algorithm:

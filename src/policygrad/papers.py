@@ -21,7 +21,9 @@ class Paper:
 USUAL: dict[str, str] = {
     "SequenceSum.group_power": "1: a plain mean",
     "FirstOrder.epochs": "1: every rollout is used once",
-    "FirstOrder.minibatches": "1: a rollout is one update",
+    "FirstOrder.minibatches": "1: a rollout is not split",
+    "KLInReward.level": "token: each token answers for the KL to go, as in PPO for language",
+    "SoftOverlong.scale": "1, as in DAPO",
     "KLInReward.form": "k1, the only form that gives the gradient of the sequence's KL",
     "Reference.every": "open: frozen, as everywhere but in iterative GRPO and ProRL",
     "Reference.reset": "off",
@@ -33,29 +35,47 @@ USUAL: dict[str, str] = {
     "Critic.explained": "our choice; without pre-training it means nothing",
     "GroupStd.eps": "our choice, and that of common code",
     "BatchStd.eps": "our choice, as for the group's std",
+    "BatchStd.of": "the centred advantages, as in Magistral",
     "Whiten.eps": "our choice, and that of common code",
     "MaskTruncated.keep_in_statistics": "off: a masked answer is as if it had not been sampled",
+    "GAE.bootstrap": "off: an answer that the budget cut off has ended",
+    "NStep.bootstrap": "off: an answer that the budget cut off has ended",
+    "LengthAdaptiveGAE.bootstrap": "off: an answer that the budget cut off has ended",
+    "ProcessReward.outcome": "on, our choice: the task's reward scores the last step; sec. 4.1.3 has process rewards alone",
+    "Downsample.keep": "our choice: half of the usual eight; no algorithm has it",
+    "DropNoSpread.carry": "our choice: so that nothing good is thrown away; no paper says what becomes of it",
 }
 """`Part.setting` -> what there is to say of a part's own default where no paper speaks of it."""
+RECIPE = frozenset({"FirstOrder.epochs", "FirstOrder.minibatches"})
+"""Settings that no row has from its parent: how often a rollout is used is each paper's own, also where the number is the same."""
 _CLIPPED = "min( r Â, clip(r, 1 − ε_low, 1 + ε_high) Â )"
 _ZSCORE = "Â_i = (R_i − mean_g R)/std_g R"
 
 PAPERS: dict[str, Paper] = {
-    "reinforce": Paper("J = E[ R(o) ],   ∇J = E[ (R(o) − b) ∇log π_θ(o) ],  b independent of o"),
+    "reinforce": Paper(
+        "J = E[ R(o) ],   ∇J = E[ (R(o) − b) ∇log π_θ(o) ],  b independent of o",
+        departs="the batch, the running mean's decay and the optimiser (AdamW) are ours: the paper's rule is for one "
+        "step of plain gradient ascent",
+    ),
     "rloo": Paper(
         "∇J = E[ 1/k Σ_i ( R_i − 1/(k−1) Σ_{j≠i} R_j ) ∇log π_θ(o_i) ]\nR(o) = score(o) − β log( π_θ(o)/π_ref(o) )",
         {
             "samples_per_prompt": "k = 4, the larger of the paper's 2 and 4",
             "KLInReward.beta": "0.05 as in Stiennon et al. 2020; the paper has 0.03 (app. C)",
             "SequenceSum.group_power": "1: the mean over samples, as the paper has it",
+            "KLInReward.level": "sequence: the completion's whole KL in its one reward, as in the objective above",
         },
+        departs="β is 0.05 where the paper has 0.03; the rest is as published",
     ),
     "opo": Paper(
         "∇J = E[ (R(o) − b*) ∇log π_θ(o) ],   b* = E[‖∇log π_θ(o)‖² R]/E[‖∇log π_θ(o)‖²] ≈ Σ_j |o_j| R_j / Σ_j |o_j|",
         {
             "OptimalBaseline.norm": "length: the paper takes ‖∇log π_θ(o)‖² to grow with |o|",
             "OptimalBaseline.leave_one_out": "off, as published",
+            "FirstOrder.epochs": "1: the paper trains exactly on-policy",
+            "FirstOrder.minibatches": "1: the paper trains exactly on-policy",
         },
+        departs="G is our choice; the rest is as published",
     ),
     "a2c": Paper(
         "∇J = E[ ∇log π_θ(a_t|s_t) ( Σ_{i<k} γ^i r_{t+i} + γ^k V(s_{t+k}) − V(s_t) ) + η ∇H(π_θ(·|s_t)) ]",
@@ -65,6 +85,8 @@ PAPERS: dict[str, Paper] = {
             "Entropy.eta": "0.01, the paper's experiments",
             "Critic.clip": "none, as in the paper",
         },
+        departs="γ is 1, an episode is one answer, the critic has parameters of its own, and AdamW takes RMSProp's "
+        "place",
     ),
     "trpo": Paper(
         "maximise E[ r Â ]  subject to  E_s[ KL( π_old(·|s) ‖ π_θ(·|s) ) ] ≤ δ",
@@ -79,10 +101,13 @@ PAPERS: dict[str, Paper] = {
             "GAE.gamma": "1: an episode is one answer",
             "GAE.lam": "Schulman et al. 2016 (GAE)",
         },
+        departs="the advantages are GAE with a learned critic (the paper takes sums of rewards), γ is 1, and damping "
+        "and the line search's numbers are Spinning Up's",
     ),
     "natural": Paper(
         "Δθ = √( 2δ / gᵀF⁻¹g ) F⁻¹g,   g = ∇J,  F = E[ ∇log π ∇log πᵀ ]",
         {"TrustRegion.line_search": "off: the paper has none"},
+        departs="δ sets the step's length and the advantages are GAE: the paper has a fixed step size and Q-values",
     ),
     "ppo": Paper(
         "J = E_t[ min( r Â, clip(r, 1 − ε, 1 + ε) Â ) ] − c_1 E_t[ (V_φ(s_t) − V_target)² ]",
@@ -92,18 +117,27 @@ PAPERS: dict[str, Paper] = {
             "GAE.lam": "0.95, tables 3 to 5",
             "GAE.gamma": "1 as in Ziegler et al. 2019, for language; the paper's 0.99 would penalise length",
             "KLInReward.beta": "0.05 as in Stiennon et al. 2020; not part of PPO itself",
-            "FirstOrder.epochs": "4 as in Ziegler et al. 2019 and Stiennon et al. 2020, for language; the paper has 3 to 15",
+            "FirstOrder.epochs": "4 as in Ziegler et al. 2019 and Stiennon et al. 2020, for language; the paper has "
+            "3 to 15",
             "Critic.clip": "0.2, the value clipping of the authors' code (Huang et al. 2022)",
             "Critic.coefficient": "½, as in the authors' code; the paper has c_1 = 1 (table 5)",
             "Critic.lam": "the advantages' λ, as in the paper",
+            "FirstOrder.minibatches": "1 as in the code of Ziegler et al. 2019 (nminibatches), for language; the "
+            "paper has minibatches of 64 steps",
         },
+        departs="as used for language since Ziegler et al. 2019: γ = 1, a KL to the reference in the reward, a "
+        "clipped value loss, no entropy bonus",
     ),
     "ppo_penalty": Paper(
         "J = E_t[ r Â − β KL( π_old(·|s_t) ‖ π_θ(·|s_t) ) ]\nthen β ← 2β if KL > 1.5 target,  β/2 if KL < target/1.5",
         {
             "KLToOld.target": "0.01, table 1 (the middle of three)",
             "KLToOld.beta": "β starts at 1, the paper's experiments",
+            "FirstOrder.epochs": "4 as in ppo: the paper has 10",
+            "FirstOrder.minibatches": "1 as in ppo",
         },
+        departs="whitened advantages, γ = 1 and 4 passes as in ppo for language; β is adapted after each rollout, as "
+        "in the paper",
     ),
     "vapo": Paper(
         f"J = 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED}  +  μ · 1/Σ_{{o_i right}} |o_i| Σ_{{o_i right}} Σ_t log π_θ(o_{{i,t}})\n"
@@ -119,7 +153,11 @@ PAPERS: dict[str, Paper] = {
             "Critic.lam": "λ_critic = 1 (decoupled GAE)",
             "Critic.pretrain": "our choice: 20 rollouts at most; the paper fits about 50 steps",
             "samples_per_prompt": "16, the paper's experiments",
+            "FirstOrder.epochs": "1: the paper mentions no second pass",
+            "FirstOrder.minibatches": "16: 8,192 samples in mini-batches of 512, sec. 5.1",
         },
+        departs="the critic starts from the policy and not from a reward model, is fitted for 20 rollouts at most "
+        "where the paper has about 50 steps, and learns ten times as fast as the policy (twice)",
     ),
     "grpo": Paper(
         f"J = E[ 1/G Σ_i 1/|o_i| Σ_t ( min( r Â, clip(r, 1 − ε, 1 + ε) Â ) − β (e^{{−u}} + u − 1) ) ]\n{_ZSCORE}"
@@ -134,22 +172,40 @@ PAPERS: dict[str, Paper] = {
             "FirstOrder.epochs": "one update per rollout, sec. 4.2",
             "FirstOrder.minibatches": "one update per rollout, sec. 4.2",
         },
+        departs="G is 8 where the paper has 64, ε is PPO's since the paper gives none, and a verifier's scores stand "
+        "for those of a reward model",
     ),
     "grpo_process": Paper(
         f"J = E[ 1/G Σ_i 1/|o_i| Σ_t {_CLIPPED} − β KL(π_θ‖π_ref) ]\n"
         "Â_{i,t} = Σ_{step ends j ≥ t} (r_{i,j} − mean_g r)/std_g r,   over the rewards of all steps of the group",
-        {"ProcessReward.eps": "our choice, as for the group's std", "ProcessReward.ddof": "1, as for the group's std"},
+        {
+            "ProcessReward.eps": "our choice, as for the group's std",
+            "ProcessReward.ddof": "1, as for the group's std",
+            "FirstOrder.epochs": "one update per rollout, sec. 4.2",
+            "FirstOrder.minibatches": "one update per rollout, sec. 4.2",
+        },
+        departs="as grpo: G is 8 where the paper has 64",
     ),
     "iterative_grpo": Paper(
         "as grpo, with π_ref ← π_θ at the start of every iteration (algorithm 1)",
         {
             "Reference.every": "our choice: the paper renews it once per iteration and gives no length",
             "FirstOrder.epochs": "our choice: μ of algorithm 1",
+            "FirstOrder.minibatches": "1: algorithm 1 goes over the whole batch μ times",
         },
+        departs="the reference is renewed every 100 rollouts, the paper's iteration having no stated length, and the "
+        "reward model is not trained on",
     ),
     "dr_grpo": Paper(
         "J = E[ 1/G Σ_i Σ_t min( r Â, clip(r, 1 − ε, 1 + ε) Â ) ],   Â_i = R_i − mean_g R",
-        {"samples_per_prompt": "8, the authors' code"},
+        {
+            "samples_per_prompt": "8, the authors' code",
+            "FirstOrder.epochs": "1 inner epoch, app. G, table 6",
+            "FirstOrder.minibatches": "our choice: the paper states none, and the authors' code takes 8, 128 of "
+            "1,024 completions at a time",
+        },
+        departs="divided by the token budget, as in the authors' code and not in the formula, which is the same "
+        "direction; one update per rollout, where that code takes 8",
     ),
     "dapo": Paper(
         f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ]   s.t.  0 < #right < G\n{_ZSCORE}",
@@ -160,7 +216,14 @@ PAPERS: dict[str, Paper] = {
             "DropNoSpread.mode": "refill, eq. 11",
             "DropNoSpread.max_rounds": "our choice: the paper sets no bound",
             "samples_per_prompt": "our choice, for small machines; the paper samples 16 (sec. 4.1)",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "16 updates per rollout: 8,192 answers in mini-batches of 512, sec. 4.1",
+            "SoftOverlong.scale": "1, eq. 13",
         },
+        departs="the token mean is over the step and not per group (eq. 8), as in the authors' code; rewards are 0 "
+        "and 1 where the paper has −1 and 1, which doubles the length penalty beside them; truncated answers "
+        "are masked and punished, as in the published ladder, where the authors' script only punishes; G is 8 "
+        "where the paper has 16",
     ),
     "prorl": Paper(
         f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ] − β KL( π_θ ‖ π_ref ),   π_ref and the optimiser renewed now and then",
@@ -171,7 +234,12 @@ PAPERS: dict[str, Paper] = {
             "KLToReference.beta": "our choice",
             "Reference.every": "our choice: the paper resets when validation stalls",
             "Reference.reset": "the paper, sec. 2",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "4 updates per rollout: batch 256, mini-batch 64, sec. 3.2",
         },
+        departs="the reset comes every 200 rollouts, not when validation stalls (Reference(stall=…) does that); token "
+        "mean, overlong mask and length penalty are DAPO's, of which the paper takes the clip and the dynamic "
+        "sampling; temperature is 1 (1.2) and G is 8 (16)",
     ),
     "magistral": Paper(
         f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ]   s.t.  some R_i differ\n"
@@ -180,16 +248,35 @@ PAPERS: dict[str, Paper] = {
             "Clip.low": "0.2 as in PPO",
             "Clip.high": "0.28: the paper tunes it between 0.26 and 0.28 (sec. 2.1); another source says about 0.25",
             "DropNoSpread.mode": "our choice: the paper only says that such groups are filtered",
+            "FirstOrder.epochs": "1: a batch is one update, sec. 6.3",
+            "FirstOrder.minibatches": "1: the paper trains with n_batch = n_minibatch, since more than 2 hurt (sec. "
+            "6.3, fig. 6)",
+            "SoftOverlong.scale": "0.1, eq. 1",
+            "SoftOverlong.cache": "a fifth as in DAPO: the paper gives l_max − l_cache alone",
         },
+        departs="of the rewards only correctness (the task's) and length: the 0.1 each for format and language are "
+        "for a task to give; ε_high is fixed, and generation is synchronous",
     ),
     "gspo": Paper(
         f"J = E[ 1/G Σ_i min( s_i Â_i, clip(s_i, 1 − ε_low, 1 + ε_high) Â_i ) ]\n"
         f"s_i = ( π_θ(o_i)/π_old(o_i) )^(1/|o_i|),   {_ZSCORE}",
-        {"Clip.low": "3e-4, sec. 5.1", "Clip.high": "4e-4, sec. 5.1"},
+        {
+            "Clip.low": "3e-4, sec. 5.1",
+            "Clip.high": "4e-4, sec. 5.1",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "4: each batch of rollouts in four mini-batches, sec. 5.1",
+        },
+        departs="G is our choice: we found none in the paper; nothing else that we know",
     ),
     "gspo_token": Paper(
         "J = E[ 1/G Σ_i 1/|o_i| Σ_t min( s_{i,t} Â_{i,t}, clip(s_{i,t}, 1 − ε_low, 1 + ε_high) Â_{i,t} ) ]\n"
-        "s_{i,t} = sg[s_i] · π_θ(o_{i,t})/sg[π_θ(o_{i,t})]"
+        "s_{i,t} = sg[s_i] · π_θ(o_{i,t})/sg[π_θ(o_{i,t})]",
+        {
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "4, as for GSPO: sec. 5.1 of the same paper",
+        },
+        departs="the advantage is GSPO's unless rewards come per token: the paper leaves open where token-level "
+        "advantages come from",
     ),
     "cispo": Paper(
         "J = E[ 1/Σ_i|o_i| Σ_i Σ_t sg[ clip(r, 1 − ε_low, 1 + ε_high) ] Â log π_θ(o_{i,t}) ]\n" + _ZSCORE,
@@ -197,7 +284,14 @@ PAPERS: dict[str, Paper] = {
             "WeightCap.low": "0: the paper sets no lower bound",
             "WeightCap.high": "5 as an absolute bound, from Khatri et al. 2025 (ScaleRL), arXiv:2510.13786; "
             "the paper tunes it and gives no number",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "16 rounds of off-policy updates per generation batch, sec. 3.1",
+            "SoftOverlong.scale": "1: the paper takes DAPO's length penalty, sec. 3.1",
+            "SoftOverlong.cache": "a fifth as in DAPO, whose penalty it is",
+            "DropNoSpread.mode": "refill: the paper takes DAPO's dynamic sampling, sec. 3.1",
         },
+        departs="the token mean is over the step and not per group (eq. 4); ε_high is ScaleRL's, the paper gives "
+        "none; the stop of repetitive answers and the optimiser's settings (sec. 3.2) are left out",
     ),
     "vineppo": Paper(
         f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ],   r_t −= β ( log π_old − log π_ref )\n"
@@ -205,10 +299,315 @@ PAPERS: dict[str, Paper] = {
         {
             "PrefixValue.samples": "K = 9, the paper's main experiments",
             "samples_per_prompt": "8, the paper's experiments",
+            "FirstOrder.epochs": "2 epochs per iteration, the authors' code",
+            "FirstOrder.minibatches": "8: 512 answers in batches of 64, the authors' code",
+            "KLInReward.beta": "0.05 as in ppo; the authors' runs have 1e-4",
         },
+        departs="the KL is in the reward (β 0.05), as in the paper's statement of the problem; the authors' runs have "
+        "k3 in the loss with 1e-4, and whiten the advantages",
     ),
     "sapo": Paper(
         f"J = E[ 1/G Σ_i 1/|o_i| Σ_t σ( τ (r − 1) ) · 4/τ · Â ],   τ = τ_pos if Â > 0 else τ_neg\n{_ZSCORE}",
-        {"SoftGate.tau_pos": "1.0, the paper's experiments", "SoftGate.tau_neg": "1.05, the paper's experiments"},
+        {
+            "SoftGate.tau_pos": "1.0, the paper's experiments",
+            "SoftGate.tau_neg": "1.05, the paper's experiments",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "4: each batch of rollouts in four mini-batches, sec. 5.1",
+        },
+        departs="G is our choice: we found none in the paper; nothing else that we know",
+    ),
+    "remax": Paper(
+        "∇J = E[ Σ_t ∇log π_θ(a_t) ( R(a_1:T) − R(ā_1:T) ) ],   ā_t = argmax π_θ(·|x, ā_1:t−1)",
+        {"samples_per_prompt": "1, and the greedy one, algorithm 1"},
+        departs="no KL penalty in the reward; the authors' code has one, 0.05 per token, and takes the token mean where the "
+        "paper sums",
+    ),
+    "reinforce_pp": Paper(
+        f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ]\n"
+        "Â = (A − mean_batch A)/std_batch A over all tokens,   A_t = R − β Σ_{s≥t} ( log π_old − log π_ref )(o_s)",
+        {
+            "KLInReward.beta": "0.01, the authors' script (OpenRLHF, train_reinforce_llama_ray.sh)",
+            "Clip.low": "0.2 as in PPO, the default of the authors' code",
+            "Clip.high": "0.2 as in PPO, the default of the authors' code",
+            "FirstOrder.minibatches": "8: 1,024 samples in batches of 128, the authors' script",
+            "FirstOrder.epochs": "1, the authors' script",
+        },
+        departs="the authors' script draws 1 completion per prompt; std with ddof 1, theirs with 0",
+    ),
+    "reinforce_pp_baseline": Paper(
+        f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t ( {_CLIPPED} − β ( log π_θ − log π_ref )²/2 ) ]\n"
+        "Â = (A − mean_batch A)/std_batch A over all tokens,   A_i = R_i − mean_g R",
+        {
+            "KLToReference.beta": "1e-5, the authors' script (OpenRLHF, train_reinforce_baseline_hybrid_engine.sh)",
+            "KLToReference.form": "k2, the paper",
+            "FirstOrder.minibatches": "1: 1,024 samples in batches of 1,024, the authors' script; ProRL v2's has 8",
+            "FirstOrder.epochs": "1, the authors' script",
+            "samples_per_prompt": "8, the authors' script",
+        },
+        departs="std with ddof 1, the authors' code with 0; the script's dynamic filtering and its correction for the engine "
+        "are options",
+    ),
+    "gpg": Paper(
+        "J = E[ 1/Σ_i|o_i| Σ_i Σ_t log π_θ(o_{i,t}) Â_i ],   Â_i = B/(B − M) ( R_i − mean_g R )\n"
+        "M of the B completions belong to prompts whose rewards are all equal",
+        {
+            "DropNoSpread.mode": "reweight: denominators of the whole step, times B/(B − M)",
+            "DropNoSpread.max_rounds": "means something with mode = refill",
+            "samples_per_prompt": "8, the authors' code",
+        },
+        departs="the threshold β_th = 0.6, below which another batch is drawn, is left out (verl's M counts other things than "
+        "the paper's)",
+    ),
+    "raft": Paper(
+        "J = E_{o ∼ μ}[ 1/Σ_i|o_i| Σ_{i right} Σ_t log π_θ(o_{i,t}) ]",
+        {
+            "Accepted.keep": "right, Xiong et al. 2025; best is Dong et al. 2023",
+            "Accepted.threshold": "our choice: an answer is right where its reward is 1",
+            "FirstOrder.minibatches": "4: 1,024 prompts in batches of 256, the authors' script (RLHFlow, Minimal-RL)",
+            "FirstOrder.epochs": "1, the authors' script",
+        },
+        departs="the authors' script adds a KL of 0.001 to the loss and draws 4 completions per prompt",
+    ),
+    "maxrl": Paper(
+        f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ],   Â_i = ( R_i − mean_g R )/mean_g R,   0 where no R_i > 0\n"
+        "from ∇log p = Σ_k 1/k ∇pass@k, the first terms",
+        {
+            "Clip.low": "0.2, the authors' script",
+            "Clip.high": "0.2, the authors' script",
+            "FirstOrder.minibatches": "1: 256 prompts in batches of 256, the authors' script",
+            "FirstOrder.epochs": "1, the authors' script",
+        },
+        departs="the paper's estimator sums over tokens; its code, and this row, take the token mean and PPO's clip; their code "
+        "adds 1e-6 to the mean, their script draws 16 completions per prompt",
+    ),
+    "passk": Paper(
+        "Â_right = (1 − R̄)/σ,   Â_wrong = ( 1 − R̄ − C(N_neg − 1, k − 1)/C(N − 1, k − 1) )/σ\n"
+        "R̄ = 1 − C(N_neg, k)/C(N, k),   σ = √( R̄(1 − R̄) )",
+        {
+            "PassAtK.k": "our choice, for groups of 8; the paper has k = 4 of 32",
+            "PassAtK.eps": "1e-6, the authors' code",
+            "PassAtK.normalise": "as published",
+        },
+        departs="the paper gives the advantage alone: ratio, clip and average are GRPO's; rewards other than 0 and 1 go by "
+        "their order",
+    ),
+    "topr": Paper(
+        "∇J = Σ_{R(o) ≥ 0} μ(o) R(o) ∇log π_θ(o)  +  Σ_{R(o) < 0} μ(o) [ π_θ(o)/μ(o) ]_0^1 R(o) ∇log π_θ(o)",
+        {
+            "ConstantBaseline.value": "½ of rewards 0 and 1: the paper's ±1 about no baseline, halved",
+            "FirstOrder.minibatches": "our choice: the paper trains on a data set of an earlier model's answers",
+            "FirstOrder.epochs": "our choice",
+        },
+        departs="rewards of 0 and 1 about ½ in place of ±1, half the gradient; rollouts in place of a data set (other libraries "
+        "clip the ratio per token)",
+    ),
+    "asymre": Paper(
+        "J = E_{o ∼ μ}[ log π_θ(o) ( R(o) − V ) ],   V = mean_g R + δV",
+        {
+            "ConstantBaseline.value": "δV = −0.1, the value of the paper's experiments as Trinity-RFT's default has it",
+            "FirstOrder.minibatches": "our choice: the paper renews the sampler every so many updates",
+            "FirstOrder.epochs": "our choice",
+        },
+        departs="a rollout's minibatches in place of a sampler that is renewed every so many updates",
+    ),
+    "scale_rl": Paper(
+        "J = E[ 1/#prompts Σ_g 1/Σ_{i∈g}|o_i| Σ_{i∈g} Σ_t sg[ min(r, ε) ] Â_i log π_θ(o_{i,t}) ],   r = π_θ/π_sampler\n"
+        "Â_i = ( R_i − mean_g R )/std_batch,   s.t.  0 < mean_g R < 1,  pass rate of the prompt so far < 0.9",
+        {
+            "WeightCap.low": "0: the paper bounds from above alone",
+            "WeightCap.high": "5, as TRL's documentation of the paper has it",
+            "BatchStd.ddof": "our choice, as for the group's std",
+            "DropNoSpread.mode": "drop, the paper: such prompts leave the effective batch",
+            "DropNoSpread.max_rounds": "means something with mode = refill",
+            "FirstOrder.minibatches": "1: one update per batch of the paper's pipeline",
+            "FirstOrder.epochs": "1",
+            "samples_per_prompt": "our choice, for small machines; the paper draws 16",
+        },
+        departs="the sampler is not eight updates behind (PipelineRL-8), answers are not interrupted for length, and prompts "
+        "solved before come again",
+    ),
+    "lite_ppo": Paper(
+        f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ],   Â_i = ( R_i − mean_g R )/std_batch R",
+        {
+            "BatchStd.of": "rewards: the std of the batch's rewards, as TRL's and ROLL's documentation of the paper have it",
+            "BatchStd.ddof": "our choice, as for the group's std",
+            "FirstOrder.minibatches": "8, the paper's experiments as TRL's documentation has them",
+            "FirstOrder.epochs": "1, the paper's experiments as TRL's documentation has them",
+            "samples_per_prompt": "8, the paper's experiments as TRL's documentation has them",
+        },
+    ),
+    "gmpo": Paper(
+        "J = E[ 1/G Σ_i { Π_t min( r^sgn(Â_i), clip(r^sgn(Â_i), e^−0.4, e^0.4) )^sgn(Â_i) }^(1/|o_i|) Â_i ]\n"
+        + _ZSCORE,
+        {
+            "GeometricMean.low": "0.4 nats, sec. 4 and the authors' script",
+            "GeometricMean.high": "0.4 nats, sec. 4 and the authors' script",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "8: 1,024 answers a rollout, 128 an update (the authors' script)",
+        },
+        departs="nowhere that we know; a Ψ per token, which the paper does not have, weighs each token by its own",
+    ),
+    "dppo": Paper(
+        "J = E[ 1/(B·L) Σ_i Σ_t M r Â ],   Â_i = R_i − mean_g R,   r = π_θ/μ\n"
+        "M = 0 where Â > 0, r > 1, D > δ or Â < 0, r < 1, D > δ, else 1;   D = |π_θ(o_{i,t}) − μ(o_{i,t})|",
+        {
+            "DivergenceClip.measure": "binary total variation, the first of the paper's two; the binary KL is 'kl'",
+            "DivergenceClip.delta": "0.15 for total variation (0.05 for the KL), the authors' script in verl",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "8: 256 prompts a rollout, 32 an update (the authors' script)",
+        },
+        departs="G is 8 where the authors' script has 16, the ratio has no cap (the script: 10,000), and the top-K divergences, "
+        "which need the sampler's likeliest tokens, are not built",
+    ),
+    "m2po": Paper(
+        f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t M r Â ],   r = π_θ/π_behaviour,   {_ZSCORE}\n"
+        "M: of the tokens with Â > 0, r > 1 or Â < 0, r < 1 the furthest are masked until the others' mean (log r)² ≤ τ",
+        {
+            "SecondMoment.threshold": "τ = 0.04, all of the paper's experiments",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "4, the paper's experiments",
+        },
+        departs="algorithm 1 as published; the authors' code clips at the threshold it finds, and masks more: it counts the masked "
+        "tokens too, at that threshold",
+    ),
+    "luspo": Paper(
+        "J = E[ 1/G Σ_i |o_i| min( s_i Â_i, clip(s_i, 1 − ε_low, 1 + ε_high) Â_i ) ]\n" + _ZSCORE,
+        {
+            "Clip.low": "2e-3, sec. 5.1",
+            "Clip.high": "2.5e-3, sec. 5.1",
+            "FirstOrder.epochs": "1, as for GSPO",
+            "FirstOrder.minibatches": "4, as for GSPO: we found no number of the paper's",
+        },
+        departs="updates per rollout and G are GSPO's and ours: we found none in the paper",
+    ),
+    "vespo": Paper(
+        "J = E[ sg[φ(W)] Â log π_θ(o) ],   W = π_θ(o)/μ(o),   φ(W) = W^k e^{λ(1 − W)}\n"
+        f"(k, λ) by the sign of Â;   {_ZSCORE}",
+        {
+            "GammaKernel.k_pos": "2, sec. 3.4 and the authors' scripts",
+            "GammaKernel.lambda_pos": "3, sec. 3.4 and the authors' scripts",
+            "GammaKernel.k_neg": "3, sec. 3.4 and the authors' scripts",
+            "GammaKernel.lambda_neg": "2, sec. 3.4 and the authors' scripts",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "8, the authors' script; the paper goes from 4 to 64",
+        },
+        departs="W is bounded by the number format and not at e^±20; nothing else that we know",
+    ),
+    "cpgd": Paper(
+        "J = E[ 1/Σ_i|o_i| Σ_i Σ_t min( Â log r, Â clip(log r, log(1 − ε), log(1 + ε)) ) ] − β KL(π_old‖π_θ)\n"
+        f"the KL's gradient as min(r − 1, 2) ∇log π_θ;   {_ZSCORE}",
+        {
+            "LogClip.low": "0.2 as in siiRL, from the authors' institute",
+            "LogClip.high": "0.2 as in siiRL, from the authors' institute",
+            "PolicyDrift.beta": "0.001 as in siiRL, from the authors' institute",
+            "PolicyDrift.cap": "2 as in siiRL, from the authors' institute",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "2: 512 prompts a rollout, 256 an update (siiRL's scripts)",
+        },
+        departs="numbers are siiRL's: the authors' own code was not to be had",
+    ),
+    "clip_cov": Paper(
+        "J = E[ 1/Σ_i|o_i| Σ_i Σ_t min( r Â, clip(r, 0, 2) Â ) at all tokens but I ]\n"
+        "I = ⌊2e-4 N⌋ of those with 1 < cov < 5, at random;   cov = (log π_θ − mean log π_θ)(Â − mean Â)\n" + _ZSCORE,
+        {
+            "ClipCov.low": "1: no lower bound (the authors' scripts)",
+            "ClipCov.high": "1: r up to 2 (the authors' scripts); the paper's formula has no bound",
+            "ClipCov.share": "2e-4, the paper's experiments and the authors' scripts",
+            "ClipCov.least": "1, the paper's experiments and the authors' scripts",
+            "ClipCov.most": "5, the paper's experiments and the authors' scripts",
+            "DropNoSpread.mode": "refill: dynamic sampling, the authors' scripts",
+            "DropNoSpread.max_rounds": "our choice: they have 10",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "8: 256 prompts a rollout, 32 an update (the authors' scripts)",
+        },
+        departs="the share of the band is drawn evenly in order of covariance, not at random; covariances "
+        "are over an update, where the authors' code takes a micro-batch",
+    ),
+    "kl_cov": Paper(
+        "J = E[ 1/Σ_i|o_i| Σ_i Σ_t ( r Â − β 1[(i, t) ∈ I] KL(π_old‖π_θ) ) ]\n"
+        "I = the ⌊k N⌋ tokens of highest cov = (log π_θ − mean log π_θ)(Â − mean Â);   " + _ZSCORE,
+        {
+            "KLCov.beta": "1, the authors' scripts",
+            "KLCov.share": "2e-3, the authors' script for 7B; 2e-4 for 32B",
+            "KLCov.form": "|log r|, what the authors' code has for the KL",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "8: 256 prompts a rollout, 32 an update (the authors' scripts)",
+        },
+        departs="covariances are over an update, where the authors' code takes a micro-batch; the KL is |log r| as in that code, "
+        "and form='k3' is nearer to the formula",
+    ),
+    "high_entropy": Paper(
+        f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t 1[H_t ≥ τ] {_CLIPPED} ]   s.t.  0 < #right < G\n"
+        f"τ: the entropy that the batch's highest 20 % begin with, of π_θ;   {_ZSCORE}",
+        {
+            "HighEntropy.share": "0.2, sec. 5",
+            "HighEntropy.of": "π_θ, also where the samples are of an older policy (sec. 2)",
+            "FirstOrder.epochs": "1: each rollout is gone over once",
+            "FirstOrder.minibatches": "16, as in DAPO, whose recipe it takes",
+        },
+        departs="as dapo departs; G is 8 where the paper has DAPO's 16",
+    ),
+    "gdpo": Paper(
+        f"J = E[ 1/G Σ_i 1/|o_i| Σ_t {_CLIPPED} ],   Â = (A − mean_batch A)/std_batch A\n"
+        "A_i = Σ_k w_k (r_{k,i} − mean_g r_k)/std_g r_k,   k the reward functions",
+        {
+            "RewardZScores.eps": "1e-4, the authors' code for TRL (1e-6 in that for verl)",
+            "RewardZScores.ddof": "1, the authors' code",
+            "BatchStd.eps": "1e-4, the authors' code for TRL",
+            "Clip.low": "0.2 as in PPO: the paper gives none for its smallest experiment",
+            "Clip.high": "0.2 as in PPO: the paper gives none for its smallest experiment",
+            "FirstOrder.minibatches": "4, the authors' script: 512 prompts in minibatches of 128",
+            "samples_per_prompt": "4, the authors' script",
+        },
+        "A reward function that says nothing of a completion leaves it out of that reward's statistics (as TRL does); the authors' "
+        "code counts it as 0. Averages are over completions, as in the paper; the authors' verl code takes tokens.",
+    ),
+    "gigpo": Paper(
+        "J = E[ 1/(NT) Σ_i Σ_n min( ρ Â, clip(ρ, 1 − ε, 1 + ε) Â ) ] − β KL(π_θ‖π_ref)\n"
+        "Â_{i,n} = (R(τ_i) − mean_g R)/F + ω (R_{i,n} − mean_s R_n)/F_s,   R_{i,n} = Σ_{m≥n} γ^{m−n} r_{i,m},   "
+        "s the state of turn n",
+        {
+            "GroupInGroup.omega": "ω = 1, sec. 5.1",
+            "GroupInGroup.gamma": "0.95, the authors' scripts",
+            "GroupInGroup.std": "on, the authors' script for ALFWorld; the paper reports both (F = std, F = 1)",
+            "GroupInGroup.eps": "our choice, as for the group's std; the authors' code has 1e-6",
+            "GroupInGroup.ddof": "1, the authors' code",
+            "KLToReference.beta": "0.01, the authors' scripts",
+            "KLToReference.form": "k3, the authors' scripts (low_var_kl)",
+            "Clip.low": "0.2 as in PPO, which is what the authors' code has when nothing is said",
+            "Clip.high": "0.2 as in PPO, which is what the authors' code has when nothing is said",
+            "samples_per_prompt": "N = 8, sec. 5.1",
+            "FirstOrder.minibatches": "our choice: the authors take 256 turns for an update (ALFWorld), however many that makes",
+        },
+        "An episode is one row whose turns see all that was said; the authors make every turn a row with a prompt of its own. "
+        "Ratio and mean are over tokens, as in their code; eq. 9 has them over turns.",
+    ),
+    "luffy": Paper(
+        "J = 1/Z ( Σ_{shown j} Σ_t f(π_θ/π_φ) Â_j + Σ_{sampled i} Σ_t min( r Â_i, clip(r, 1 − ε, 1 + ε) Â_i ) ),   Z all tokens\n"
+        "f(x) = x/(x + γ),   π_φ = 1,   Â = (R − mean R)/std R over sampled and shown alike",
+        {
+            "PolicyShaping.gamma": "γ = 0.1, the paper and the authors' script",
+            "PolicyShaping.low": "0.2 as in PPO; the authors' script turns the clip off",
+            "PolicyShaping.high": "0.2 as in PPO; the authors' script turns the clip off",
+            "FirstOrder.minibatches": "2, the authors' script: 128 prompts in minibatches of 64",
+            "samples_per_prompt": "7 beside one demonstration, the authors' script",
+        },
+        "The paper's objective. The authors' script differs from it: no clip, no std, a constant length in place of Z, means over "
+        "the sampled alone, and an entropy bonus of 0.001.",
+    ),
+    "chord": Paper(
+        f"J = (1 − μ) · 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED}\n"
+        "    + μ · 1/Σ_j|o*_j| Σ_j Σ_t sg[ p (1 − p) ] log p,   p = π_θ(o*_{j,t}),   o* demonstrations\n" + _ZSCORE,
+        {
+            "DemonstrationNLL.mu": "μ = 0.1, the authors' settings for CHORD-φ",
+            "DemonstrationNLL.phi": "on: CHORD-φ; off, and with μ from 0.9 to 0.05, it is CHORD-μ",
+            "DemonstrationNLL.aggregate": "the mean over the demonstrations' tokens, the authors' code",
+            "Scaled.factor": "1 − μ",
+            "Clip.low": "0.2, the authors' settings",
+            "Clip.high": "0.2, the authors' settings",
+            "samples_per_prompt": "8, the authors' settings",
+            "FirstOrder.minibatches": "one update per rollout, the authors' settings (256 samples and 64 demonstrations)",
+        },
+        "Demonstrations are those of the step's prompts; the authors draw theirs from a data set of its own, one to four samples.",
     ),
 }

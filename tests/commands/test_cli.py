@@ -124,6 +124,10 @@ def test_dry_run_is_a_configuration(run_command: Any, tmp_path: Path) -> None:
     out = run_command("train", "dapo", "--dry-run")[1]
     assert "∇J = Σ" in out
     assert tomllib.loads(out)["algorithm"]["name"] == "dapo"
+    assert tomllib.loads(out)["algorithm"]["step"]["minibatches"] == 16
+    out = run_command("train", "dapo", "--prompts-per-step", "4", "--dry-run")[1]
+    assert out.startswith("# dapo splits a rollout into 16 minibatches of whole groups, and 4 prompts a step make 4")
+    assert tomllib.loads(out)["algorithm"]["step"]["minibatches"] == 4
 
 
 def test_precedence(run_command: Any, tmp_path: Path) -> None:
@@ -240,7 +244,6 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("train --top-p 0.9", "Leave top_p = 1"),
         ("train --algorithm.reference none", "a KL term without a reference"),
         ("train reinforce --algorithm.step.epochs 2", "one update per rollout"),
-        ("train --algorithm.step.minibatches 65", "as many prompts per step"),
         ("train --algorithm.terms.kl-to-reference.form k1", "zero expected gradient"),
         ("train rloo --algorithm.shaping.kl-in-reward.form k3", "KLInReward takes k1 only"),
         ("train --resume no/such/run", "holds no run of `policygrad train`"),

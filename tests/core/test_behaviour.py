@@ -9,20 +9,27 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
+from doubles.data_fields import blank
 from doubles.random_batches import Shape, make, policy
 from policygrad.core.behaviour import behaviour, staleness
 from policygrad.core.objective import gate_weight, measure
 
 VERSION = 7
 ROWS = sorted(pg.ALGORITHMS)
-WITH_RATIO = [name for name in ROWS if pg.ALGORITHMS[name].ratio is not None]
+RECOMPUTED = [name for name in ROWS if pg.ALGORITHMS[name].behaviour == "recomputed"]
+WEIGHS = [
+    name
+    for name in ROWS
+    if pg.ALGORITHMS[name].ratio is not None and not isinstance(pg.ALGORITHMS[name].gate, pg.Taper | pg.Unweighted)
+]
 
 
 def drawn(lag: int = 2, seed: int = 3) -> tuple[pg.Batch, Tensor]:
     """(a batch drawn `lag` versions ago by a policy about half a nat a token away, log π_θ now)."""
     batch, logits = make(Shape((6, 6), 8, seed, binary=True), extra="steps")
     version = torch.where(batch.mask, VERSION - lag, 10**6)  # what stands off the mask is never read
-    return replace(batch, version=version, score_norm=torch.ones(12).double()), policy(logits, batch.tokens, batch.mask)
+    batch = replace(batch, **blank(torch.zeros(12, 8)), score_norm=torch.ones(12).double())
+    return replace(batch, version=version), policy(logits, batch.tokens, batch.mask)
 
 
 def scored(batch: pg.Batch, logp: Tensor, needs: frozenset[str]) -> pg.Batch:
@@ -36,7 +43,7 @@ def pulled(batch: pg.Batch) -> Tensor:
     return torch.where(batch.mask, (-1.0) ** rows, 0).double()
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", RECOMPUTED)
 def test_old_samples_are_corrected_for(name: str) -> None:
     batch, logp = drawn()
     algorithm, batch = behaviour(pg.ALGORITHMS[name], batch, VERSION)
@@ -50,7 +57,7 @@ def test_old_samples_are_corrected_for(name: str) -> None:
     assert ((effective - 1).abs() > 1e-3).float().mean() > 0.9
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", RECOMPUTED)
 def test_fresh_samples_change_nothing(name: str) -> None:
     algorithm, (batch, _) = pg.ALGORITHMS[name], drawn(lag=0)
     assert behaviour(algorithm, batch, VERSION) == (algorithm, batch)
@@ -58,7 +65,23 @@ def test_fresh_samples_change_nothing(name: str) -> None:
     assert behaviour(algorithm, unsaid, VERSION) == (algorithm, unsaid)
 
 
-@pytest.mark.parametrize("name", WITH_RATIO)
+@pytest.mark.parametrize("name", sorted(set(ROWS) - set(RECOMPUTED)))
+@pytest.mark.parametrize("lag", [0, 2])
+def test_rows_that_are_made_for_the_samplers_policy_take_it_fresh_or_old(name: str, lag: int) -> None:
+    algorithm, (batch, logp) = pg.ALGORITHMS[name], drawn(lag)
+    found, told = behaviour(algorithm, batch, VERSION)
+    assert found == algorithm
+    assert told.logp_old is batch.logp_sampler
+    weight, ratio = gate_weight(pg.Forward(logp), told, pulled(batch), algorithm)
+    assert ((ratio[batch.mask] - 1).abs() > 1e-3).float().mean() > 0.9
+    imitated = isinstance(algorithm.gate, pg.Unweighted) | (isinstance(algorithm.gate, pg.Taper) & (pulled(batch) > 0))
+    expected = torch.where(
+        torch.as_tensor(imitated), 1, ratio.clamp(max=1 if isinstance(algorithm.gate, pg.Taper) else 5)
+    )
+    torch.testing.assert_close(weight[batch.mask], expected[batch.mask])
+
+
+@pytest.mark.parametrize("name", WEIGHS)
 def test_the_sampler_as_the_old_policy_reaches_every_gate(name: str) -> None:
     chosen = replace(pg.ALGORITHMS[name], behaviour="sampler")
     assert "logp_old" not in chosen.needs  # a learner must not put its own there

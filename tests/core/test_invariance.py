@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import policygrad as pg
-from doubles.random_batches import Random, Shape, close, gradients, make, policy, shapes
+from doubles.random_batches import Random, Shape, close, extra_of, gradients, make, passed, policy, shapes
 from doubles.selecting import Loudest
 from policygrad.core.batch import PER_TOKEN
 from policygrad.core.objective import with_selected
@@ -53,11 +53,11 @@ def share(batch: pg.Batch, logits: Tensor, psi: Tensor, algorithm: pg.Algorithm,
 
 def whole(name: str, shape: Shape):
     algorithm = ALGORITHMS[name].with_budget(shape.width)
-    batch, logits = make(shape, 0.2, "steps" if "step_end" in algorithm.declared else None)
+    batch, logits = make(shape, 0.2, extra_of(algorithm))
     batch = algorithm.filtered(batch)
     psi, logp = algorithm.advantages(batch), policy(logits, batch.tokens, batch.mask)
-    by_token, by_parameter = gradients(pg.surrogate(logp, batch, psi, algorithm), logp, logits)
-    batch = with_selected(pg.Forward(logp), batch, psi, algorithm)
+    by_token, by_parameter = gradients(pg.surrogate(passed(logp, batch), batch, psi, algorithm), logp, logits)
+    batch = with_selected(passed(logp, batch), batch, psi, algorithm)
     coef = algorithm.all_coefficients(batch)
     return algorithm, batch, logits, psi, coef, by_token, by_parameter
 
@@ -88,7 +88,8 @@ def test_order_and_names_of_groups_do_not_matter(name: str, shape: Shape) -> Non
     again = algorithm.advantages(shuffled)
     close(again, psi[order])
     logp = policy(logits, shuffled.tokens, shuffled.mask)
-    close(gradients(pg.surrogate(logp, shuffled, again, algorithm), logits)[0], expected, scale=by_token)
+    loss = pg.surrogate(passed(logp, shuffled), shuffled, again, algorithm)
+    close(gradients(loss, logits)[0], expected, scale=by_token)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -98,7 +99,7 @@ def test_merged_duplicates_with_summed_coefficients(name: str) -> None:
     twice = torch.cat([torch.arange(len(batch.mask)), torch.tensor([0, 0, 3])])
     doubled = algorithm.filtered(replace(batch.select(twice), in_statistics=None, selected=None))
     psi, logp = algorithm.advantages(doubled), policy(logits, doubled.tokens, doubled.mask)
-    doubled = with_selected(pg.Forward(logp), doubled, psi, algorithm)
+    doubled = with_selected(passed(logp, doubled), doubled, psi, algorithm)
     coef = algorithm.all_coefficients(doubled)
     by_token, expected = gradients(pg.surrogate(logp, doubled, psi, algorithm, coef), logp, logits)
     n = len(batch.mask)

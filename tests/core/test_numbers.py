@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
+from doubles.data_fields import blank
 from doubles.random_batches import Random, Shape, close, gradients, make, policy
 from policygrad.core.objective import measure
 
@@ -233,7 +234,10 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
         logp_ref=nan,
         values=nan,
         step_end=torch.ones(shape, dtype=torch.bool) if "step_end" in algorithm.declared else None,
-        token_reward=nan,
+        token_reward=None if "rewards" in algorithm.declared else nan,
+        logp_sampler=nan,
+        baseline=torch.full((4,), math.nan),
+        **blank(nan),
     )
     batch = algorithm.filtered(batch)
     logp = nan.clone().requires_grad_()
@@ -251,10 +255,24 @@ def test_soft_overlong_hand_numbers() -> None:
     mask = torch.arange(12) < lengths[:, None]
     batch = batch_of(*[1.0] * 6, mask=mask, truncated=torch.tensor([False] * 5 + [True]))
     assert pg.SoftOverlong(10)(batch).reward.tolist() == [1, 1, 0.5, 0, 0, 0]
+    tenth = pg.SoftOverlong(10, scale=0.1)(batch).reward.tolist()
+    assert tenth == pytest.approx([1, 1, 0.95, 0.9, 0.9, 0.9], abs=1e-7)
     for budget in (6, 7, 10, 13, 100):  # exactly −1 at the budget, so that 1 − 1 and 0 have no spread
         full = torch.ones(1, budget, dtype=torch.bool)
         for dtype in (torch.float32, torch.float64):
             assert pg.SoftOverlong()(batch_of(1.0, mask=full, dtype=dtype)).reward.item() == 0.0
+
+
+def test_the_two_levels_of_the_kl_in_the_reward() -> None:
+    """u = (1, 2) and (3, 0), β = ½. token: −½, −1 and −3/2, 0, summed to go. sequence: R − 3/2 at both tokens."""
+    old = torch.tensor([[-1.0, -2.0], [-1.0, -1.0]])
+    batch = replace(batch_of(1.0, 0.0, width=2), logp_old=old, logp_ref=old - torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+    to_go, whole = (pg.Algorithm(shaping=(pg.KLInReward(0.5, level=level),)) for level in ("token", "sequence"))
+    assert to_go.advantages(batch).tolist() == [[-0.5, 0.0], [-1.5, 0.0]]
+    assert whole.advantages(batch).tolist() == [[-0.5, -0.5], [-1.5, -1.5]]
+    hidden = replace(batch, mask=torch.tensor([[True, False], [True, True]]))  # a token that was not sampled has no KL
+    assert whole.advantages(hidden).tolist() == [[0.5, 0.0], [-1.5, -1.5]]
+    assert pg.RLOO.advantages(batch)[:, 0].tolist() == pytest.approx([1.0, -1.0])  # both are 0.15 from the reference
 
 
 def test_dynamic_sampling_drops_and_reweights() -> None:

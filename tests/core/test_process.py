@@ -43,6 +43,32 @@ def test_the_worked_example() -> None:
     close(psi(pg.ProcessReward(eps=0.0, ddof=0), of), expected / S)
 
 
+def test_process_rewards_alone() -> None:
+    """Steps rewarded [1, 0] and [0, 1] whatever the outcomes are: mean ½, std 1/√3; without spread nothing at all."""
+    of = batch([[1, 3], [0, 2]], [[1, 0], [0, 1]], [1.0, 0.0], [4, 3])
+    alone = pg.ProcessReward(eps=0.0, outcome=False)
+    close(psi(alone, of), torch.tensor([[0, 0, -S, -S], [0, S, S, 0]], dtype=torch.float64))
+    for outcomes in ([0.0, 0.0], [-7.0, 100.0]):
+        assert torch.equal(psi(alone, replace(of, reward=torch.tensor(outcomes, dtype=torch.float64))), psi(alone, of))
+    assert not torch.equal(psi(pg.ProcessReward(eps=0.0), of), psi(alone, of))
+    alike = batch([[1, 3], [0, 2]], [[1, 1], [1, 1]], [1.0, 0.0], [4, 3])
+    assert psi(alone, alike).abs().sum() == 0
+    assert "without the outcome" in alone.formula
+
+
+def test_what_looks_at_the_outcome_is_refused_where_it_is_not_read() -> None:
+    pure = replace(pg.GRPO_PROCESS, psi=(pg.ProcessReward(outcome=False),))
+    for changes, says in (
+        ({"filters": (pg.DropNoSpread(),)}, "DropNoSpread chooses by the outcome's reward"),
+        ({"filters": (pg.Downsample(2, "spread"),)}, "Downsample chooses by the outcome's reward"),
+        ({"shaping": (pg.SoftOverlong(),)}, "SoftOverlong shapes the outcome's reward"),
+    ):
+        with pytest.raises(pg.ConfigError, match=says):
+            replace(pure, **changes)  # type: ignore[arg-type]
+        replace(pg.GRPO_PROCESS, **changes)  # type: ignore[arg-type]
+    replace(pure, filters=(pg.MaskTruncated(), pg.Downsample(2)))
+
+
 def test_one_step_each_is_the_groups_z_score() -> None:
     of = batch([[1], [2], [0], [1]], [[0.0]] * 4, [0.0, 0.0, 1.0, 0.0], [2, 3, 1, 2])
     close(psi(pg.ProcessReward(), of), pg.GRPO.advantages(of))

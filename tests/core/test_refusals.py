@@ -48,6 +48,8 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "dual clip's c": (lambda: pg.DualClip(c=1.0), ["DualClip.c", "greater than 1"]),
     "a soft gate's temperature": (lambda: pg.SoftGate(tau_neg=0.0), ["SoftGate.tau_neg", "greater than 0"]),
     "no budget": (lambda: pg.FixedLength(0), ["FixedLength.length", "at least 1 token"]),
+    "no penalty": (lambda: pg.SoftOverlong(scale=0.0), ["SoftOverlong.scale", "leave the part out"]),
+    "no such level": (lambda: pg.KLInReward(level="turn"), ["KLInReward.level", "'token'", "'sequence'", "'turn'"]),  # type: ignore[arg-type]
     "no cache": (lambda: pg.SoftOverlong(cache=0.0), ["SoftOverlong.cache", "(0, 1]"]),
     "a mode of dynamic sampling": (lambda: pg.DropNoSpread("skip"), ["'refill' or 'reweight'", "skip"]),  # type: ignore[arg-type]
     "no rounds": (lambda: pg.DropNoSpread(max_rounds=0), ["max_rounds", "at least 1"]),
@@ -122,7 +124,8 @@ def test_what_is_not_refused() -> None:
 def test_needs_are_what_the_parts_declare() -> None:
     """No reference model without a KL term, no second forward pass without several steps."""
     assert pg.GRPO.needs == {"logp_ref"}
-    assert pg.DAPO.needs == frozenset()
+    assert pg.DR_GRPO.needs == frozenset()
+    assert pg.DAPO.needs == {"logp_old"}
     assert pg.RLOO.needs == {"logp_old", "logp_ref"}
     assert replace(pg.DAPO, step=TWO_STEPS).needs == {"logp_old"}
 

@@ -30,7 +30,7 @@ class Whole(Duck):
     """The same, with all that a gate says."""
 
     needs: frozenset[str] = frozenset()
-    group_statistic, length, on_policy, formula = False, 0, False, "r"
+    group_statistic, length, on_policy, token_ratio, formula = False, 0, False, False, "r"
     select_needs: frozenset[str] = frozenset()
 
     def init(self) -> None:
@@ -171,6 +171,7 @@ def test_each_attribute_that_is_left_out_is_named_with_what_it_means() -> None:
         "at",
         "report",
         "on_policy",
+        "token_ratio",
         "clipped",
     ):
 

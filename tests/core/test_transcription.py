@@ -10,18 +10,29 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import policygrad as pg
-from doubles.random_batches import Random, Shape, close, gradients, make, policy, shapes
+from doubles.random_batches import Random, Shape, close, gradients, make, passed, policy, shapes
 from doubles.transcriptions import objectives
 from doubles.transcriptions.critic import CRITIC, corrected
+from doubles.transcriptions.data import DATA, FIELDS
+from doubles.transcriptions.off_policy import OFF_POLICY_PARTS, OUTCOMES
 from doubles.transcriptions.parts import EXTRA_FIELDS, PARTS, ROWS
-from doubles.transcriptions.steps import STEPS
+from doubles.transcriptions.steps import STEPS, process_alone
+from doubles.transcriptions.trust import TRUST, TRUST_FIELDS, TRUST_PARTS
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
-NAMED = objectives.NAMED | CRITIC | ROWS | STEPS
-EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys(STEPS, "steps")
+NAMED = objectives.NAMED | CRITIC | ROWS | STEPS | OUTCOMES | TRUST | DATA
+EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys((*STEPS, "process rewards alone"), "steps") | TRUST_FIELDS | FIELDS
 CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
-TABLE = {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()} | PARTS | {"truncated IS": (CORRECTED, corrected)}
+ALONE = {"process rewards alone": (replace(pg.GRPO_PROCESS, psi=(pg.ProcessReward(outcome=False),)), process_alone)}
+TABLE = (
+    ALONE
+    | {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()}
+    | PARTS
+    | TRUST_PARTS
+    | {"truncated IS": (CORRECTED, corrected)}
+    | OFF_POLICY_PARTS
+)
 
 
 def test_the_table_is_complete() -> None:
@@ -38,9 +49,11 @@ def both(name: str, shape: Shape, off_policy: float | None) -> tuple[list[Tensor
 
     rollout = algorithm.filtered(known(batch, algorithm, logp))
     psi = algorithm.advantages(rollout)
-    step = rollout if algorithm.corrections else replace(rollout, logp_old=batch.logp_old)
-    loss = pg.surrogate(logp, step, psi, algorithm)
-    actual = [pg.objective(logp, step, psi, algorithm), *gradients(-loss, logp, logits)]
+    kept = algorithm.corrections or "logp_old" in algorithm.gate.needs
+    step = rollout if kept else replace(rollout, logp_old=batch.logp_old)
+    out = passed(logp, step)
+    loss = pg.surrogate(out, step, psi, algorithm)
+    actual = [pg.objective(out, step, psi, algorithm), *gradients(-loss, logp, logits)]
     return actual, expected
 
 
@@ -89,7 +102,7 @@ def test_a_bare_leaf_of_log_probabilities(name: str) -> None:
     for padding in (float("nan"), 0.0):
         leaf = torch.where(batch.mask, logp, padding).requires_grad_()
         rollout = algorithm.filtered(padded_with(batch, padding))
-        loss = pg.surrogate(leaf, rollout, algorithm.advantages(rollout), algorithm)
+        loss = pg.surrogate(passed(leaf, rollout), rollout, algorithm.advantages(rollout), algorithm)
         grads.append(gradients(loss, leaf)[0])
     assert torch.equal(*grads)
     assert grads[0][~batch.mask].abs().sum() == 0
@@ -100,7 +113,7 @@ def padded_with(batch: pg.Batch, padding: float) -> pg.Batch:
     def fill(x: Tensor | None) -> Tensor | None:
         return None if x is None else torch.where(batch.mask, x, padding)
 
-    names = ("logp_old", "logp_ref", "logp_sampler", "values", "weight", "token_reward")
+    names = ("logp_old", "logp_ref", "logp_sampler", "values", "weight", "token_reward", "entropy")
     return replace(batch, **{name: fill(getattr(batch, name)) for name in names})
 
 

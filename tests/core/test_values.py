@@ -65,6 +65,22 @@ def test_a_cut_off_episode_ends_in_its_bootstrap_value() -> None:
     assert advantage(pg.NStep(0), batch)[0].tolist() == pytest.approx([0.7, 0.4])
 
 
+def test_an_answer_that_was_cut_off_goes_on_in_the_critics_value_where_asked() -> None:
+    """V = [.2, .5] and .9 where it stopped: R = 0 gives δ = [.3, .4]; what has ended has .9 nowhere. Without it: [.3, −.5]."""
+    batch = row(0.0, [0.2, 0.5])
+    assert advantage(pg.GAE(1.0, 0.5), batch)[0].tolist() == pytest.approx([0.3 - 0.25, -0.5])
+    known = replace(batch, bootstrap=torch.tensor([0.9], dtype=torch.float64))
+    assert advantage(pg.GAE(1.0, 0.5, bootstrap=True), known)[0].tolist() == pytest.approx([0.3 + 0.2, 0.4])
+    assert advantage(pg.NStep(2, 0.5, bootstrap=True), known)[0].tolist() == pytest.approx([0.9 / 4 - 0.2, 0.45 - 0.5])
+    assert pg.Critic(lam=1.0).targets(known)[0].tolist() == pytest.approx([0.9, 0.9])  # and so are the critic's targets
+    for link in (pg.GAE(bootstrap=True), pg.NStep(bootstrap=True), pg.LengthAdaptiveGAE(bootstrap=True)):
+        assert link.needs == {"values", "bootstrap"}
+        assert "cut off" in link.formula
+        with pytest.raises(pg.ConfigError, match=rf"{type(link).__name__} needs Batch\.bootstrap"):
+            advantage(link, batch)
+    assert pg.GAE().needs == {"values"}
+
+
 @pytest.mark.parametrize(("length", "lam"), [(1, 0.0), (19, 0.0), (20, 0.0), (40, 0.5), (200, 0.9)])
 def test_length_adaptive_lambda_by_hand(length: int, lam: float) -> None:
     """λ = 1 − 1/(0.05·l), and 0 below l = 20."""
@@ -112,6 +128,38 @@ def test_defining_sums(shape: Shape, gamma: float, lam: float, n: int) -> None:
     ):
         expected = torch.stack([x for o in everyone for x in definition(o)]) if everyone else torch.zeros(0).double()
         assert torch.allclose(flat(batch, advantage(link, batch)), expected, atol=1e-10)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes(max_width=7), st.floats(0, 1), st.floats(0, 1), st.integers(0, 9))
+def test_defining_sums_with_a_value_where_answers_were_cut_off(shape: Shape, gamma: float, lam: float, n: int) -> None:
+    """PPO's and A2C's advantages and the critic's targets, literally, with V(end) of the truncated ones."""
+    batch, prompts = known(shape)
+    end = torch.where(batch.truncated, Random(shape.seed + 1).normal(len(batch.mask)), 0.0)
+    batch = replace(batch, bootstrap=end)
+    everyone = [o for outputs in prompts for o in outputs]
+    seen = torch.nonzero(batch.mask.any(1)).flatten().tolist()
+    rows = [i for g in dict.fromkeys(int(batch.group[i]) for i in seen) for i in seen if int(batch.group[i]) == g]
+    assert [o.truncated for o in everyone] == [bool(batch.truncated[i]) for i in rows]
+    for link, definition in (
+        (pg.GAE(gamma, lam, bootstrap=True), lambda o, v: literal.gae(o, literal.rewards(o), gamma, lam, v)),
+        (
+            pg.NStep(n, gamma, bootstrap=True),
+            lambda o, v: literal.n_step(o, literal.rewards(o), gamma, n or len(o), v),
+        ),
+        (
+            pg.LengthAdaptiveGAE(0.4, gamma, bootstrap=True),
+            lambda o, v: literal.gae(o, literal.rewards(o), gamma, max(0.0, 1 - 1 / (0.4 * len(o))), v),
+        ),
+    ):
+        found = [definition(o, end[i]) for o, i in zip(everyone, rows, strict=True)]
+        expected = torch.stack([x for part in found for x in part]) if found else torch.zeros(0).double()
+        assert torch.allclose(flat(batch, advantage(link, batch)), expected, rtol=0, atol=1e-12)
+        if isinstance(link, pg.GAE) and found:
+            expected = expected + torch.stack([v for o in everyone for v in o.value])
+            assert torch.allclose(
+                flat(batch, pg.Critic(gamma=gamma, lam=lam).targets(batch)), expected, rtol=0, atol=1e-12
+            )
 
 
 @settings(max_examples=20, deadline=None)
@@ -172,6 +220,10 @@ def test_masked_correction_drops_what_lies_outside_its_band() -> None:
         (lambda: replace(pg.GRPO, psi=(pg.GAE(),)), "without a critic"),
         (lambda: replace(pg.GRPO, critic=pg.Critic()), "a critic that no advantage reads"),
         (lambda: replace(pg.PPO, psi=(pg.GroupMean(), pg.GAE())), "put it first in psi"),
+        (
+            lambda: replace(pg.PPO, psi=(pg.GAE(bootstrap=True),), filters=(pg.MaskTruncated(),)),
+            "MaskTruncated leaves those answers out",
+        ),
         (lambda: pg.GAE(lam=1.5), "GAE.lam"),
         (lambda: pg.NStep(-1), "NStep.n"),
         (lambda: pg.LengthAdaptiveGAE(0.0), "alpha"),

@@ -120,17 +120,26 @@ def test_origins_are_inherited_only_with_the_value() -> None:
     assert algorithm_pages.origin(pg.DR_GRPO, pg.DR_GRPO.gate, "high", 0.2).startswith(
         "as [`grpo`](grpo.md): 0.2 as in PPO"
     )
+    for (
+        name,
+        a,
+    ) in ALGORITHMS.items():  # how often a rollout is used is each paper's own, also where the number is a parent's
+        for setting in ("epochs", "minibatches") if isinstance(a.step, pg.FirstOrder) else ():
+            found = algorithm_pages.origin(a, a.step, setting, getattr(a.step, setting))
+            assert not found.startswith("as ["), (name, setting, found)
+            assert a.step.updates == 1 or found != algorithm_pages.OURS, (name, setting)
     assert algorithm_pages.origin(pg.MAGISTRAL, pg.MAGISTRAL.psi[1], "ddof", 1) == algorithm_pages.OURS
     assert algorithm_pages.origin(pg.PRORL, pg.PRORL.terms[0], "beta", 1e-4) == algorithm_pages.OURS
 
 
 def test_differences_from_the_parent() -> None:
     assert difference(pg.GRPO, pg.DAPO) == {
-        "filters": ("–", "DropNoSpread(refill, 4) MaskTruncated(False)"),
-        "shaping": ("–", "SoftOverlong(0.2)"),
+        "filters": ("–", "DropNoSpread(refill, 4, True) MaskTruncated(False)"),
+        "shaping": ("–", "SoftOverlong(0.2, 1)"),
         "gate": ("Clip(high=0.2)", "Clip(high=0.28)"),
         "average": ("SequenceMean", "TokenMean"),
         "terms": ("KLToReference(0.04, k3)", "–"),
+        "step": ("FirstOrder(minibatches=1)", "FirstOrder(minibatches=16)"),
         "reference": ("Reference", "–"),
     }
     assert difference(pg.GRPO, pg.ITERATIVE_GRPO) == {
@@ -159,11 +168,46 @@ def test_pseudo_code() -> None:
     assert at == sorted(at)
 
 
+def test_the_papers_own_updates_per_rollout() -> None:
+    """K = epochs × minibatches of each paper; the gate acts from a rollout's second update on."""
+    own = {
+        "dapo": 16,
+        "vapo": 16,
+        "cispo": 16,
+        "gspo": 4,
+        "gspo_token": 4,
+        "sapo": 4,
+        "prorl": 4,
+        "vineppo": 16,
+        "ppo": 4,
+    }
+    once = ("reinforce", "rloo", "opo", "a2c", "grpo", "grpo_process", "dr_grpo", "magistral")
+    assert {name: ALGORITHMS[name].step.updates for name in own} == own
+    assert all(ALGORITHMS[name].step.updates == 1 for name in once)
+    lines = algorithm_pages.pseudo_code(pg.DAPO)
+    assert any("for each of 16 shares of whole groups:" in line for line in lines)
+    assert pg.DAPO.equation()["step"] == "16 minibatches"
+
+
+def test_every_row_that_departs_says_so() -> None:
+    """One line each, a phrase that a full stop can follow, naming what the spec page knows to be other than published."""
+    for name in ALGORITHMS:
+        assert not PAPERS[name].departs.endswith("."), name
+    for name, words in {
+        "dapo": "doubles",
+        "magistral": "format",
+        "rloo": "0.03",
+        "prorl": "200",
+        "dr_grpo": "8",
+    }.items():
+        assert words in PAPERS[name].departs
+
+
 @pytest.mark.parametrize(
     ("name", "unit", "ratio", "length"),
     [
         ("reinforce", "completion", "none, r = 1", "a token × 1, the completion × 2"),
-        ("rloo", "token", "none, r = 1", "a token × 1, the completion × 2"),  # its KL stands at tokens
+        ("rloo", "completion", "none, r = 1", "a token × 1, the completion × 2"),  # its KL is the completion's
         ("ppo", "token", "token", "a token × 1, the completion × 2"),
         ("grpo", "completion", "token", "a token × 0.5, the completion × 1"),
         ("gspo", "completion", "completion, geometric mean", "a token × 0.5, the completion × 1"),

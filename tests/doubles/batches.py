@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -36,14 +37,23 @@ def make_batch(seed: int, groups: int = 3, size: int = 4, width: int = 6, *, hol
 def naive_logp(model: nn.Module, batch: pg.Batch, temperature: float) -> Tensor:
     """One completion at a time, with nothing shared: the definition."""
     assert batch.tokens is not None
+    every = _distributions(model, batch, temperature)
+    return torch.stack([x.gather(-1, t[:, None]).squeeze(1) for x, t in zip(every, batch.tokens, strict=True)])
+
+
+def naive_entropy(model: nn.Module, batch: pg.Batch, temperature: float) -> Tensor:
+    """The same of the entropy before each token."""
+    return torch.stack([-(x.exp() * x).sum(-1) for x in _distributions(model, batch, temperature)])
+
+
+def _distributions(model: nn.Module, batch: pg.Batch, temperature: float) -> Iterator[Tensor]:
+    """[T, V] log-probabilities of each completion."""
+    assert batch.tokens is not None
     assert batch.prompts is not None
-    out = []
     for i in range(len(batch.mask)):
         prompt = batch.prompts[int(batch.group[i])]
         ids = torch.cat([prompt, batch.tokens[i]])[None]
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
-        out.append(logits.log_softmax(-1).gather(-1, batch.tokens[i][:, None]).squeeze(1))
-    return torch.stack(out)
+        yield (model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
 
 
 def float_batch(seed: int = 0) -> pg.Batch:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import policygrad as pg
+from doubles.data_fields import FILL, READ_BY
 
 VOCABULARY = 4
 NAN = float("nan")
@@ -65,10 +66,15 @@ def policy(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, logp, NAN)
 
 
+def passed(logp: Tensor, batch: pg.Batch) -> pg.Forward:
+    """A forward pass of the policy, with its entropies where the batch has some: they stand still here."""
+    return pg.Forward(logp, entropy=batch.entropy)
+
+
 def make(shape: Shape, off_policy: float | None = None, extra: str | None = None) -> tuple[pg.Batch, Tensor]:
     """(batch, logits): `off_policy` is the spread of log π_θ − log π_old, None = on-policy.
 
-    `extra` names a field to fill, or "steps": step ends and their rewards.
+    `extra` names a field to fill, or "steps": step ends and their rewards; or what `data_fields` fills.
     """
     random = Random(shape.seed)
     rows = sum(shape.groups)
@@ -88,13 +94,26 @@ def make(shape: Shape, off_policy: float | None = None, extra: str | None = None
         values=torch.where(mask, random.normal(rows, shape.width), NAN),
         logp_sampler=logp + 0.5 * random.normal(rows, shape.width),
     )
+    greedy = Random(shape.seed + 1).normal(len(shape.groups))  # from draws of its own: what else is drawn stays
+    batch = replace(batch, baseline=greedy[batch.group], example=100 + 3 * batch.group)
     if off_policy is not None:
         batch = replace(batch, logp_old=logp + off_policy * random.normal(rows, shape.width))
     if extra == "steps":
         batch = with_steps(batch, random)
+    elif extra in FILL:
+        batch = FILL[extra](batch, random)
     elif extra is not None:
         batch = replace(batch, **{extra: torch.where(mask, random.normal(rows, shape.width), NAN)})
     return batch, logits
+
+
+def extra_of(algorithm: pg.Algorithm) -> str | None:
+    """What `make` is to fill for it."""
+    if "step_end" in algorithm.declared:
+        return "steps"
+    if algorithm.select_needs:
+        return "entropy"
+    return next((extra for field, extra in READ_BY.items() if field in algorithm.declared), None)
 
 
 def with_steps(batch: pg.Batch, random: Random) -> pg.Batch:

@@ -53,6 +53,9 @@ class TabularTokenizer:
     def encode(self, prompt: Any, max_tokens: int, source: str = "", tools: Any = None) -> Tensor:
         return torch.tensor([int(word) for word in prompt.split()])
 
+    def answer(self, prompt: Tensor, said: Any, text: str, source: str = "") -> list[int]:
+        return [*(int(word) for word in text.split()), 0]
+
     def decode(self, tokens: Tensor) -> str:
         return " ".join(str(int(t)) for t in tokens if int(t) != 0)
 

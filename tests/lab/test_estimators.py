@@ -43,11 +43,14 @@ def brute(algorithm: pg.Algorithm, setting: Setting, size: int) -> torch.Tensor:
         rows = torch.tensor(group)
         batch = algorithm.filtered(replace(book.select(rows), group=torch.zeros(size, dtype=torch.int64)))
         weight = float(probability[rows].prod())
-        if not batch.mask.any():
+        if not batch.mask.any():  # sampled again, or a step of nothing
+            mass += 0 if any(part.rounds > 1 for part in algorithm.filters) else weight
             continue
         theta = setting.theta.clone().requires_grad_()
         out = replace(setting, theta=theta, old=setting.old_or_theta).forward(algorithm)
-        picked = {name: getattr(out, name)[rows] for name in ("logp", *algorithm.forward_needs)}
+        picked = {
+            name: getattr(out, name)[rows] for name in ("logp", *(algorithm.forward_needs | algorithm.select_needs))
+        }
         loss = pg.surrogate(pg.Forward(**picked), batch, algorithm.advantages(batch), algorithm)
         total = total - weight * torch.autograd.grad(loss, theta)[0]
         mass += weight

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from policygrad.lab import experiments
 from policygrad.lab.experiments import CLAIMS, THEORY  # DYNAMICS: test_dynamics.py
 from policygrad.lab.finding import Finding
+from policygrad.lab.findings.chains import Chain
 from policygrad.lab.page.plots import plot_of
+from policygrad.lab.policies import normal
 from policygrad.lab.report import one_thread
 
 THEOREMS = [
@@ -90,6 +94,30 @@ def test_what_is_measured(found) -> None:
     assert "lost" in by["adam"].sentence
     assert not by["ratio_over_length"].holds
     assert "does not at every length" in by["ratio_over_length"].sentence
+    chains = by["long_chains"]
+    assert not chains.holds
+    assert chains.numbers["times_0.02_8"] < 1.1 < chains.numbers["times_0.02_128"] < chains.numbers["times_0.02_512"]
+    assert chains.numbers["drift_token"] < 0.05 < 0.5 < chains.numbers["drift_sequence"]
+    assert "it jumps as well" in by["experts"].sentence
+    assert math.exp(by["experts"].numbers["growth_token"] - by["experts"].numbers["growth_less"]) > 1
+    assert "with a fixed α" in by["adam"].sentence
+
+
+def test_chains_are_exact_where_they_say_so() -> None:
+    """J, its visits and its KL of short chains, against every chain with its probability."""
+    chain, theta, other = Chain(normal(20, 1.0, 0).reshape(5, 4)), normal(20, 0.7, 1), normal(20, 0.7, 2)
+    n, p, q = 3, chain.policy(theta), chain.policy(other)
+    total = kl = 0.0
+    for word in itertools.product(range(4), repeat=n):
+        states = (4, *word[:-1])
+        chance = math.exp(sum(float(p[s, a]) for s, a in zip(states, word, strict=True)))
+        total += chance * sum(float(chain.earns[s, a]) for s, a in zip(states, word, strict=True)) / math.sqrt(n)
+        kl += chance * sum(float(p[s, a] - q[s, a]) for s, a in zip(states, word, strict=True)) / n
+    assert float(chain.objective(theta, n)) == pytest.approx(total, abs=1e-12)
+    assert chain.distance(theta, other, n) == pytest.approx(kl, abs=1e-12)
+    states, tokens = chain.draw(theta, 20_000, n, 0)
+    found = chain.earns[states, tokens].sum(1) / math.sqrt(n)
+    assert float(found.mean()) == pytest.approx(total, abs=4 * float(found.std()) / 20_000**0.5)
 
 
 def test_unknown_experiments_are_named() -> None:

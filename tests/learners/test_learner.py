@@ -132,6 +132,21 @@ def test_minibatches_are_whole_groups_and_each_epoch_sees_every_group_once(rando
     assert problem.split(0, 1) == [problem]
 
 
+def test_minibatches_are_of_groups_that_have_something_left(random_model: Path) -> None:
+    """What a filter emptied is in no minibatch, and fewer groups than minibatches make fewer updates."""
+    batch = float_batch()
+    learner = learner_for(random_model)
+
+    def shares(*left: int) -> list[list[int]]:
+        kept = replace(batch, mask=batch.mask & torch.isin(batch.group, torch.tensor(left))[:, None])
+        parts = learner.problem(kept, torch.ones(batch.mask.shape), pg.DR_GRPO).split(0, 4)
+        return sorted(part.batch.group.unique().tolist() for part in parts)
+
+    assert shares(0, 1, 2) == [[0], [1], [2]]
+    assert shares(0, 2) == [[0], [2]]
+    assert shares() == [[0, 1, 2]]  # nothing to learn from, once
+
+
 def test_first_order_updates_need_the_gradient_problem_alone(random_model: Path) -> None:
     """A learner without curvature trains every algorithm that steps by gradients, to the same bit."""
     batch, step = float_batch(), pg.FirstOrder(epochs=2, minibatches=2)

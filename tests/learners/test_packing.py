@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import policygrad as pg
-from doubles.batches import VOCABULARY, make_batch, naive_logp
+from doubles.batches import VOCABULARY, make_batch, naive_entropy, naive_logp
 from doubles.models import Wrapped
 from doubles.selecting import Loudest
 from policygrad.algorithms import ALGORITHMS
@@ -217,7 +217,9 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
     metrics = learner.problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    loss = pg.surrogate(torch.where(batch.mask, naive_logp(model, batch, 1.0), 0), batch, psi, algorithm)
+    entropy = naive_entropy(model, batch, 1.0).detach() if algorithm.select_needs else None
+    out = pg.Forward(torch.where(batch.mask, naive_logp(model, batch, 1.0), 0), entropy=entropy)
+    loss = pg.surrogate(out, batch, psi, algorithm)
     expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     largest = max(float(e.abs().max()) for e in expected if e is not None)
     assert largest > 1e-4
@@ -228,6 +230,6 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
     for p, g in zip(model.parameters(), got, strict=True):
         assert p.grad is None or float((p.grad - g).abs().max()) <= 1e-6 * largest
     assert offered.value == metrics["completions/offered"].value
-    value = pg.objective(torch.where(batch.mask, logp, 0), batch, psi, algorithm)
+    value = pg.objective(out, batch, psi, algorithm)
     assert metrics["objective"].value == pytest.approx(float(value), abs=1e-6)
     assert metrics["completions/computed"].value < metrics["completions/offered"].value

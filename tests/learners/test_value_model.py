@@ -113,6 +113,38 @@ def test_the_values_gradient_is_that_of_the_plain_definition(random_model: Path,
         )  # the model normalises and V is kept in float32
 
 
+@pytest.mark.parametrize("features", ["own", "policy"])
+@pytest.mark.parametrize("micro_tokens", [16, 4096])
+def test_the_value_of_where_an_answer_was_cut_off(random_model: Path, features: str, micro_tokens: int) -> None:
+    """V of the state after the last sampled token, one completion at a time; 0 for what has ended or has no token."""
+    algorithm = with_critic(pg.Critic(features=features), psi=(pg.GAE(bootstrap=True),))  # type: ignore[arg-type]
+    learner = learner_of(random_model, algorithm, micro_tokens=micro_tokens)
+    network = critic_of(learner).network
+    nn.init.normal_(network.head.weight, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type, union-attr]
+    batch = make_batch(4)
+    cut = torch.arange(len(batch.mask)) % 3 != 1
+    batch = replace(batch, truncated=cut, reward=batch.reward.float())
+    assert int((cut & batch.mask.any(1)).sum()) > 4
+    found = learner.evaluate(batch, algorithm.needs)
+    assert found.bootstrap is not None
+    assert batch.tokens is not None
+    assert batch.prompts is not None
+    trunk = network.backbone if features == "own" else learner.model.get_decoder()  # type: ignore[operator]
+    for i in range(len(batch.mask)):
+        expected = torch.zeros(())
+        if bool(cut[i] & batch.mask[i].any()):
+            read = batch.tokens[i, : int(batch.mask[i].nonzero().max()) + 1]
+            ids = torch.cat([batch.prompts[int(batch.group[i])], read])[None]
+            with torch.no_grad():
+                expected = network.head(trunk(input_ids=ids).last_hidden_state[0, -1]).squeeze()  # type: ignore[operator]
+        torch.testing.assert_close(found.bootstrap[i], expected, rtol=1e-4, atol=1e-5)
+    plain = learner.evaluate(batch, pg.PPO.needs)
+    assert plain.bootstrap is None
+    assert torch.equal(plain.values, found.values)  # type: ignore[arg-type]
+    with pytest.raises(pg.ConfigError, match=r"Batch\.truncated"):
+        learner.evaluate(replace(batch, truncated=None), algorithm.needs)
+
+
 @pytest.mark.parametrize("hidden", [0, 8])
 def test_pretraining_on_the_policys_states_explains_what_the_prompt_decides(random_model: Path, hidden: int) -> None:
     batch = float_batch()

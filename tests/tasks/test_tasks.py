@@ -64,7 +64,7 @@ def test_examples_carry_what_the_reward_needs():
     task = load_task("chain_sum:min_terms=2,max_terms=2")
     example = task.train(0)
     assert example.prompt == question(example) + "\n"
-    assert set(example.columns) == {"dataset", "entry", "answer"}
+    assert set(example.columns) == {"dataset", "entry", "answer", "demonstration"}
     assert example.columns["dataset"] == "chain_sum"
     assert example.columns["answer"] == example.columns["entry"]["answer"]
     assert task.rewards == ("reasoning_gym",)

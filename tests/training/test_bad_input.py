@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import policygrad as pg
 from doubles.files import rows, write_rows
 from doubles.models import changed_copy
 from doubles.trackers import Record
 from policygrad.algorithms import ALGORITHMS
+from policygrad.core.baselines import ConstantBaseline
 from policygrad.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
 from policygrad.models.hub import locate
 from policygrad.models.loading import resolve
@@ -146,7 +148,28 @@ def test_equal_rewards(bench: Bench, name: str) -> None:
     assert all(row["frac_reward_zero_std"] == 1 and row["reward"] == 1 for row in metrics)
     completions = rows(bench.folder / "run" / "completions.jsonl")
     if any(getattr(link, "group_statistic", False) for link in ALGORITHMS[name].psi):
-        assert all(row["advantage"] == 0 for row in completions)
+        constant = sum(link.value for link in ALGORITHMS[name].psi if isinstance(link, ConstantBaseline))
+        assert all(row["advantage"] == -constant for row in completions)
+
+
+def test_fewer_prompts_than_minibatches_are_said_once(bench: Bench) -> None:
+    metrics, notes = bench.go(algorithm=ALGORITHMS["gspo"], prompts_per_step=2, steps=2)
+    assert notes.count("gspo splits a rollout into 4 minibatches of whole groups, and 2 prompts a step make 2") == 1
+    assert all(row.get("updates/taken", 0) + row.get("updates/skipped", 0) == 2 for row in metrics)
+
+
+def test_a_rollout_that_filters_leave_too_little_of_says_so_once(bench: Bench) -> None:
+    @dataclass(frozen=True)
+    class First(pg.Filter):
+        """The first prompt alone takes part."""
+
+        def __call__(self, batch: pg.Batch) -> pg.Batch:
+            return replace(batch, mask=batch.mask & (batch.group == 0)[:, None])
+
+    few = replace(ALGORITHMS["dr_grpo"], filters=(First(),), step=pg.FirstOrder(epochs=2, minibatches=4))
+    metrics, notes = bench.go(algorithm=few, steps=2)
+    assert notes.count("1 group left for 4 minibatches of whole groups: one update per group and epoch") == 1
+    assert all(row.get("updates/taken", 0) + row.get("updates/skipped", 0) == 2 for row in metrics)
 
 
 def test_dynamic_sampling_stops_when_every_prompt_is_solved(bench: Bench) -> None:
@@ -155,7 +178,8 @@ def test_dynamic_sampling_stops_when_every_prompt_is_solved(bench: Bench) -> Non
     assert "dynamic sampling" in notes
     assert f"{rounds} rounds" in notes
     assert all(16 * rounds < row["tokens/sampled"] <= 16 * 8 * rounds for row in metrics)
-    assert all(row["updates/skipped"] == 1 for row in metrics)
+    assert all(1 <= row["updates/skipped"] <= 4 for row in metrics)  # a minibatch for each that is not masked
+    assert not any("updates/taken" in row for row in metrics)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +338,8 @@ def test_all_completions_empty(bench: Bench, changed_model: Callable[..., str], 
     model.save_pretrained(folder)
     metrics, notes = bench.go(model=folder, algorithm=ALGORITHMS[name])
     assert all(row["completions/mean_length"] == 1 and row["completions/truncated_ratio"] == 0 for row in metrics)
-    assert all(row["updates/skipped"] == 1 for row in metrics)
+    shares = min(4, ALGORITHMS[name].step.minibatches)  # whole groups, and there are four
+    assert all(row["updates/skipped"] == shares for row in metrics)
     assert "nothing was learned" in notes
 
 

@@ -6,6 +6,7 @@ import sys
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ import policygrad as pg
 from policygrad.algorithms import ALGORITHMS, DAPO, GRPO, RLOO
 from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, WeightCap
+from policygrad.core.metrics import Metrics
 from policygrad.core.protocols import Advantage
 from policygrad.errors import ConfigError
 from policygrad.samplers.base import Sampling
@@ -162,6 +164,35 @@ def test_a_token_budget_and_the_rows_of_a_decoding_batch_are_checked() -> None:
         pg.Sampling(decode_rows=0)
     run = Run(tokens=10**9, sampling=pg.Sampling(decode_rows=64))
     assert from_dict(tomllib.loads(dumps(run)), Run(), "run.toml") == run
+
+
+def test_a_rollout_has_no_more_minibatches_than_prompts() -> None:
+    """A minibatch is whole groups. What runs then is in the configuration, and what was asked for is said."""
+    small = Run(algorithm=pg.DAPO, prompts_per_step=4)
+    assert "dapo splits a rollout into 16 minibatches" in small.few_prompts
+    assert "4 prompts a step make 4" in small.few_prompts
+    assert "raise prompts_per_step to 16" in small.few_prompts
+    run = small.resolved()
+    assert run.algorithm.step == pg.FirstOrder(minibatches=4)
+    assert run.few_prompts == "" == Run(algorithm=pg.DAPO, prompts_per_step=16).few_prompts
+    assert run == run.resolved()
+    alone = Run(algorithm=replace(pg.PPO_PENALTY, step=pg.DualDescent(minibatches=2)), prompts_per_step=1).resolved()
+    assert alone.algorithm.step == pg.DualDescent(minibatches=1)
+
+
+def test_a_step_of_ones_own_that_cannot_be_split_less_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Halves(pg.UpdateRule):
+        minibatches: ClassVar[int] = 2  # type: ignore[misc]
+        updates: ClassVar[int] = 2  # type: ignore[misc]
+        formula: ClassVar[str] = "two halves"  # type: ignore[misc]
+
+        def __call__(self, problem: object) -> Metrics:
+            raise NotImplementedError
+
+    own = replace(pg.DR_GRPO, step=Halves())
+    with pytest.raises(ValueError, match="2 minibatches of whole groups need as many prompts per step, not 1"):
+        Run(algorithm=own, prompts_per_step=1)
 
 
 def test_a_reference_that_waits_for_evaluations_needs_some() -> None:

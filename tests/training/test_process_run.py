@@ -61,6 +61,28 @@ def test_resume_at_every_step_is_bitwise_equal(stepwise: Run, tmp_path: Path, na
             assert 0 < row["rewards/" + run.reward[1]] < 1
 
 
+@pytest.mark.slow
+def test_process_rewards_alone_train_whatever_the_outcome_is(stepwise: Run, tmp_path: Path) -> None:
+    """The same steps' scores beside the task's reward or beside its opposite: the outcome is measured and moves nothing."""
+    (tmp_path / "other.py").write_text(
+        "def no_digit(prompts, completions, **columns):\n    return [2.0 * (not c[:1].isdigit()) for c in completions]\n"
+    )
+    other = (f"{tmp_path / 'other.py'}:no_digit", stepwise.reward[1])
+
+    def go(outcome: bool, reward: tuple[str, ...], name: str) -> Path:
+        algorithm = replace(pg.GRPO_PROCESS, psi=(pg.ProcessReward(outcome=outcome),))
+        run = replace(stepwise, algorithm=algorithm, reward=reward, output=str(tmp_path / name))
+        return train(replace(run, evaluation=Evaluation(problems=0)), display=False).output
+
+    one, two = go(False, stepwise.reward, "one"), go(False, other, "two")
+    assert same(weights(one), weights(two))
+    first, second = rows(one / "metrics.jsonl"), rows(two / "metrics.jsonl")
+    assert [m["reward"] for m in first] != [m["reward"] for m in second]
+    assert [m["objective"] for m in first] == [m["objective"] for m in second]
+    assert any(row["steps"][0][1] for row in rows(one / "completions.jsonl"))
+    assert not same(weights(one), weights(go(True, stepwise.reward, "with")))
+
+
 def test_the_start_says_what_is_read_of_the_steps(stepwise: Run, tmp_path: Path) -> None:
     def told(run: Run, name: str) -> str:
         shown = Record()

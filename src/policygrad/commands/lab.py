@@ -31,7 +31,7 @@ COLUMNS = ("scale", "bias", "cosine", "variance", "MSE", "SNR", "best")
 LEGEND = (
     "bias ‖E g − ∇J‖, variance and MSE are relative to ∇J; scale is how long E g is along ∇J, which a learning rate absorbs; "
     "SNR ‖E g‖²/tr Cov g; best the MSE at the best length (1 = g says nothing). One step is one group of one prompt, "
-    "J the algorithm's own objective, its KL penalty included."
+    "J the expected reward less the algorithm's own KL penalty (maxrl and passk aim at another J: part of their bias)."
 )
 DETAIL = (
     "p=…: the scale on the prompt that is solved with this probability (alike in a row: no difficulty is favoured). right n, "
@@ -85,7 +85,7 @@ def lab(args: list[str]) -> int:
     for option, path in (("--json", None if str(options.json) == "-" else options.json), ("--output", options.output)):
         if path is not None:
             writable(path, option)
-    chosen = named(options.algorithm) if options.algorithm else dict(ALGORITHMS)
+    chosen = named(options.algorithm) if options.algorithm else _all(options.group_size)
     for spec in options.part:
         label, own = with_part(find_algorithm(options.base), spec)
         tried(own, spec, options.group_size)
@@ -104,6 +104,18 @@ def lab(args: list[str]) -> int:
     elif options.output is None:
         words.emit(page(found, shutil.get_terminal_size((100, 24)).columns))
     return 0
+
+
+def _all(group_size: int) -> dict[str, Algorithm]:
+    """Every row; one that needs a larger group is left out, which is said. Groups of one are refused, as most rows are."""
+    found = dict(ALGORITHMS)
+    for name, row in ALGORITHMS.items() if group_size > 1 else ():
+        try:
+            row.check_sampling(group_size, 1.0)
+        except ConfigError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+            del found[name]
+    return found
 
 
 def html(found: LabReport, algorithms: Mapping[str, Algorithm]) -> str:

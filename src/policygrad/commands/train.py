@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from policygrad.errors import ConfigError
 from policygrad.training.config.composed import composed
 from policygrad.training.config.parts import find_algorithm
 from policygrad.training.config.run import Draft, Options, Run, optional
+from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import dumps, load
 from policygrad.training.folder import check_resumable
 
@@ -58,7 +60,7 @@ def train(args: list[str]) -> int:
     base = _base(name, args)
     chosen, rest = choose_parts(open_budget(base.algorithm, base.sampling.max_tokens), args)
     run, command = _parse(replace(base, algorithm=chosen), rest)
-    run = renamed(run.resolved(), base.algorithm)
+    run = renamed(run, base.algorithm)
     if command.resume is not None:
         _check_resumable(base, run, command.resume)
     if command.dry_run:
@@ -82,10 +84,13 @@ def renamed(run: Run, base: Algorithm) -> Run:
 
 def dry_run(run: Run) -> str:
     """What would be done, as TOML that --config reads; the equation stands above it as comments."""
-    lines = [
-        "".join(text for text, _ in line) for line in describe(run.algorithm, page_width() - 2, run.sampling.max_tokens)
-    ]
-    return "\n".join([*(f"# {line}".rstrip() for line in lines), "", dumps(run).rstrip()])
+    said = [run.few_prompts, ""] if run.few_prompts else []
+    run = run.resolved()
+    shown = describe(run.algorithm, page_width() - 2, run.sampling.max_tokens)
+    lines = ["".join(text for text, _ in line) for line in shown]
+    for text in idle(run):
+        lines += ["", *textwrap.wrap(f"Note: {text}", page_width() - 2)]
+    return "\n".join([*(f"# {line}".rstrip() for line in [*said, *lines]), "", dumps(run).rstrip()])
 
 
 def flags(name: str) -> list[str]:

@@ -224,15 +224,26 @@ class GroupStd(Advantage):
 
 @dataclass(frozen=True)
 class BatchStd(Advantage):
-    """Ψ ← Ψ/(std_batch + eps), std of the completions' *centred* advantages over the batch. Source: Magistral 2025, sec. 2.1."""
+    """Ψ ← Ψ/(std_batch + eps), std of the completions' *centred* advantages over the batch. Source: Magistral 2025, sec. 2.1.
+
+    of 'rewards': the std of the rewards, which has the prompts' unequal difficulty in it. Source: Liu et al. 2025 (Lite PPO).
+    """
 
     eps: float = 1e-4
     ddof: int = 1
+    of: Literal["advantages", "rewards"] = "advantages"
+
+    def __post_init__(self) -> None:
+        if self.of not in ("advantages", "rewards"):
+            raise ConfigError(f"BatchStd.of must be 'advantages' (centred, as Ψ is) or 'rewards', not {self.of!r}")
 
     @property
     def formula(self) -> str:
-        return f"/(std_batch + {self.eps:g})"
+        return f"/(std_batch{' R' if self.of == 'rewards' else ''} + {self.eps:g})"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        scale = ragged.std(ragged.first(psi, batch.mask), batch.mask.any(1), self.ddof) + self.eps
-        return ragged.masked(psi / scale, batch.mask)
+        if self.of == "rewards":
+            spread = ragged.std(totals(batch), batch.counted, self.ddof)
+        else:
+            spread = ragged.std(ragged.first(psi, batch.mask), batch.mask.any(1), self.ddof)
+        return ragged.masked(psi / (spread + self.eps), batch.mask)

@@ -14,6 +14,7 @@ from policygrad.core.aggregates import SequenceSum
 from policygrad.core.batch import Batch, Coefficients
 from policygrad.core.checks import check, check_rewards, check_sampling
 from policygrad.core.critic import Critic
+from policygrad.core.data_checks import check_demonstrations
 from policygrad.core.equation import written
 from policygrad.core.filters import applied, reweight
 from policygrad.core.gates import OnPolicy
@@ -123,6 +124,11 @@ class Algorithm:
         """The Forward fields beyond logp that terms read: entropy, kl_old."""
         return frozenset[str]().union(*(term.forward_needs for term in self.terms))
 
+    @property
+    def select_needs(self) -> frozenset[str]:
+        """The Forward fields beyond logp that the choice among an update's tokens reads, without graph."""
+        return frozenset() if self.selecting is None else self.selecting.select_needs - {"logp"}
+
     def check_sampling(self, samples_per_prompt: int, temperature: float) -> None:
         """Refuses group statistics without a group.
 
@@ -160,6 +166,7 @@ class Algorithm:
             ConfigError: a reward that is NaN or infinite, of a completion that counts: it would be its whole group's.
         """
         check_rewards(batch)
+        check_demonstrations(self, batch)
         shaped = shaped or self.shaped(batch)
         psi = reward_to_go(shaped)
         for link in self.psi:
@@ -180,7 +187,7 @@ class Algorithm:
 
     def coefficients(self, batch: Batch) -> Tensor:
         """c [B, T] of the policy term over one whole update, `batch.weight` included; 0 off the mask."""
-        return self._coefficients(batch, self.aggregate)
+        return self._coefficients(batch, self.aggregate, _taken(batch, self.gate))
 
     def all_coefficients(self, batch: Batch) -> Coefficients:
         """(c, c^1, c^2, …): the policy's coefficients and those of each term."""
@@ -188,10 +195,13 @@ class Algorithm:
         return (policy, *(self._term_coefficients(batch, t, policy) for t in self.terms))
 
     def _term_coefficients(self, batch: Batch, term: Term | LossTerm, policy: Tensor) -> Tensor:
-        where = term.where(batch)
-        if where is None and term.aggregate is None:
+        where, mask = term.where(batch), _taken(batch, term)
+        as_policy = batch.demonstration is None or ("demonstration" in term.needs) is (
+            "demonstration" in self.gate.needs
+        )
+        if where is None and term.aggregate is None and as_policy:
             return policy
-        mask = batch.mask if where is None else batch.mask & where
+        mask = mask if where is None else mask & where
         return self._coefficients(batch, term.aggregate or self.aggregate, mask)
 
     @staticmethod
@@ -252,3 +262,8 @@ class Algorithm:
     def equation(self) -> Mapping[str, str]:
         """The equation's symbols with what this algorithm puts in: for `show` and `--dry-run`."""
         return written(self)
+
+
+def _taken(batch: Batch, part: Part) -> Tensor:
+    """[B, T] bool; the tokens that a gate or a term averages over: demonstrations only where it says that it takes them."""
+    return batch.mask if "demonstration" in part.needs else batch.own

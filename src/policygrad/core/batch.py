@@ -103,6 +103,10 @@ class Batch:
     demonstration: Tensor | None = None
     """[B] bool; True = not the policy's own: written by someone else, or sampled long ago. Its `logp_sampler` is what that one
     says, 0 where nobody does. None = all are the policy's."""
+    experts: Tensor | None = None
+    """[B, T, layers, k] integers; the experts that sampled: where a mixture sent each token when it was read, -1 = not read."""
+    prompt_experts: tuple[Tensor, ...] = ()
+    """[P, layers, k] of each group's prompt, with `experts`."""
     rewards: Tensor | None = None
     """[B, K] what each reward function said, before its weight; `reward` is their weighted sum."""
     reward_names: tuple[str, ...] = ()
@@ -139,6 +143,10 @@ class Batch:
                 if value is not None and value.dtype != dtype:
                     way_out = "bool() converts 0/1" if dtype == torch.bool else "long() converts it"
                     raise ConfigError(f"Batch.{name} must be {word}, not {value.dtype}: {name}.{way_out}")
+        if self.experts is not None and self.experts.shape[:2] != self.mask.shape:
+            raise ConfigError(
+                f"Batch.experts has shape {list(self.experts.shape)}, expected [B, T, layers, k], [B, T] = {list(self.mask.shape)}"
+            )
         if self.rewards is not None:
             named, weighed, shape = len(self.reward_names), len(self.reward_weights), list(self.rewards.shape)
             if shape != [len(self.mask), named] or weighed != named:
@@ -151,6 +159,11 @@ class Batch:
     def counted(self) -> Tensor:
         """[B] bool; completions that count in group statistics."""
         return self.mask.any(1) if self.in_statistics is None else self.in_statistics
+
+    @property
+    def own(self) -> Tensor:
+        """[B, T] bool; what the policy itself sampled: the mask without demonstrations."""
+        return self.mask if self.demonstration is None else self.mask & ~self.demonstration[:, None]
 
     @property
     def lengths(self) -> Tensor:

@@ -18,7 +18,8 @@ def behaviour(algorithm: Algorithm, batch: Batch, version: int) -> tuple[Algorit
 
     sampler: log π_old is what the sampler said. recomputed: π_old is the learner's policy, with nothing to change where it
     drew every token itself; where it did not, π_old/μ is no longer 1 and w is corrected for it, by `TruncatedIS` unless the
-    algorithm has a correction for it: a rollout older than the weights never counts as on-policy.
+    algorithm has a correction for it: a rollout older than the weights never counts as on-policy. That is so for a whole rollout
+    and for the groups that dynamic sampling carries over from the step before; with 'sampler' their ratio has their own π_old.
 
     Raises:
         ConfigError: a sampler that has not said its log-probabilities, where they are needed.
@@ -44,8 +45,8 @@ def staleness(batch: Batch, version: int) -> Metrics:
 
 
 def _lag(batch: Batch, version: int) -> Tensor | None:
-    """[n] versions, of the sampled tokens."""
-    return None if batch.version is None else version - batch.version[batch.mask]
+    """[n] versions, of the sampled tokens; no weights drew a demonstration."""
+    return None if batch.version is None else version - batch.version[batch.own]
 
 
 def _said(batch: Batch, why: str) -> Tensor:

@@ -8,11 +8,14 @@ from policygrad.core import ragged
 from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.controllers import penalties
+from policygrad.core.data_checks import data_problems
 from policygrad.core.dual_descent import DualDescent
-from policygrad.core.filters import MaskTruncated
+from policygrad.core.filters import Downsample, DropNoSpread, MaskTruncated
 from policygrad.core.process import ProcessReward
+from policygrad.core.ratios import Token
 from policygrad.core.roles import check_kinds
 from policygrad.core.shaping import KLInReward
+from policygrad.core.success import PassAtK
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.update_rules import FirstOrder
 from policygrad.errors import ConfigError
@@ -33,6 +36,7 @@ def check(algorithm: Composition) -> None:
         _reference,
         _penalty,
         _trust_region,
+        data_problems,
     ):
         for problem in checks(algorithm):
             raise ConfigError(problem)
@@ -51,7 +55,14 @@ def check_rollout(algorithm: Composition) -> None:
 
 
 def check_sampling(algorithm: Composition, samples_per_prompt: int, temperature: float) -> None:
-    """Raises ConfigError for one sample per prompt, or equal ones, where a part compares a prompt's samples."""
+    """Raises ConfigError for one sample per prompt, or equal ones, where a part compares a prompt's samples, and for fewer than
+    are to be trained on."""
+    for part in (part for part in algorithm.filters if isinstance(part, Downsample)):
+        if part.keep > samples_per_prompt:
+            raise ConfigError(
+                f"Downsample trains on {part.keep} of a prompt's samples, and there are {samples_per_prompt}: set "
+                f"samples_per_prompt to {part.keep} or more, or Downsample.keep to {samples_per_prompt} or less"
+            )
     for name in (type(part).__name__ for _, part in algorithm.parts() if part.group_statistic):
         if samples_per_prompt < 2:
             raise ConfigError(
@@ -62,6 +73,12 @@ def check_sampling(algorithm: Composition, samples_per_prompt: int, temperature:
             raise ConfigError(
                 f"{name} compares the samples of one prompt, and at temperature 0 they are all equal: set "
                 "sampling.temperature above 0"
+            )
+    for link in algorithm.psi:
+        if isinstance(link, PassAtK) and samples_per_prompt <= link.k:
+            raise ConfigError(
+                f"PassAtK(k={link.k}) compares {link.k}-subsets of a prompt's samples, and of {samples_per_prompt} there is at "
+                f"most one: set samples_per_prompt to {link.k + 1} or more, or a smaller k"
             )
 
 
@@ -95,6 +112,8 @@ def _ratio(algorithm: Composition) -> Iterator[str]:
         )
     if not on_policy and ratio is None:
         yield f"{name} gates a ratio, and ratio is None: set ratio=Token() or Sequence()"
+    if gate.token_ratio and not isinstance(ratio, Token):
+        yield f"{name} reads the tokens' own ratios, and ratio is {type(ratio).__name__}: set ratio=Token()"
 
 
 def _selection(algorithm: Composition) -> Iterator[str]:
@@ -131,6 +150,11 @@ def _values(algorithm: Composition) -> Iterator[str]:
         name = type(sampled[0]).__name__
         yield f"{name} takes its values from fresh samples and would leave a critic unread: set critic=None, or use GAE()"
         return
+    if "bootstrap" in algorithm.declared and any(isinstance(part, MaskTruncated) for part in algorithm.filters):
+        yield (
+            "an advantage with bootstrap=True goes on after what was cut off, and MaskTruncated leaves those answers out: drop it, "
+            "or set bootstrap=False"
+        )
     if algorithm.critic is None and read:
         yield (
             "an advantage from values without a critic: set critic=Critic(), or use a group baseline such as LeaveOneOut()"
@@ -145,14 +169,19 @@ def _order(algorithm: Composition) -> Iterator[str]:
             yield f"{type(part).__name__} looks at the task's score of whole groups: put it first in filters"
         elif part.refill and i:
             yield f"{type(part).__name__} decides which groups are sampled again: put it first in filters, alone of its kind"
+        elif isinstance(part, Downsample) and part is not algorithm.filters[-1]:
+            yield "Downsample chooses among the completions that the other filters leave: put it last in filters"
     late = [type(link).__name__ for link in algorithm.psi[1:] if link.starts]
     if late:
         yield f"{late[0]} starts from the rewards and would ignore what stands before it: put it first in psi"
 
 
 def _steps(algorithm: Composition) -> Iterator[str]:
-    if not any(isinstance(link, ProcessReward) for link in algorithm.psi):
+    links = [link for link in algorithm.psi if isinstance(link, ProcessReward)]
+    if not links:
         return
+    if not all(link.outcome for link in links):
+        yield from _no_outcome(algorithm)
     if any(isinstance(part, KLInReward) for part in algorithm.shaping):
         yield (
             "ProcessReward reads rewards where steps end, and KLInReward puts one at every token: drop it, and put "
@@ -162,6 +191,19 @@ def _steps(algorithm: Composition) -> Iterator[str]:
         yield (
             "ProcessReward's statistics are over steps, and a masked completion has none left: set "
             "MaskTruncated(keep_in_statistics=False)"
+        )
+
+
+def _no_outcome(algorithm: Composition) -> Iterator[str]:
+    """Parts that look at the outcome's reward, where it does not enter Ψ."""
+    by_outcome = [
+        f for f in algorithm.filters if isinstance(f, DropNoSpread) or (isinstance(f, Downsample) and f.by == "spread")
+    ]
+    for part in (*by_outcome, *algorithm.shaping):
+        does = "shapes" if part in algorithm.shaping else "chooses by"
+        yield (
+            f"{type(part).__name__} {does} the outcome's reward, which ProcessReward(outcome=False) does not read: drop it, or set "
+            "outcome=True"
         )
 
 

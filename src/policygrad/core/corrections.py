@@ -21,7 +21,7 @@ NEEDS = frozenset({"logp_old", "logp_sampler"})
 def sampler_ratio(batch: Batch, part: object, level: Level) -> Tensor:
     """ρ [B, T]; at level 'sequence' the product over the completion, at each of its tokens."""
     old, sampled = required(batch.logp_old, part, "logp_old"), required(batch.logp_sampler, part, "logp_sampler")
-    gap = ragged.masked(old - sampled, batch.mask)
+    gap = ragged.masked(old - sampled, batch.own)  # what others wrote no sampler of ours drew: ρ = 1
     return bounded_exp(gap if level == "token" else gap.sum(1, keepdim=True).expand(gap.shape))
 
 

@@ -20,7 +20,8 @@ def written(a: Composition) -> dict[str, str]:
         lines["V"] = a.critic.formula
     for name, label in (("corrections", "ρ"), ("terms", "k"), ("shaping", "reward"), ("filters", "filter")):
         for part in getattr(a, name):
-            lines[label] = f"{lines[label]};  {part.formula}" if label in lines else part.formula
+            key = "mask" if name == "corrections" and not part.weighs_sampler else label
+            lines[key] = f"{lines[key]};  {part.formula}" if key in lines else part.formula
     lines["step"] = a.step.formula
     return lines
 
@@ -30,4 +31,8 @@ def linked(chain: str, link: Advantage) -> str:
     formula = link.formula
     if formula == type(link).__name__ and not link.starts:  # a part of one's own that does not say
         return f"{formula}({chain})"
-    return f"({chain}){formula}" if formula.startswith("/") else chain * formula.startswith(";") + formula
+    if formula.startswith("/"):
+        return f"({chain}){formula}"
+    if formula.startswith(("− ", "+ ")):
+        return f"{chain} {formula}"
+    return chain * formula.startswith(";") + formula

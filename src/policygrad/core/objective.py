@@ -185,12 +185,13 @@ def measure(
     mismatch/logp_max, its largest size, mismatch/logp_mean, its mean size (nats a token), mismatch/ess, the effective sample
     size of π_old/μ as a fraction of the tokens.
 
-    All are of the completions in `batch`. A learner that skips completions with Ψ = 0 and no term's coefficient does not
-    measure them, though their π_θ changes too: `kl_old` is then a mean over those computed (all of them with KLToOld).
+    All are of the completions in `batch`; KLs and mismatches are of what the policy sampled, demonstrations left out. A learner
+    that skips completions with Ψ = 0 and no term's coefficient does not measure them, though their π_θ changes too: `kl_old` is
+    then a mean over those computed (all of them with KLToOld).
 
     count [B]: how many completions a row stands for (merged duplicates).
     """
-    mask, psi = batch.mask, _masked(psi, out, batch)
+    mask, own, psi = batch.mask, batch.own, _masked(psi, out, batch)
     ratio = _ratio(out, batch, algorithm)
     logp = ragged.masked(out.logp.detach(), mask)
     metrics: Metrics = betas(part for _, part in algorithm.parts()) | {
@@ -206,18 +207,18 @@ def measure(
         r = bounded_exp(
             log_ratio(out.logp, batch.logp_old, mask)
         )  # without it a token that π_θ has given up on counts e^9
-        metrics["kl"] = mean_of(r * (bounded_expm1(-u) + u), mask, count)
+        metrics["kl"] = mean_of(r * (bounded_expm1(-u) + u), own, count)
     if batch.logp_old is not None:
         change = logp - ragged.masked(batch.logp_old, mask)
-        metrics["kl_old"] = mean_of(bounded_expm1(change) - change, mask, count)
+        metrics["kl_old"] = mean_of(bounded_expm1(change) - change, own, count)
     if out.kl_old is not None:
-        metrics["kl_old"] = mean_of(out.kl_old, mask, count)
+        metrics["kl_old"] = mean_of(out.kl_old, own, count)
     if batch.logp_sampler is not None:
         old = logp if batch.logp_old is None else ragged.masked(batch.logp_old, mask)
-        gap = old - ragged.masked(batch.logp_sampler, mask)
+        gap = ragged.masked(old - ragged.masked(batch.logp_sampler, mask), own)
         metrics["mismatch/logp_max"] = Max(gap.abs().max() if gap.numel() else 0.0)
-        metrics["mismatch/logp_mean"] = mean_of(gap.abs(), mask, count)
-        metrics["mismatch/ess"] = effective_size(bounded_exp(gap), mask, count)
+        metrics["mismatch/logp_mean"] = mean_of(gap.abs(), own, count)
+        metrics["mismatch/ess"] = effective_size(bounded_exp(gap), own, count)
     return metrics
 
 

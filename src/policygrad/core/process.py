@@ -24,8 +24,8 @@ from policygrad.errors import ConfigError
 class ProcessReward(Advantage):
     """Ψ_t = Σ r̃ over the step ends from t on, r̃ = (r − mean_g)/(std_g + eps) over all steps of the group's completions.
 
-    r is the token reward at a step's end, the last one's with the completion's reward. A group whose steps are all rewarded
-    alike (max r = min r), or that is left with one completion, has Ψ = 0 exactly.
+    r is the token reward at a step's end, the last one's with the completion's reward (`outcome`). A group whose steps are all
+    rewarded alike (max r = min r), or that is left with one completion, has Ψ = 0 exactly.
     Source: Shao et al. 2024 (DeepSeekMath), sec. 4.1.3.
 
     Raises:
@@ -35,6 +35,9 @@ class ProcessReward(Advantage):
 
     eps: float = 1e-4
     ddof: int = 1
+    outcome: bool = True
+    """Whether the completion's reward is part of the last step's. False = process supervision alone, as published: the outcome is
+    measured, and does not enter Ψ."""
     needs: ClassVar[frozenset[str]] = frozenset({"step_end", "token_reward"})
     starts: ClassVar[bool] = True
     group_statistic: ClassVar[bool] = True
@@ -47,7 +50,8 @@ class ProcessReward(Advantage):
 
     @property
     def formula(self) -> str:
-        return f"Σ_{{step ends ≥ t}} (r − mean_g)/(std_g + {self.eps:g}),  over the group's steps"
+        alone = "" if self.outcome else ", without the outcome's reward"
+        return f"Σ_{{step ends ≥ t}} (r − mean_g)/(std_g + {self.eps:g}),  over the group's steps{alone}"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         end, reward = self._rewards(batch)
@@ -74,6 +78,8 @@ class ProcessReward(Advantage):
                 f"ProcessReward: completion {row} has a reward in Batch.token_reward where no step ends; put it at a True of "
                 "Batch.step_end"
             )
+        if not self.outcome:
+            return end, dense
         last = end & (end.cumsum(1) == end.sum(1, keepdim=True))
         return end, dense + ragged.masked(batch.reward[:, None].expand(end.shape), last)
 

@@ -93,6 +93,8 @@ class Gate(Part):
 
     on_policy: ClassVar[bool] = False
     """Whether it takes no ratio: true only while π_θ = π_old."""
+    token_ratio: ClassVar[bool] = False
+    """Whether it reads the tokens' own ratios, so that no other ratio fits."""
 
     @abstractmethod
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
@@ -181,7 +183,9 @@ class Filter(Part):
     """Which completions take part, by the task's score."""
 
     rounds: int = 1
-    """Rounds of sampling that a step may take."""
+    """Rounds of sampling, of the step's prompts each, that a step may take."""
+    carry: bool = False
+    """Whether groups that a refilled step has no room for begin the next one."""
     refill: bool = False
     """Whether a group whose completions are all `dropped` is set aside and another prompt sampled in its place: the filter is
     not called then, and what cannot be refilled is given weight 0."""

@@ -77,6 +77,11 @@ class Groups:
         """Standard deviation over the group; 0 when it has not more than `ddof` members."""
         return (self.sum((masked(x, self.keep) - self.mean(x)) ** 2) / (self.size - ddof).clamp(min=1)).sqrt()
 
+    def max(self, x: Tensor) -> Tensor:
+        """The largest of the group; −inf for a group without counted completions."""
+        high = x.new_full((self.n,), -torch.inf).scatter_reduce_(0, self.index[self.keep], x[self.keep], "amax")
+        return high[self.index]
+
     def no_spread(self, x: Tensor) -> Tensor:
         """[B] bool; max = min over the group's counted completions: never a test on the standard deviation."""
         low = x.new_full((self.n,), torch.inf).scatter_reduce_(0, self.index[self.keep], x[self.keep], "amin")

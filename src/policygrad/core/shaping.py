@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,15 +17,22 @@ from policygrad.core.metrics import Metric
 from policygrad.core.protocols import Shaping, State
 from policygrad.errors import ConfigError
 
+Level = Literal["token", "sequence"]
+
 
 @dataclass(frozen=True)
 class KLInReward(AdaptiveBeta, Shaping):
-    """r_t −= β·u_t with u_t = log π_old − log π_ref, at rollout time, accumulated to go: the gradient of the sequence KL.
+    """r_t −= β·u_t with u_t = log π_old − log π_ref, at rollout time: the gradient of the sequence KL.
 
-    Source: Stiennon et al. 2020; Ouyang et al. 2022, eq. 2; Ahmadian et al. 2024 (RLOO).
+    level: where the penalty stands. token = at each token its own, so that a token answers for what follows it (the KL to go).
+    sequence = R −= β Σ_t u_t, a completion's whole KL in its one reward, which every token answers for. In expectation the two
+    are one gradient.
+
+    Source: token: Stiennon et al. 2020; Ouyang et al. 2022, eq. 2. sequence: Ahmadian et al. 2024 (RLOO), sec. 2.
 
     Raises:
-        ConfigError: any form but k1: k2 and k3 in the reward are not the gradient of the sequence KL; a rule without a target.
+        ConfigError: any form but k1: k2 and k3 in the reward are not the gradient of the sequence KL; an unknown level; a rule
+            without a target.
     """
 
     beta: float = 0.05
@@ -33,6 +41,8 @@ class KLInReward(AdaptiveBeta, Shaping):
     """Nats a sampled token: β is adapted after each rollout so that the mean of u over its tokens (k1, unbiased) stays near."""
     rule: Rule | None = None
     """How β adapts to the target; proportional where it is left open."""
+    level: Level = "token"
+    """token = the KL to go; sequence = the whole KL at every token."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old", "logp_ref"})
 
     def __post_init__(self) -> None:
@@ -41,11 +51,17 @@ class KLInReward(AdaptiveBeta, Shaping):
                 f"KLInReward takes k1 only, not {self.form!r}: as a reward, k2 and k3 do not give the gradient of the "
                 "sequence KL. Use form='k1', or KLToReference in the loss"
             )
+        if self.level not in get_args(Level):
+            raise ConfigError(
+                f"KLInReward.level must be 'token' (at each token the KL to go) or 'sequence' (the completion's whole KL at every "
+                f"token), not {self.level!r}"
+            )
         controllers.check(self)
 
     @property
     def formula(self) -> str:
-        return f"r_t −= {self.beta:g}·(log π_old − log π_ref){controllers.told(self)}"
+        at = "r_t −= {}·(log π_old − log π_ref)" if self.level == "token" else "R −= {}·Σ_t (log π_old − log π_ref)"
+        return at.format(f"{self.beta:g}") + controllers.told(self)
 
     def _u(self, batch: Batch) -> Tensor:
         return required(batch.logp_old, self, "logp_old") - required(batch.logp_ref, self, "logp_ref")
@@ -58,28 +74,37 @@ class KLInReward(AdaptiveBeta, Shaping):
 
     def __call__(self, batch: Batch) -> Batch:
         penalty = ragged.masked(-self.beta * self._u(batch), batch.mask).to(batch.reward.dtype)
+        if self.level == "sequence":
+            return replace(batch, reward=batch.reward + penalty.sum(1))
         return replace(batch, token_reward=penalty if batch.token_reward is None else batch.token_reward + penalty)
 
 
 @dataclass(frozen=True)
 class SoftOverlong(Shaping):
-    """R += 0 up to L_max − L_cache tokens, then linear to −1 at L_max, −1 beyond. Source: Yu et al. 2025 (DAPO), eq. 13.
+    """R += 0 up to L_max − L_cache tokens, then linear to −scale at L_max, −scale beyond.
 
     length (L_max) None: the batch's width T; a trainer sets its generation budget. cache: L_cache as a fraction of L_max.
+    scale: the largest penalty, in units of the reward: 1 (DAPO), 0.1 (Magistral 2025, eq. 1).
+    Source: Yu et al. 2025 (DAPO), eq. 13.
     """
 
     length: int | None = None
     cache: float = 0.2
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.scale < math.inf:
+            raise ConfigError(
+                f"SoftOverlong.scale is the largest penalty, above 0 and finite, not {self.scale}: for none, leave the part out"
+            )
         if not 0 < self.cache <= 1:
             raise ConfigError(f"SoftOverlong.cache is a fraction of the budget in (0, 1], not {self.cache}")
 
     @property
     def formula(self) -> str:
-        return (
-            f"R += min(0, ({1 - self.cache:g}·L − |o|)/({self.cache:g}·L)), at least −1,  L = {self.length or 'L_max'}"
-        )
+        times = "" if self.scale == 1 else f"{self.scale:g}·"
+        ramp = f"min(0, ({1 - self.cache:g}·L − |o|)/({self.cache:g}·L))"
+        return f"R += {times}{ramp}, at least −{self.scale:g},  L = {self.length or 'L_max'}"
 
     def __call__(self, batch: Batch) -> Batch:
         budget = float(batch.mask.shape[1] if self.length is None else self.length)
@@ -87,4 +112,4 @@ class SoftOverlong(Shaping):
         if batch.truncated is not None:  # also where an overlong mask has emptied the completion
             length = torch.where(batch.truncated, budget, length)
         penalty = ((budget - length) / (budget * self.cache) - 1).clamp(-1, 0)  # exactly −1 at the budget
-        return replace(batch, reward=batch.reward + penalty)
+        return replace(batch, reward=batch.reward + self.scale * penalty)

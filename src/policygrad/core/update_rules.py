@@ -29,7 +29,9 @@ class FirstOrder(UpdateRule):
 
     @property
     def formula(self) -> str:
-        return "one gradient step" if self.updates == 1 else f"{self.epochs} epochs × {self.minibatches} minibatches"
+        if self.updates == 1:
+            return "one gradient step"
+        return f"{self.epochs} epochs × " * (self.epochs > 1) + f"{self.minibatches} minibatches"
 
     def __call__(self, problem: object) -> Metrics:
         problem = asked(problem, GradientProblem, self)  # type: ignore[type-abstract]

@@ -2,8 +2,13 @@
 
 A chain may start with one of these instead of the reward. All of them run over a completion's *sampled* tokens: the
 state after token t is the one before the next sampled token, so tool output between two actions costs no step. The
-terminal reward sits on the last sampled token, after which the value is 0, or `Batch.bootstrap` where an episode was
-cut off. `δ_t = r_t + γV_{t'} − V_t`.
+terminal reward sits on the last sampled token, after which the value is 0, or `Batch.bootstrap` where a batch has it.
+`δ_t = r_t + γV_{t'} − V_t`.
+
+An answer that the token budget cut off has not ended, and by default counts as if it had: with its reward, and nothing after
+it. That is right where the budget is part of the task. With `bootstrap` a learner's critic fills `Batch.bootstrap`, V of the
+state after the last token for what was cut off and 0 for what has ended, in the advantage and in the critic's targets alike: a
+time limit that is not the task's (Pardo et al. 2018, partial-episode bootstrapping).
 """
 
 from __future__ import annotations
@@ -21,6 +26,14 @@ from policygrad.core.protocols import Advantage
 from policygrad.errors import ConfigError
 
 NEEDS = frozenset({"values"})
+
+
+def _needs(bootstrap: bool) -> frozenset[str]:
+    return NEEDS | {"bootstrap"} if bootstrap else NEEDS
+
+
+def _cut_off(bootstrap: bool) -> str:
+    return ",  V(end) = V_φ where cut off" if bootstrap else ""
 
 
 def _unit(part: object, **values: float) -> None:
@@ -45,8 +58,10 @@ class Packed:
     """[B, T] where each column came from."""
 
     @classmethod
-    def of(cls, batch: Batch, part: object) -> Packed:
-        """Raises ConfigError when the batch has no values."""
+    def of(cls, batch: Batch, part: object, bootstrap: bool = False) -> Packed:
+        """Raises ConfigError when the batch has no values, or no `bootstrap` where it is asked for."""
+        if bootstrap:
+            required(batch.bootstrap, part, "bootstrap")
         values = ragged.masked(required(batch.values, part, "values"), batch.mask).to(batch.reward.dtype)
         order = torch.sort((~batch.mask).int(), dim=1, stable=True).indices
         mask = batch.mask.gather(1, order)
@@ -83,7 +98,8 @@ class NStep(Advantage):
 
     n: int = 5
     gamma: float = 1.0
-    needs: ClassVar[frozenset[str]] = NEEDS
+    bootstrap: bool = False
+    """Whether an answer that was cut off goes on in the critic's value of where it stopped."""
     starts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -92,13 +108,18 @@ class NStep(Advantage):
             raise ConfigError(f"NStep.n must be at least 1, or 0 for Monte Carlo, not {self.n}")
 
     @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return _needs(self.bootstrap)
+
+    @property
     def formula(self) -> str:
         if self.n == 0:
-            return "Σ_k γ^k r_{t+k} − V_t"
-        return f"Σ_{{k<{self.n}}} γ^k r_{{t+k}} + γ^{self.n} V_{{t+{self.n}}} − V_t,  γ = {self.gamma:g}"
+            return "Σ_k γ^k r_{t+k} − V_t" + _cut_off(self.bootstrap)
+        sums = f"Σ_{{k<{self.n}}} γ^k r_{{t+k}} + γ^{self.n} V_{{t+{self.n}}} − V_t,  γ = {self.gamma:g}"
+        return sums + _cut_off(self.bootstrap)
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        p = Packed.of(batch, self)
+        p = Packed.of(batch, self, self.bootstrap)
         width = p.mask.shape[1]
         if self.n == 0 or self.n >= width:
             return p.back(_discounted(_delta(p, self.gamma), self.gamma))
@@ -120,18 +141,24 @@ class GAE(Advantage):
 
     gamma: float = 1.0
     lam: float = 0.95
-    needs: ClassVar[frozenset[str]] = NEEDS
+    bootstrap: bool = False
+    """Whether an answer that was cut off goes on in the critic's value of where it stopped."""
     starts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _unit(self, gamma=self.gamma, lam=self.lam)
 
     @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return _needs(self.bootstrap)
+
+    @property
     def formula(self) -> str:
-        return f"Σ_l ({self.gamma:g}·{self.lam:g})^l δ_{{t+l}},  δ_t = r_t + {self.gamma:g}·V_{{t+1}} − V_t"
+        delta = f"δ_t = r_t + {self.gamma:g}·V_{{t+1}} − V_t"
+        return f"Σ_l ({self.gamma:g}·{self.lam:g})^l δ_{{t+l}},  {delta}" + _cut_off(self.bootstrap)
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        p = Packed.of(batch, self)
+        p = Packed.of(batch, self, self.bootstrap)
         return p.back(_discounted(_delta(p, self.gamma), self.gamma * self.lam))
 
 
@@ -144,7 +171,8 @@ class LengthAdaptiveGAE(Advantage):
 
     alpha: float = 0.05
     gamma: float = 1.0
-    needs: ClassVar[frozenset[str]] = NEEDS
+    bootstrap: bool = False
+    """Whether an answer that was cut off goes on in the critic's value of where it stopped."""
     starts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -153,8 +181,12 @@ class LengthAdaptiveGAE(Advantage):
             raise ConfigError(f"LengthAdaptiveGAE.alpha must be greater than 0, not {self.alpha}")
 
     @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return _needs(self.bootstrap)
+
+    @property
     def formula(self) -> str:
-        return f"Σ_l ({self.gamma:g}·λ)^l δ_{{t+l}},  λ = max(0, 1 − 1/({self.alpha:g}·|o|))"
+        return f"Σ_l ({self.gamma:g}·λ)^l δ_{{t+l}},  λ = max(0, 1 − 1/({self.alpha:g}·|o|))" + _cut_off(self.bootstrap)
 
     def lam(self, batch: Batch) -> Tensor:
         """λ [B]."""
@@ -170,7 +202,7 @@ class LengthAdaptiveGAE(Advantage):
         return ends | {"lambda/mean": Mean(lam.sum(), float(len(lam)))}
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        p = Packed.of(batch, self)
+        p = Packed.of(batch, self, self.bootstrap)
         return p.back(_discounted(_delta(p, self.gamma), self.gamma * self.lam(batch)))
 
 

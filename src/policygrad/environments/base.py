@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,9 @@ class Observation:
     content: Prompt
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools as the template takes them; of the first observation of an episode."""
+    state: Hashable | None = None
+    """What tells the world's state here from others: turns of a group's episodes that begin in equal states are compared by the
+    algorithms that compare turns (gigpo). None = what is said, word for word."""
 
 
 @dataclass(frozen=True)

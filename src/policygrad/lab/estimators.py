@@ -86,11 +86,12 @@ def _coefficients(
     flat = rows.flatten()
     batch = replace(book.select(flat), mask=mask, group=torch.arange(len(rows)).repeat_interleave(rows.shape[1]))
     leaves = {
-        name: value[flat].requires_grad_()
+        name: value[flat].requires_grad_(name not in algorithm.select_needs - algorithm.forward_needs)
         for name, value in (("logp", out.logp), ("entropy", out.entropy), ("kl_old", out.kl_old))
         if value is not None
     }
     out = Forward(**leaves)
+    leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     loss = surrogate(out, selected(out, batch, psi, algorithm, rows.shape[1]), psi, algorithm, coef)
     found = torch.autograd.grad(loss, list(leaves.values()))
     score, *rest = ((-g).reshape(*rows.shape, -1) for g in found)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from policygrad.errors import ConfigError
 from policygrad.lab import dynamics, theory
 from policygrad.lab.finding import Finding
-from policygrad.lab.findings import adam, baselines, critics, groups, kl, lengths, ratios, shapes
+from policygrad.lab.findings import adam, baselines, chains, critics, groups, kl, lengths, ratios, shapes
 
 Experiment = Callable[[int], Finding]
 """seed -> Finding."""
@@ -24,6 +24,7 @@ _CLAIMS: tuple[Experiment, ...] = (
     lengths.brevity,
     ratios.product_ratio,
     ratios.ratio_over_length,
+    chains.long_chains,
     shapes.gate_weights,
     ratios.gates,
     ratios.experts,

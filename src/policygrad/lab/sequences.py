@@ -199,6 +199,11 @@ class World:
         log_p, log_q = self.logp(p), self.logp(q)
         return (log_p.exp() * (log_p - log_q)).sum(1).mean()
 
+    def greedy(self, theta: Tensor) -> Tensor:
+        """[X, N] bool; the completion that takes the most probable token in every state, one for each prompt."""
+        best = self.conditionals(theta).argmax(-1)[self.state] == self.tree.tokens.repeat(self.prompts, 1)
+        return (best | ~self.mask).all(1).reshape(self.prompts, -1)
+
     def mean_length(self, theta: Tensor, where: Tensor | None = None) -> Tensor:
         """[] E|o| in tokens, over the completions `where` [X, N], with graph."""
         weight = self.logp(theta).exp() * (1 if where is None else where)

@@ -81,11 +81,20 @@ class Setting:
         filled: dict[str, Any] = {n: world.token_logp(t).detach() for n, t in thetas.items() if n in reads}
         if "score_norm" in reads:
             filled["score_norm"] = world.scores(old).square().sum(1)
+        if "baseline" in reads:  # the greedy completion's reward, at each completion of its prompt
+            best = (world.reward * world.greedy(self.behaviour)).sum(1)
+            filled["baseline"] = best.repeat_interleave(world.tree.size)
         if "step_end" in reads:
             last = torch.arange(world.tree.length) == batch.lengths[:, None] - 1
             filled["step_end"] = world.mask & (last | ((torch.arange(world.tree.length) + 1) % STEP == 0))
         if "token_reward" in reads:
             filled["token_reward"] = torch.zeros(world.mask.shape).double()
+        if "rewards" in reads:  # the world's reward is all there is
+            filled |= {"rewards": batch.reward[:, None], "reward_names": ("reward",), "reward_weights": (1.0,)}
+        if "anchor" in reads:  # one turn, from the prompt
+            filled["anchor"] = torch.zeros(world.mask.shape, dtype=torch.int64)
+        if "demonstration" in reads:  # steps are of samples alone
+            filled["demonstration"] = torch.zeros(len(world.mask), dtype=torch.bool)
         batch = replace(batch, **filled)
         return replace(batch, values=self._values(algorithm, batch, old)) if "values" in reads else batch
 
@@ -122,9 +131,9 @@ class Setting:
         return totals(batch).reshape(self.world.prompts, -1)
 
     def forward(self, algorithm: Algorithm) -> Forward:
-        """[X·N, L] log π_θ, and entropy and KL(π_old‖π_θ) where a loss term reads them, with the graph of `theta`."""
+        """[X·N, L] log π_θ, and entropy and KL(π_old‖π_θ) where a loss term or a choice reads them, with the graph of `theta`."""
         now = self.world.conditionals(self.theta)
         old = self.world.conditionals(self.old_or_theta)
         exact = {"entropy": -(now.exp() * now).sum(-1), "kl_old": (old.exp() * (old - now)).sum(-1)}
-        extra = {name: exact[name][self.world.state] for name in algorithm.forward_needs}
+        extra = {name: exact[name][self.world.state] for name in algorithm.forward_needs | algorithm.select_needs}
         return Forward(self.world.token_logp(self.theta), **extra)

@@ -60,6 +60,8 @@ class LearnerConfig:
     """Recompute activations in the backward pass: less memory, more time."""
     trainable: str = ""
     """Regular expression: the parameters that train, by name; empty = all."""
+    routing_replay: bool = False
+    """A mixture of experts sends every token to the experts that sampled it, also when it learns."""
     score_parameters: str = ""
     """Regular expression: the parameters whose gradients make OptimalBaseline's exact norms; empty = all that train."""
 

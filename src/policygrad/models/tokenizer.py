@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from policygrad.errors import ModelError
 from policygrad.models.chat import Message, Tools, continuation, prompt_ids
 from policygrad.models.loading import cannot_load, context_length, resolve
+from policygrad.models.shown import shown_answer
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Tokenizer:
     ) -> Tensor:
         """[n] int64; the ids between a sampled turn and the next: see `chat.continuation`, also for what it raises."""
         return torch.tensor(continuation(self, so_far, reply, new, tools=tools, source=source), dtype=torch.int64)
+
+    def answer(self, prompt: Tensor, said: str | Sequence[Message], text: str, source: str = "an answer") -> list[int]:
+        """The ids of an answer that somebody else wrote, as they would have been sampled behind the ids `prompt` of what was
+        `said`, closed by an end token. Raises as `shown.shown_ids`."""
+        return shown_answer(self, prompt.tolist(), said, text, source)
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         """The text, without end and padding tokens."""

@@ -33,7 +33,8 @@ def summarise(rewards: Sequence[Reward], table: list[list[Judgement]], completio
             whole = None
         total.append(whole)
     parts = {reward.name: [o.value for o in row] for reward, row in zip(rewards, table, strict=True)}
-    return RewardScores(total, parts, dict(failures), list(messages.values()))
+    weights = {reward.name: reward.weight for reward in rewards}
+    return RewardScores(total, parts, dict(failures), list(messages.values()), weights)
 
 
 def gather(rewards: Sequence[Reward], table: list[list[Judgement]]) -> ProcessScores:

@@ -55,6 +55,9 @@ class RewardScores:
         default_factory=dict
     )  # reason (one of FAILURES) -> completions, per reward function
     messages: list[str] = field(default_factory=list)  # the first of each distinct failure, for the log
+    weights: dict[str, float] = field(
+        default_factory=dict
+    )  # by reward name, of the parts in the total; 1 where none is
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +16,11 @@ from policygrad.core.ragged import Groups
 from policygrad.rollout.trajectory import Group, Trajectory
 
 
-def to_batch(groups: Sequence[Group]) -> Batch:
-    """Right-padded tensors; an episode without a reward (None) has an all-false mask: it takes no part in anything."""
+def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Batch:
+    """Right-padded tensors; an episode without a reward (None) has an all-false mask: it takes no part in anything.
+
+    needs: fields that are filled only where somebody reads them: rewards.
+    """
     rows = [t for g in groups for t in g.trajectories]
 
     def padded(columns: list[Tensor]) -> Tensor:
@@ -26,7 +31,8 @@ def to_batch(groups: Sequence[Group]) -> Batch:
     one_turn = all(len(t.segments) == 1 for t in rows)
     scored = torch.tensor([t.reward is not None for t in rows], dtype=torch.bool)
     sizes = torch.tensor([len(g.trajectories) for g in groups], dtype=torch.int64)
-    return Batch(
+    index = torch.tensor([g.start.key[3] for g in groups], dtype=torch.int64)
+    batch = Batch(
         mask=(within if one_turn else padded([t.mask for t in rows])) & scored[:, None],
         group=torch.arange(len(groups)).repeat_interleave(sizes),
         reward=torch.tensor([0.0 if t.reward is None else t.reward for t in rows]),
@@ -35,7 +41,37 @@ def to_batch(groups: Sequence[Group]) -> Batch:
         logp_sampler=padded([t.logp for t in rows]),
         version=padded([t.version for t in rows]),
         truncated=torch.tensor([t.truncated for t in rows], dtype=torch.bool),
+        example=index.repeat_interleave(sizes),
+        **_experts(groups),
     )
+    if any(t.demonstration for t in rows):
+        batch = replace(batch, demonstration=torch.tensor([t.demonstration for t in rows], dtype=torch.bool))
+    return _with_rewards(batch, groups) if "rewards" in needs else batch
+
+
+def _with_rewards(batch: Batch, groups: Sequence[Group]) -> Batch:
+    """`rewards`, by the names in the order they are met; NaN where a reward has said nothing of a completion."""
+    named = dict(pair for g in groups for pair in g.rewards)
+    table = torch.full((len(batch.mask), len(named)), torch.nan)
+    place = {name: k for k, name in enumerate(named)}
+    row = 0
+    for group in groups:
+        for t in group.trajectories:
+            for (name, _), value in zip(group.rewards, t.parts, strict=True):
+                table[row, place[name]] = torch.nan if value is None else value
+            row += 1
+    return replace(batch, rewards=table, reward_names=tuple(named), reward_weights=tuple(named.values()))
+
+
+def _experts(groups: Sequence[Group]) -> dict[str, Any]:
+    """The experts that sampled, where every episode tells them: of each completion, and of each group's prompt."""
+    rows = [(t.routes, len(g.prompt)) for g in groups for t in g.trajectories]
+    known = [(routes, size) for routes, size in rows if routes is not None]
+    if len(known) < len(rows):
+        return {}
+    prompts = tuple(routes[: len(g.prompt)] for g in groups if (routes := g.trajectories[0].routes) is not None)
+    answers = pad_sequence([routes[size:] for routes, size in known], batch_first=True, padding_value=-1)
+    return {"experts": answers, "prompt_experts": prompts}
 
 
 def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:
@@ -66,6 +102,15 @@ def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:
     metrics: Metrics = {name: Mean(float(x.sum()), float(len(x))) for name, x in whole.items() if len(x)}
     metrics |= {"tokens/sampled": Sum(float(lengths.sum())), "completions/max_length": Max(float(lengths.max()))}
     return merge(metrics, *map(_of_environment, rows), _turns(rows))
+
+
+def used(sampled: int, batch: Batch) -> Metrics:
+    """completions/sampled in a step; /trained, those of its batch that can move the weights; /sampled_per_trained, their ratio,
+    where there are any: dynamic sampling and down-sampling take more than 1, what was carried over takes less."""
+    trains = batch.mask if batch.weight is None else batch.mask & (batch.weight != 0)
+    trained = float(trains.any(1).sum())
+    counts: Metrics = {"completions/sampled": Sum(float(sampled)), "completions/trained": Sum(trained)}
+    return counts | ({"completions/sampled_per_trained": Mean(float(sampled), trained)} if trained else {})
 
 
 def _of_environment(row: Trajectory) -> Metrics:

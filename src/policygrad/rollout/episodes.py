@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Hashable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -35,6 +36,10 @@ class Encoder(Protocol):
 
     def decode(self, tokens: Any) -> str: ...
 
+    def answer(self, prompt: Tensor, said: Prompt, text: str, source: str = ...) -> list[int]:
+        """The ids of an answer that somebody else wrote to the prompt, its end token the last."""
+        ...
+
     def continuation(
         self, so_far: Prompt, reply: str, new: Prompt, source: str = ..., tools: Tools | None = ...
     ) -> Tensor:
@@ -53,6 +58,8 @@ class _Episode:
         self.tools: Tools | None = None
         self.segments: list[Segment] = []
         self.rewards: list[float | None] = []
+        self.states: list[Hashable] = []
+        """In which each turn began, and the one to come."""
         self.metrics: Counter[str] = Counter()
         self.text = ""
         """Of the last turn."""
@@ -100,6 +107,7 @@ class _Episode:
             return
         self.left = room
         self.segments.append(Segment(new))
+        self.states.append(_state(observation, self.environment))
 
     def trajectory(self, encoder: Encoder) -> Trajectory:
         before = () if self.start.prefix is None else (self.start.prefix,)
@@ -112,6 +120,7 @@ class _Episode:
             tuple(self.rewards),
             sum(own) if own else None,
             metrics=dict(self.metrics),
+            states=tuple(self.states),
         )
 
 
@@ -194,4 +203,21 @@ async def _begin(episodes: Sequence[_Episode], encoder: Encoder) -> Tensor:
     context = prompt if start.prefix is None else torch.cat([prompt, start.prefix])
     for episode in episodes:
         episode.context, episode.conversation, episode.tools = context, seen[0].content, tools
+    for episode, observation in zip(episodes, seen, strict=True):
+        episode.states.append(_state(observation, episode.environment))
     return prompt
+
+
+def _state(observation: Observation, environment: Environment) -> Hashable:
+    """What the environment calls its state, or else what it says."""
+    if observation.state is None:
+        content = observation.content
+        return content if isinstance(content, str) else json.dumps(content, sort_keys=True, ensure_ascii=False)
+    try:
+        hash(observation.state)
+    except TypeError as error:
+        name = type(environment).__name__
+        raise EngineError(
+            f"{name} names a state that cannot be looked up ({error}): give text, a number or a tuple of those"
+        ) from None
+    return observation.state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import stdev
 from typing import Any
 
 from policygrad.core.metrics import Mean, Metrics, Sum, merge
@@ -12,6 +13,8 @@ from policygrad.rollout.reasoning_steps import Marks, mark
 from policygrad.rollout.trajectory import Group, samples_of
 
 Score = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], RewardScores]
+ENVIRONMENT = "environment"
+"""The name of what an environment's own turns give, among the rewards."""
 ScoreSteps = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], ProcessScores]
 
 
@@ -31,17 +34,45 @@ class Judged:
 
 def judge(groups: list[Group], score: Score | None) -> tuple[list[Group], Judged]:
     """The groups with every episode's reward: what its environment said, plus what the reward functions say of its text."""
-    if score is None:
-        failed = sum(t.reward is None for g in groups for t in g.trajectories)
-        said = "the environment gave no reward to an episode: let a step() of it return Step(reward=…), or name reward functions"
-        return groups, Judged(failed=failed, messages=(said,) * bool(failed))
-    scores = score(*samples_of(groups))
     own = [t.reward for g in groups for t in g.trajectories]
+    if score is None:
+        failed = own.count(None)
+        said = "the environment gave no reward to an episode: let a step() of it return Step(reward=…), or name reward functions"
+        judged = Judged(failed=failed, messages=(said,) * bool(failed))
+        return _with(groups, [{"parts": (reward,)} for reward in own], ((ENVIRONMENT, 1.0),)), judged
+    scores = score(*samples_of(groups))
     total: list[float | None] = [s if s is None or e is None else s + e for s, e in zip(scores.total, own, strict=True)]
     known = {name: [x for x in part if x is not None] for name, part in scores.parts.items()}
     parts: Metrics = {f"rewards/{name}": Mean(sum(x), float(len(x))) for name, x in known.items() if len(known) > 1}
+    parts |= _spreads(groups, scores) if len(known) > 1 else {}
     judged = Judged(merge(failures(scores), parts), tuple(scores.messages), sum(x is None for x in total))
-    return _with(groups, [{"reward": reward} for reward in total]), judged
+    names, columns = _columns(scores, own)
+    changes = [{"reward": r, "parts": said} for r, said in zip(total, zip(*columns, strict=True), strict=True)]
+    return _with(groups, changes, names), judged
+
+
+def _spreads(groups: list[Group], scores: RewardScores) -> Metrics:
+    """Each reward's standard deviation within its group, a mean over the episodes it has a number for, like `reward_std`."""
+    found: Metrics = {}
+    for name, part in scores.parts.items():
+        rest = iter(part)
+        known = [[x for x in (next(rest) for _ in g.trajectories) if x is not None] for g in groups]
+        total = sum(len(x) * stdev(x) for x in known if len(x) > 1)
+        if count := sum(map(len, known)):
+            found[f"rewards/{name}/std"] = Mean(total, float(count))
+    return found
+
+
+def _columns(
+    scores: RewardScores, own: Sequence[float | None]
+) -> tuple[tuple[tuple[str, float], ...], list[Sequence[float | None]]]:
+    """((name, weight) of each reward, its numbers in the order of the episodes): weighted they add up to the episodes' rewards."""
+    parts = scores.parts or {"reward": scores.total}  # one who scores and tells no parts has one
+    names = [(name, scores.weights.get(name, 1.0)) for name in parts]
+    columns: list[Sequence[float | None]] = list(parts.values())
+    if any(reward is not None for reward in own):
+        names, columns = [*names, (ENVIRONMENT, 1.0)], [*columns, own]
+    return tuple(names), columns
 
 
 def judge_steps(
@@ -76,7 +107,10 @@ def marks_of(groups: Sequence[Group]) -> list[Marks | None]:
     return [t.marks for g in groups for t in g.trajectories]
 
 
-def _with(groups: list[Group], changes: Sequence[Mapping[str, Any]]) -> list[Group]:
-    """The groups with every trajectory changed, in order."""
+def _with(
+    groups: list[Group], changes: Sequence[Mapping[str, Any]], rewards: tuple[tuple[str, float], ...] | None = None
+) -> list[Group]:
+    """The groups with every trajectory changed, in order, and with the names and weights of their rewards."""
     rest = iter(changes)
-    return [replace(g, trajectories=tuple(replace(t, **next(rest)) for t in g.trajectories)) for g in groups]
+    changed = [replace(g, trajectories=tuple(replace(t, **next(rest)) for t in g.trajectories)) for g in groups]
+    return changed if rewards is None else [replace(g, rewards=rewards) for g in changed]

@@ -5,22 +5,25 @@ and prefix values it is one pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
-from policygrad.core.metrics import Metrics, Sum, merge
+from policygrad.core.metrics import Metrics, merge
+from policygrad.core.protocols import Filter
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError
-from policygrad.rollout.batching import measure, to_batch
+from policygrad.rollout.batching import measure, to_batch, used
+from policygrad.rollout.demonstrations import joined
 from policygrad.rollout.episodes import Encoder, play
 from policygrad.rollout.evaluation import EvaluationResult
+from policygrad.rollout.filling import Round, fill
+from policygrad.rollout.greedy import with_baseline
 from policygrad.rollout.judging import Judged, Score, ScoreSteps, judge, judge_steps, marks_of
 from policygrad.rollout.reasoning_steps import with_steps
 from policygrad.rollout.trajectory import EVALUATE, TRAIN, Group, Start
+from policygrad.rollout.turns import with_turns
 from policygrad.rollout.values import with_values
 from policygrad.samplers.base import Sampler, Sampling
 from policygrad.tasks.types import Example
@@ -44,6 +47,8 @@ class Rollout:
     metrics: Metrics
     messages: tuple[str, ...] = ()
     """What went wrong with rewards, once per kind, and what dynamic sampling could not fill."""
+    surplus: tuple[Group, ...] = ()
+    """Groups that the step has no room for, to begin the next one with."""
 
     @property
     def prompts(self) -> tuple[Any, ...]:
@@ -94,39 +99,35 @@ class Rollouter:
         samples: int,
         step: int = 1,
         position: int = 0,
+        carried: Sequence[Group] = (),
         evaluate: Evaluate | None = None,
     ) -> Rollout:
         """A step's worth of groups: `prompts` × `samples` episodes, from the task's example `position` on.
 
-        A filter that refills (dynamic sampling) sets groups aside and takes further prompts, for at most its `rounds`; what is
-        missing then is filled with groups set aside at weight 0, the others are reweighted, and that is reported. evaluate: a
-        learner's, for what filters read.
+        A filter that refills (dynamic sampling) sets groups aside and takes further prompts, at most its `rounds` times the
+        step's; what is missing then is filled with groups set aside at weight 0, the others are reweighted, and that is
+        reported. carried: what the step before has left (`Rollout.surplus`), where the filter carries. evaluate: a learner's,
+        for what filters read.
         """
         refilling = next((part for part in algorithm.filters if part.refill), None)
-        most = refilling.rounds if refilling else 1
         worth = "token_reward" in algorithm.declared or "step_end" not in algorithm.declared
-        kept, aside, judged = list[Group](), list[Group](), Judged()
-        rounds: list[tuple[list[Group], Batch]] = []
-        while len(kept) < prompts and len(rounds) < most:
-            indices = range(position, position := position + prompts)
+
+        def sample(count: int, position: int) -> tuple[Round, Judged]:
+            indices = range(position, position + count)
             starts = [self._start(i, self.examples(i), sampling, TRAIN, step) for i in indices]
             groups, said = judge(self.play(starts, samples, sampling), self.score)
             groups, of_steps = judge_steps(groups, self.score_steps, self.tokenizer.decode, worth=worth)
-            judged, batch = judged | said | of_steps, to_batch(groups)
-            rounds.append((groups, batch))
-            none = torch.zeros(len(batch.group), dtype=torch.bool)
-            out = refilling.dropped(_filled(batch, refilling.needs, evaluate)) if refilling else none
-            out, failed = (x.view(prompts, samples) for x in (out, ~batch.mask.any(1)))
-            flat = ((out | failed).all(1) & out.any(1)).tolist()
-            kept += [group for group, dropped in zip(groups, flat, strict=True) if not dropped][: prompts - len(kept)]
-            aside += [group for group, dropped in zip(groups, flat, strict=True) if dropped]
-        missing = prompts - len(kept)
-        if missing:
-            kept += aside[:missing]
-            note = f"dynamic sampling: groups were still without spread after {most} rounds; the others are reweighted"
-            judged |= Judged(messages=(note,))
-        whole = len(rounds) == 1 and not missing
-        batch = rounds[0][1] if whole else to_batch(kept)
+            batch = to_batch(groups)
+            return Round(groups, batch, _flat(groups, batch, refilling, evaluate)), said | of_steps
+
+        found = fill(sample, prompts, position, refilling, carried)
+        kept, rounds, judged = found.kept, found.rounds, found.judged
+        whole = len(rounds) == 1 and len(rounds[0].groups) == len(kept) and not (found.carried or found.missing)
+        if "demonstration" in algorithm.declared:
+            kept, of_shown = self._with_demonstrations(kept)
+            judged |= of_shown
+        whole = whole and not {"demonstration", "rewards"} & algorithm.declared
+        batch = rounds[0].batch if whole else to_batch(kept, algorithm.declared)
         if (
             self.score_steps is not None
         ):  # filters look at the outcome's score: they see where steps end, not their worth
@@ -134,16 +135,33 @@ class Rollouter:
         batch = algorithm.filtered(_filled(batch, algorithm.filter_needs, evaluate), refilled=True)
         if self.score_steps is not None:
             batch = with_steps(batch, marks_of(kept), scored=worth)
+        if "anchor" in algorithm.declared:  # filters look at whole episodes' rewards
+            batch = with_turns(batch, kept, scored="token_reward" in algorithm.declared)
         for link in algorithm.psi:
             if link.samples_values:
                 batch, cost = self._with_values(batch, kept, sampling, link.samples, step)
                 judged |= cost
-        unfilled: Metrics = {"dynamic/unfilled": Sum(float(missing))} if refilling else {}
-        metrics = merge(measure(rounds), judged.metrics, unfilled)
-        return Rollout(batch, tuple(kept), position, metrics, judged.messages)
+        if "baseline" in algorithm.declared:
+            batch, cost = with_baseline(batch, kept, lambda s: self._greedy(s, sampling))
+            judged |= cost
+        measured = measure([(r.groups, r.batch) for r in rounds])
+        metrics = merge(measured, judged.metrics, found.metrics, used(sum(len(r.batch.mask) for r in rounds), batch))
+        return Rollout(batch, tuple(kept), found.position, metrics, judged.messages, found.surplus)
 
     def _start(self, index: int, example: Example, sampling: Sampling, stream: int, step: int) -> Start:
         return Start(example, (self.seed, stream, step, index), sampling.max_tokens)
+
+    def _greedy(self, starts: list[Start], sampling: Sampling) -> tuple[list[Group], Judged]:
+        """One episode from each start, of the most probable token at every step."""
+        return judge(self.play(starts, 1, replace(sampling, temperature=0.0)), self.score)
+
+    def _with_demonstrations(self, groups: list[Group]) -> tuple[list[Group], Judged]:
+        if self.environment is not SingleTurn:
+            raise ConfigError(
+                "a demonstration is an answer, and an episode of an environment has turns: take a task of prompts and answers, or "
+                "an algorithm without demonstrations, such as grpo"
+            )
+        return joined(groups, self.tokenizer, lambda some: judge(some, self.score))
 
     def _with_values(
         self, batch: Batch, groups: list[Group], sampling: Sampling, samples: int, step: int
@@ -180,6 +198,17 @@ class Rollouter:
             sum(t.sampled for t in rows),
             judged.messages,
         )
+
+
+def _flat(
+    groups: Sequence[Group], batch: Batch, refilling: Filter | None, evaluate: Evaluate | None
+) -> tuple[bool, ...]:
+    """Per group, whether a filter that refills sets it aside: all that it could teach is dropped."""
+    if refilling is None:
+        return (False,) * len(groups)
+    out = refilling.dropped(_filled(batch, refilling.needs, evaluate))
+    out, failed = (x.view(len(groups), -1) for x in (out, ~batch.mask.any(1)))
+    return tuple(((out | failed).all(1) & out.any(1)).tolist())
 
 
 def _filled(batch: Batch, needs: frozenset[str], evaluate: Evaluate | None) -> Batch:

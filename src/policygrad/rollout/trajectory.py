@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from policygrad.rollout.reasoning_steps import Marks
 from policygrad.samplers.base import Generation
 from policygrad.tasks.types import Example
 
-TRAIN, EVALUATE, VALUES = 0, 1, 2
+TRAIN, EVALUATE, VALUES, GREEDY = 0, 1, 2, 3
 """Streams of random numbers, the second entry of a start's key."""
 
 
@@ -47,10 +47,12 @@ class Segment:
     """[n] nats under what was really sampled from; None = not sampled: a tool or the environment said them."""
     version: int | Tensor = 0
     """Of the weights that drew it; [n] int64 where they changed on the way."""
+    routes: Tensor | None = None
+    """[m, layers, k] the experts of every token up to its end, the prompt's first; -1 = not read."""
 
     @classmethod
     def drawn(cls, generation: Generation) -> Segment:
-        return cls(generation.tokens, generation.logp, generation.version)
+        return cls(generation.tokens, generation.logp, generation.version, generation.routes)
 
     @property
     def sampled(self) -> bool:
@@ -75,6 +77,12 @@ class Trajectory:
     """Where its reasoning steps end; None where nobody looks."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the environment measured, its turns added up."""
+    states: tuple[Hashable, ...] = ()
+    """What the environment was in when each turn began."""
+    parts: tuple[float | None, ...] = ()
+    """What each of the group's `rewards` says, before its weight; None = it failed or does not apply."""
+    demonstration: bool = False
+    """Shown, not sampled: its one segment's `logp` is that of whoever wrote it, or 0."""
 
     @property
     def tokens(self) -> Tensor:
@@ -99,6 +107,11 @@ class Trajectory:
         )
         return self._joined(list(whole))
 
+    @property
+    def routes(self) -> Tensor | None:
+        """[P + n, layers, k] the experts of the prompt's tokens and of these: the last turn has read all before it."""
+        return next((s.routes for s in reversed(self.segments) if s.sampled), None)
+
     @staticmethod
     def _joined(parts: list[Tensor]) -> Tensor:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -106,7 +119,7 @@ class Trajectory:
     @property
     def sampled(self) -> int:
         """Tokens that the policy drew."""
-        return sum(len(s.tokens) for s in self.segments if s.sampled)
+        return 0 if self.demonstration else sum(len(s.tokens) for s in self.segments if s.sampled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +130,8 @@ class Group:
     prompt: Tensor
     """[P] int64; what all of them begin with."""
     trajectories: tuple[Trajectory, ...]
+    rewards: tuple[tuple[str, float], ...] = ()
+    """(name, weight) of every number in a trajectory's `parts`; what the environment itself gave is one of them."""
 
 
 def samples_of(groups: list[Group]) -> tuple[list[Any], list[str], dict[str, list[Any]]]:

@@ -71,6 +71,9 @@ class Generation:
     """stop: the policy ended it; length: the budget did."""
     version: int | Tensor
     """Of the weights that drew it; [n] int64 where they changed on the way."""
+    routes: Tensor | None = None
+    """[P + n, layers, k] int16; the experts that each token of the request and of the answer was sent to, -1 where it was not
+    read (the last one). None = a model without experts, or nobody asked."""
 
 
 @runtime_checkable

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from policygrad.models.routing import Routing
 from policygrad.models.tokenizer import Tokenizer, padding_id
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.draw import draw, uniforms
+from policygrad.samplers.routes import Routes
 from policygrad.weight_sync.base import Published
 from policygrad.weight_sync.in_process import put_weights
 
@@ -18,15 +21,16 @@ from policygrad.weight_sync.in_process import put_weights
 class LocalSampler:
     """Decodes with the model it is given; when that is the learner's own model, `update` moves nothing."""
 
-    def __init__(self, model: nn.Module, end: frozenset[int], pad: int) -> None:
-        self.model, self.pad, self.version = model, pad, 0
+    def __init__(self, model: nn.Module, end: frozenset[int], pad: int, routing: Routing | None = None) -> None:
+        """routing: of the model, where its choices of experts shall be part of what is generated."""
+        self.model, self.pad, self.version, self.routing = model, pad, 0, routing
         self.device = next(model.parameters()).device
         self.end = torch.tensor(sorted(end), device=self.device)
 
     @classmethod
-    def of(cls, model: nn.Module, tokenizer: Tokenizer) -> LocalSampler:
+    def of(cls, model: nn.Module, tokenizer: Tokenizer, routing: Routing | None = None) -> LocalSampler:
         """For a model and its tokenizer, which names the end tokens."""
-        return cls(model, tokenizer.end, padding_id(tokenizer))
+        return cls(model, tokenizer.end, padding_id(tokenizer), routing)
 
     async def update(self, weights: Published) -> None:
         """Copies the weights, except where they already are this model's own memory."""
@@ -41,7 +45,8 @@ class LocalSampler:
             rows = [i for i, r in enumerate(requests) if r.sampling == sampling]
             for chunk in _chunks(requests, rows, sampling.decode_rows):
                 places = [i for group in chunk for i in group]
-                done |= zip(places, self._decode([[requests[i] for i in group] for group in chunk]), strict=True)
+                with nullcontext() if self.routing is None else self.routing.recording():
+                    done |= zip(places, self._decode([[requests[i] for i in group] for group in chunk]), strict=True)
         return [done[i] for i in range(len(requests))]
 
     def _prefill(self, contexts: Sequence[Tensor], repeats: Tensor, room: int) -> tuple[Tensor, dict[str, Any], Tensor]:
@@ -90,6 +95,7 @@ class LocalSampler:
         length = limit.clone()
         ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
         over = ended  # ended, or at its limit
+        routes = Routes.begun(self.routing, requests, repeats, width, budget)
         alive = torch.arange(rows, device=self.device)  # row of the decoding batch -> completion
         for t in range(budget):
             token, logp = draw(logits, u[alive, t], sampling)
@@ -115,13 +121,16 @@ class LocalSampler:
                 use_cache=True,
                 return_dict=True,
             )
+            routes.add(alive.cpu(), t)
             logits, position = (
                 out.logits[:, -1],
                 position + ~over[alive],
             )  # which waits stays within the model's context
         return [
-            Generation(row[:size], p[:size], "stop" if done else "length", self.version)
-            for row, p, size, done in zip(tokens.cpu(), logps.cpu(), length.tolist(), ended.tolist(), strict=True)
+            Generation(row[:size], p[:size], "stop" if done else "length", self.version, routes.of(i, size))
+            for i, (row, p, size, done) in enumerate(
+                zip(tokens.cpu(), logps.cpu(), length.tolist(), ended.tolist(), strict=True)
+            )
         ]
 
 

@@ -73,7 +73,7 @@ def _generated(name: str, seed: int, held_out: object) -> Task:
             "leave held_out away, or give a path ending in .jsonl as the task"
         )
     if name in EMBEDDED:
-        return ReasoningGymTask(name, EMBEDDED[name], seed=seed, steps=PROCESS)
+        return ReasoningGymTask(name, EMBEDDED[name], seed=seed, steps=PROCESS, worked=True)
     components = parse_mix(name)
     for component in components:
         _check_name(component.name)

@@ -16,6 +16,7 @@ from policygrad.errors import DataError
 from policygrad.tasks.embedded import Component, prompt_text
 from policygrad.tasks.split import HELD_OUT_ONE_IN, is_held_out
 from policygrad.tasks.types import Example
+from policygrad.tasks.worked import plain_answer, worked_answer
 
 PAGE = 2048  # items per dataset object: a few datasets build all their items when they are created
 TRIES = 64  # neighbouring items tried for one training example; all of them are held out with probability 16^-64
@@ -37,8 +38,8 @@ def dataset_names() -> tuple[str, ...]:
 class ReasoningGymTask:
     """A weighted mix of reasoning-gym datasets, without end.
 
-    Columns: `dataset` (reasoning-gym's name), `entry` (its whole item, what its scorer needs) and `answer` (its
-    reference answer, None where many answers are right).
+    Columns: `dataset` (reasoning-gym's name), `entry` (its whole item, what its scorer needs), `answer` (its reference
+    answer, None where many answers are right) and `demonstration`, that answer as a completion (`worked`: after its steps).
     """
 
     rewards: tuple[str, ...] = ("reasoning_gym",)
@@ -46,9 +47,16 @@ class ReasoningGymTask:
     rows: tuple[Example, ...] = ()
 
     def __init__(
-        self, name: str, components: Sequence[Component], *, seed: int = 0, steps: tuple[str, ...] = ()
+        self,
+        name: str,
+        components: Sequence[Component],
+        *,
+        seed: int = 0,
+        steps: tuple[str, ...] = (),
+        worked: bool = False,
     ) -> None:
         self.name = name
+        self.worked = worked
         self.seed = seed
         self.steps = steps
         self._components = tuple(components)
@@ -109,7 +117,9 @@ class ReasoningGymTask:
         return len(self._components) - 1
 
     def _example(self, number: int, entry: dict[str, Any]) -> Example:
-        columns = {"dataset": self._components[number].name, "entry": entry, "answer": entry["answer"]}
+        name = self._components[number].name
+        shown = worked_answer(name, entry) if self.worked else plain_answer(entry)
+        columns = {"dataset": name, "entry": entry, "answer": entry["answer"], "demonstration": shown}
         return Example(prompt_text(entry["question"]), columns)
 
     def _entry(self, number: int, base: int, item: int) -> dict[str, Any]:

@@ -12,7 +12,8 @@ class Example:
     """One prompt and what is needed to judge a completion of it.
 
     `prompt` is plain text, used as it stands, or chat messages (dicts with `role` and `content`) that the tokenizer's
-    template renders later. `columns` holds everything else; it reaches the reward functions as keyword lists.
+    template renders later. `columns` holds everything else; it reaches the reward functions as keyword lists. The column
+    `demonstration` is read by algorithms that learn from answers that others wrote: see `rollout/demonstrations.py`.
     """
 
     prompt: Prompt

@@ -15,6 +15,7 @@ from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.core.protocols import State
 from policygrad.learners.base import Learner
 from policygrad.rollout.rollouter import Rollout, Rollouter
+from policygrad.rollout.trajectory import Group
 from policygrad.training.config.run import Run
 
 
@@ -32,6 +33,8 @@ class Progress:
     """Sampled so far, of whatever became of them."""
     seconds: float = 0.0
     """Spent so far in rollouts and updates."""
+    carried: tuple[Group, ...] = ()
+    """Sampled, judged and not trained on yet: the next step begins with them."""
 
     def over(self, run: Run) -> bool:
         """Whether the run is at its end: the last step done, or the token budget used up."""
@@ -76,6 +79,7 @@ def loop(run: Run, rollouter: Rollouter, learner: Learner, progress: Progress, w
             samples=run.group_size,
             step=step,
             position=progress.position,
+            carried=progress.carried,
             evaluate=learner.evaluate,
         )
         sampled = time.perf_counter()
@@ -96,6 +100,7 @@ def loop(run: Run, rollouter: Rollouter, learner: Learner, progress: Progress, w
             position=rollout.position,
             tokens=progress.tokens + int(rollout.metrics["tokens/sampled"].value),
             seconds=progress.seconds + updated - began,
+            carried=rollout.surplus,
         )
         going = watcher.keep_going(progress)
     return progress

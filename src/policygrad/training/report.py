@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from policygrad.core import ragged
+from policygrad.core.batch import Batch
 from policygrad.training.loop import Done
 
 MISMATCH = 1.0
@@ -25,7 +30,7 @@ def rows_of(done: Done) -> list[dict[str, Any]]:
     Where answers are looked at in steps, also each step's [tokens up to its end, advantage].
     """
     batch, rollout = done.batch, done.rollout
-    counted, rewards = rollout.batch.counted.tolist(), rollout.batch.reward.tolist()
+    counted, rewards = rollout.batch.counted.tolist(), _rewards(rollout.batch).tolist()
     advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(counted)
     truncated = batch.truncated.tolist() if batch.truncated is not None else [False] * len(counted)
     rows: list[dict[str, Any]] = [
@@ -41,9 +46,18 @@ def rows_of(done: Done) -> list[dict[str, Any]]:
             rollout.prompts, rollout.texts, rewards, counted, advantages, rollout.lengths, truncated, strict=True
         )
     ]
+    for row, shown in zip(rows, batch.demonstration.tolist(), strict=True) if batch.demonstration is not None else ():
+        row["demonstration"] = shown
     for row, end, psi in zip(rows, batch.step_end, done.psi, strict=True) if batch.step_end is not None else ():
         row["steps"] = [[t + 1, float(psi[t])] for t in end.nonzero().flatten().tolist()]
     return rows
+
+
+def _rewards(batch: Batch) -> Tensor:
+    """[B] the outcome's reward; with what an environment gave for the turns, where that stands apart."""
+    if batch.anchor is None or batch.token_reward is None:
+        return batch.reward
+    return batch.reward + ragged.masked(batch.token_reward, batch.mask).sum(1)
 
 
 def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:
@@ -57,7 +71,14 @@ def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:
     elif not values.get("updates/taken") and "value_pretraining" not in values:
         why = _why_nothing(done, values)
         notes += [(f"step {step}: nothing was learned; {why}", why)]
-    if values.get("staleness/max"):
+    groups, shares = len(torch.unique(done.batch.group[done.batch.mask.any(1)])), done.algorithm.step.minibatches
+    if 0 < groups < shares:
+        few = f"the rollout has {groups} group{'s' * (groups > 1)} left for {shares} minibatches of whole groups"
+        notes += [(f"step {step}: {few}: one update per group and epoch", "fewer groups than minibatches")]
+    if carried := values.get("dynamic/carried"):
+        before = f"{carried:.0f} group{'s' * (carried > 1)} sampled in the step before"
+        notes += [(f"step {step}: it begins with {before}, which count as off-policy (DropNoSpread.carry)", "carried")]
+    elif values.get("staleness/max"):
         versions = f"up to {values['staleness/max']:.0f} versions older than the weights that learn from it"
         notes += [(f"step {step}: the rollout is {versions}; it counts as off-policy (algorithm.behaviour)", "stale")]
     elif values.get("mismatch/logp_max", 0.0) > MISMATCH:

@@ -13,9 +13,11 @@ from torch import nn
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.models.loading import load_model
+from policygrad.models.routing import Routing
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import Reward, RewardPool, resolve
 from policygrad.rewards.process_rewards import StepEnd
+from policygrad.rollout.demonstrations import COLUMN, WAY_OUT
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import Sampler
 from policygrad.samplers.local import LocalSampler
@@ -49,6 +51,7 @@ class Needed:
     budget: float = 10.0
     sampler: Sampler | SamplerFactory | None = None
     environment: EnvironmentFactory | None = None
+    routing_replay: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +78,8 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
             "the algorithm looks at the reasoning steps of an answer, and an episode of an environment has turns: take a task of "
             "prompts and answers, or an algorithm without steps, such as grpo"
         )
+    if "demonstration" in (needed.needs or ()):
+        _check_shown(task, needed.environment)
     own = needed.environment is not None and not needed.reward  # the environment says what its turns are worth
     chosen = () if own else choose_rewards(task, needed.reward, needed.needs, needed.step_end)
     pool = None
@@ -98,7 +103,7 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     rollouter = Rollouter(
         task.train,
         tokenizer,
-        _sampler(needed.sampler, model, tokenizer),
+        _sampler(needed, model, tokenizer),
         pool.score if pool else None,
         needed.seed,
         pool.steps if pool and any(reward.process_reward for reward in chosen) else None,
@@ -109,9 +114,21 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     return Resources(task, names, model, tokenizer, rollouter)
 
 
-def _sampler(given: Sampler | SamplerFactory | None, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
+def _check_shown(task: Task, environment: EnvironmentFactory | None) -> None:
+    """Raises ConfigError where there can be no demonstration; a task that makes its examples says so at the first step."""
+    if environment is not None:
+        raise ConfigError(
+            "the algorithm learns from demonstrations, which are answers, and an episode of an environment has turns: take a task "
+            "of prompts and answers, or an algorithm without demonstrations, such as grpo"
+        )
+    if task.rows and all(example.columns.get(COLUMN) is None for example in task.rows):
+        raise ConfigError(f"the algorithm learns from demonstrations, and no row of {task.name!r} has one: {WAY_OUT}")
+
+
+def _sampler(needed: Needed, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
+    given = needed.sampler
     if given is None:
-        return LocalSampler.of(model, tokenizer)
+        return LocalSampler.of(model, tokenizer, Routing.of(model) if needed.routing_replay else None)
     sampler = made(given, Sampler, model, tokenizer)
     if not isinstance(sampler, Sampler):
         raise ConfigError(
@@ -228,4 +245,5 @@ def needed_for(
         budget=run.rewards.budget,
         sampler=sampler,
         environment=environment,
+        routing_replay=run.learner.routing_replay,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
@@ -15,8 +15,8 @@ from policygrad.core.batch import Batch
 from policygrad.errors import ModelError
 from policygrad.learners.local.forward import probe
 from policygrad.learners.local.recompute import differentiating, recompute_activations
-from policygrad.models.chat import grown_ids
 from policygrad.models.loading import load_model
+from policygrad.models.shown import shown_ids
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.conversations import Demonstration, read_demonstrations
 from policygrad.tasks.preferences import split_rows, without
@@ -155,10 +155,7 @@ def tokenise(row: Demonstration, tokenizer: Tokenizer) -> Row:
             close the assistant's; more tokens than the model reads.
     """
     prompt = tokenizer.encode(row.prompt, 0, row.source)
-    spans = (
-        _text(row, tokenizer, prompt.tolist()) if isinstance(row.rest, str) else _chat(row, tokenizer, prompt.tolist())
-    )
-    whole, learnt = spans
+    whole, learnt = shown_ids(tokenizer, prompt.tolist(), row.prompt, row.rest, row.source)
     if tokenizer.context is not None and len(whole) > tokenizer.context:
         raise ModelError(
             f"{row.source}: {len(whole)} tokens, more than the {tokenizer.context} positions of "
@@ -166,55 +163,3 @@ def tokenise(row: Demonstration, tokenizer: Tokenizer) -> Row:
         )
     size = len(prompt)
     return Row(prompt, torch.tensor(whole[size:], dtype=torch.int64), torch.tensor(learnt[size:], dtype=torch.bool))
-
-
-def _text(row: Demonstration, tokenizer: Tokenizer, prompt: list[int]) -> tuple[list[int], list[bool]]:
-    """Prompt + completion as plain text, with the end token behind it."""
-    assert isinstance(row.prompt, str)
-    assert isinstance(row.rest, str)
-    whole = list(tokenizer.hf(row.prompt + row.rest)["input_ids"])
-    if len(whole) == len(prompt) or whole[-1] not in tokenizer.end:
-        whole.append(end_token(tokenizer))
-    if whole[: len(prompt)] != prompt:
-        raise ModelError(
-            f"{row.source}: the tokenizer of {tokenizer.name!r} joins the end of 'prompt' with the beginning of 'completion', so "
-            "the model would learn other tokens than it is prompted with: move the space or newline between them from one to "
-            f"the other (the prompt ends {row.prompt[-12:]!r}, the completion begins {row.rest[:12]!r})"
-        )
-    return whole, [i >= len(prompt) for i in range(len(whole))]
-
-
-def end_token(tokenizer: Tokenizer) -> int:
-    """The tokenizer's own end token, or the first of those that the model names."""
-    own = tokenizer.hf.eos_token_id
-    return int(own) if own in tokenizer.end else min(tokenizer.end)
-
-
-def _chat(row: Demonstration, tokenizer: Tokenizer, prompt: list[int]) -> tuple[list[int], list[bool]]:
-    """Renders ever longer beginnings of the conversation: before and after each of the assistant's turns."""
-    assert not isinstance(row.prompt, str)
-    assert not isinstance(row.rest, str)
-    messages: list[Mapping[str, str]] = list(row.prompt)
-    ids, learnt = prompt, [False] * len(prompt)
-    for message in row.rest:
-        if message["role"] == "assistant":
-            ids = grown_ids(tokenizer, ids, messages, generation_prompt=True, source=row.source)
-            learnt += [False] * (len(ids) - len(learnt))
-            ids = grown_ids(tokenizer, ids, [*messages, message], generation_prompt=False, source=row.source)
-            learnt += _said(row, tokenizer, ids[len(learnt) :])
-        messages.append(message)
-    return ids, learnt
-
-
-def _said(row: Demonstration, tokenizer: Tokenizer, turn: list[int]) -> list[bool]:
-    """The assistant's turn is learnt up to its last end token: what a template writes behind it (a newline) is never sampled."""
-    ends = [i for i, token in enumerate(turn) if token in tokenizer.end]
-    if not ends:
-        closes = tokenizer.hf.decode(turn[-3:])
-        known = ", ".join(tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end)))
-        raise ModelError(
-            f"{row.source}: the chat template of {tokenizer.name!r} does not close the assistant's turn with an end token "
-            f"({known}), so the model would not learn to stop: the turn ends {closes!r}. Set `eos_token` in its "
-            "tokenizer_config.json to the token that closes a turn, or add it in the template"
-        )
-    return [i <= ends[-1] for i in range(len(turn))]

@@ -17,12 +17,14 @@ from policygrad.environments import EnvironmentFactory
 from policygrad.errors import ConfigError, RunError
 from policygrad.learners.base import Learner
 from policygrad.learners.local.learner import LocalLearner
+from policygrad.rollout import carried
 from policygrad.samplers.base import Sampler
 from policygrad.tasks.types import Example
 from policygrad.trackers import RunInfo, Tracker, change
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.composed import Composed, composed
 from policygrad.training.config.run import Run
+from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import algorithm_to_dict, load
 from policygrad.training.folder import check_resumable
 from policygrad.training.lifecycle import Followers, Lifecycle, Result
@@ -104,7 +106,9 @@ class Trainer(Lifecycle[Run, Progress, float]):
         environment: EnvironmentFactory | None = None,
         **followers: Unpack[Followers],
     ) -> None:
-        super().__init__((run or Run()).resolved(), **followers)
+        run = run or Run()
+        self._few_prompts = run.few_prompts  # which the resolved run no longer shows
+        super().__init__(run.resolved(), **followers)
         self._sampler, self._learner, self._environment = sampler, learner, environment
         given = {
             "sampler": sampler,
@@ -163,13 +167,15 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     def pack(self, progress: Progress) -> Saved:
         tensors, values = self.learner.state()
-        return tensors, {
+        groups, said = carried.pack(progress.carried)
+        return tensors | groups, {
             "learner": values,
             "parts": progress.state,
             "algorithm": algorithm_to_dict(self.config.algorithm),
             "position": progress.position,
             "tokens": progress.tokens,
             "seconds": progress.seconds,
+            "carried": said,
             "before": self.before,
             "measured": self.measured,
             "binary": self._binary,
@@ -182,6 +188,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
             self._publish()
             return Progress(algorithm.init())
         state = saved.state
+        groups, tensors = carried.split(saved.tensors)
         if ("environment" in state["given"]) is not ("environment" in self._given):
             had = "was given an environment" if "environment" in state["given"] else "had no environment"
             raise RunError(
@@ -189,7 +196,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
                 f"began, with pg.train(run, resume={str(self.folder)!r}, environment=…) or without"
             )
         try:
-            self.learner.restore(saved.tensors, state["learner"])
+            self.learner.restore(tensors, state["learner"])
         except KeyError as error:
             raise RunError(
                 f"{saved.path} has no {error}, which {algorithm.name} needs: go on with the algorithm that the run began with, "
@@ -198,14 +205,14 @@ class Trainer(Lifecycle[Run, Progress, float]):
         except RuntimeError as error:
             raise RunError(f"{saved.path} does not fit the model {run.named('model')!r}: {error}") from error
         self.before, self.measured, self._binary = state["before"], state["measured"], state["binary"]
-        parts = state["parts"]
+        parts, kept = state["parts"], carried.unpack(groups, state.get("carried", ()), self.resources.task.train)
         if state["algorithm"] != algorithm_to_dict(algorithm):
             self.trackers.note(
                 "the algorithm is not the one the checkpoint was made with: its parts start without their state"
             )
-            parts = algorithm.init()
+            parts, kept = algorithm.init(), ()
         self._publish()
-        return Progress(parts, saved.step, state["position"], state["tokens"], state["seconds"])
+        return Progress(parts, saved.step, state["position"], state["tokens"], state["seconds"], kept)
 
     def info(self, progress: Progress) -> RunInfo:
         run = self.config
@@ -219,11 +226,15 @@ class Trainer(Lifecycle[Run, Progress, float]):
         }
         if self._held_out and self.resources.task.held_out_is_train:
             facts["held out"] = "too few prompts to hold any out: measured on the training prompts"
+        for text in idle(run):
+            self.trackers.note(text)
         if objects := [*run.objects, *self._given]:
             self.trackers.note(
                 f"{' and '.join(objects)} given as objects, which run.toml cannot hold: this run can be gone on with from "
                 "Python, pg.train(run, resume=folder), but not from the command line alone"
             )
+        if self._few_prompts:
+            self.trackers.note(self._few_prompts)
         return RunInfo(
             f"policygrad · {self._composed.title} on {run.named('task')}",
             facts,

@@ -15,25 +15,27 @@ def rewards(o: Completion, beta: float = 0.0) -> list[Tensor]:
     return [o.token_reward[t] - kl[t] + (o.reward if t == last else 0) for t in range(len(o))]
 
 
-def delta(o: Completion, r: list[Tensor], t: int, gamma: float) -> Tensor:
-    """δ_t = r_t + γV_{t+1} − V_t, the value after the end 0."""
-    after = o.value[t + 1] if t + 1 < len(o) else 0
+def delta(o: Completion, r: list[Tensor], t: int, gamma: float, end: Tensor | float = 0) -> Tensor:
+    """δ_t = r_t + γV_{t+1} − V_t, the value after the end 0, or `end` where the answer was cut off."""
+    after = o.value[t + 1] if t + 1 < len(o) else end
     return r[t] + gamma * after - o.value[t]
 
 
-def gae(o: Completion, r: list[Tensor], gamma: float, lam: float) -> list[Tensor]:
+def gae(o: Completion, r: list[Tensor], gamma: float, lam: float, end: Tensor | float = 0) -> list[Tensor]:
     """Σ_l (γλ)^l δ_{t+l}."""
     n = len(o)
-    return [sum(((gamma * lam) ** k * delta(o, r, t + k, gamma) for k in range(n - t)), o.reward * 0) for t in range(n)]
+    return [
+        sum(((gamma * lam) ** k * delta(o, r, t + k, gamma, end) for k in range(n - t)), o.reward * 0) for t in range(n)
+    ]
 
 
-def n_step(o: Completion, r: list[Tensor], gamma: float, n: int) -> list[Tensor]:
-    """Σ_{k<n} γ^k r_{t+k} + γ^n V_{t+n} − V_t; past the end there are no rewards and no value."""
+def n_step(o: Completion, r: list[Tensor], gamma: float, n: int, end: Tensor | float = 0) -> list[Tensor]:
+    """Σ_{k<n} γ^k r_{t+k} + γ^n V_{t+n} − V_t; past the end there are no rewards, and the value is 0, or `end` right after it."""
     size = len(o)
     out = []
     for t in range(size):
         taken = min(n, size - t)
-        value = gamma**n * o.value[t + n] if t + n < size else 0
+        value = gamma**n * o.value[t + n] if t + n < size else gamma**taken * end
         out.append(sum(gamma**k * r[t + k] for k in range(taken)) + value - o.value[t])
     return out
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -31,6 +31,14 @@ class Completion:
     sampler: list[Tensor]
     step_end: list[Tensor]
     truncated: bool
+    baseline: Tensor
+    """The reward of the greedy completion of the prompt."""
+    entropy: list[Tensor]
+    anchor: list[Tensor] = field(default_factory=list)
+    position: list[int] = field(default_factory=list)
+    rewards: list[Tensor] = field(default_factory=list)
+    reward_weights: tuple[float, ...] = ()
+    demonstration: bool = False
 
     def __len__(self) -> int:
         return len(self.logp)
@@ -67,6 +75,13 @@ def read(batch: Any, logp: Tensor) -> Prompts:
                 sampler=tokens(i, batch.logp_sampler, []),
                 step_end=tokens(i, batch.step_end, []),
                 truncated=bool(batch.truncated[i]) if batch.truncated is not None else False,
+                baseline=torch.tensor(torch.nan) if batch.baseline is None else batch.baseline[i],
+                entropy=tokens(i, batch.entropy, []),
+                anchor=tokens(i, batch.anchor, []),
+                position=torch.nonzero(batch.mask[i]).flatten().tolist(),
+                rewards=list(batch.rewards[i]) if batch.rewards is not None else [],
+                reward_weights=batch.reward_weights,
+                demonstration=bool(batch.demonstration[i]) if batch.demonstration is not None else False,
             )
             prompts[int(batch.group[i])].append(o)
     return list(prompts.values())
@@ -134,6 +149,11 @@ def overlong_penalty(length: int, l_max: int) -> float:
     return float(((l_max - l_cache) - length) / l_cache) if length <= l_max else -1.0
 
 
+def punished(o: Completion, l_max: int, scale: float = 1.0) -> Tensor:
+    """R + scale·R_length; a completion that was cut off has reached the budget, whatever part of it was sampled tokens."""
+    return o.reward + scale * overlong_penalty(l_max if o.truncated else len(o), l_max)
+
+
 def reinforce(prompts: Prompts, width: int, baseline: float = 0.0) -> Tensor:
     """1/B Σ_i (R_i − b) log π(o_i)."""
     J = zero(prompts)
@@ -145,7 +165,19 @@ def reinforce(prompts: Prompts, width: int, baseline: float = 0.0) -> Tensor:
 
 
 def rloo(prompts: Prompts, width: int, beta: float = 0.05) -> Tensor:
-    """1/B Σ_i (R_i − mean_{j≠i} R_j) log π(o_i), with −β k1 in the reward, counted from token t on."""
+    """1/B Σ_i (R_i − mean_{j≠i} R_j) log π(o_i), R(o) = score − β log(π_old(o)/π_ref(o)) of the whole completion."""
+    J = zero(prompts)
+    for outputs in prompts:
+        R = {id(o): o.reward - beta * sum(sg(o.old[t] - o.ref[t]) for t in range(len(o))) for o in outputs}
+        for o in outputs:
+            others = [R[id(p)] for p in outputs if p is not o]
+            if others:
+                J = J + (R[id(o)] - mean(others)) * sum(o.logp[t] - sg(o.logp[t]) + 1 for t in range(len(o)))
+    return J / max(1, count(prompts))
+
+
+def rloo_to_go(prompts: Prompts, width: int, beta: float = 0.05) -> Tensor:
+    """The same with the KL of a token's own future in its reward, against the siblings' whole ones."""
     J = zero(prompts)
     for outputs in prompts:
 
@@ -232,8 +264,8 @@ def gspo_token(prompts: Prompts, width: int) -> Tensor:
 
 
 def cispo(prompts: Prompts, width: int, low: float = 0.0, high: float = 5.0) -> Tensor:
-    """MiniMax-M1 eq. 4 and 5, absolute bounds, the token mean over the whole step; dynamic sampling."""
-    prompts = without_no_spread(prompts)
+    """MiniMax-M1 eq. 4 and 5, absolute bounds, the token mean over the whole step; DAPO's dynamic sampling and length penalty."""
+    prompts = [[replace(o, reward=punished(o, width)) for o in outputs] for outputs in without_no_spread(prompts)]
     J = zero(prompts)
     for outputs in prompts:
         for o in outputs:

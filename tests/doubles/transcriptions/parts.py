@@ -21,9 +21,10 @@ from doubles.transcriptions.objectives import (
     gspo,
     gspo_token,
     mean,
-    overlong_penalty,
+    punished,
     reinforce,
     rloo,
+    rloo_to_go,
     sg,
     std,
     without_no_spread,
@@ -101,8 +102,11 @@ def entropy(prompts: Prompts, width: int) -> Tensor:
 
 
 def magistral(prompts: Prompts, width: int) -> Tensor:
-    """Â_i = R_i − mean_g, divided by the std of all Â in the batch; per-group token mean, averaged over groups."""
-    prompts = without_no_spread(prompts)
+    """Â_i = R_i − mean_g, divided by the std of all Â in the batch; per-group token mean, averaged over groups.
+
+    R_i with the length penalty of eq. 1, at most 0.1.
+    """
+    prompts = [[replace(o, reward=punished(o, width, 0.1)) for o in outputs] for outputs in without_no_spread(prompts)]
     advantages = {id(o): o.reward - mean([p.reward for p in outputs]) for outputs in prompts for o in outputs}
     J = zero(prompts)
     for outputs in prompts:
@@ -177,10 +181,7 @@ def overlong_mask_with_statistics(prompts: Prompts, width: int) -> Tensor:
 def soft_overlong(prompts: Prompts, width: int) -> Tensor:
     """A truncated completion has reached the budget, whatever part of it was sampled tokens."""
 
-    def punish(o: Completion) -> Completion:
-        return replace(o, reward=o.reward + overlong_penalty(width if o.truncated else len(o), width))
-
-    return sequence_mean([[punish(o) for o in outputs] for outputs in prompts], ppo_clip)
+    return sequence_mean([[replace(o, reward=punished(o, width)) for o in outputs] for outputs in prompts], ppo_clip)
 
 
 def weighted(prompts: Prompts, width: int) -> Tensor:
@@ -212,6 +213,7 @@ PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
             psi=(pg.GroupMean(), pg.BatchStd()),
             gate=pg.Clip(0.2, 0.28),
             aggregate=pg.GroupTokenMean(),
+            shaping=(pg.SoftOverlong(scale=0.1),),
             filters=(pg.DropNoSpread(),),
         ),
         magistral,
@@ -232,7 +234,11 @@ PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
     "batch mean": (replace(pg.REINFORCE, psi=(pg.BatchMean(),)), batch_mean),
     "optimal baseline, length": (replace(pg.REINFORCE, psi=(pg.OptimalBaseline("length"),)), optimal_length),
     "token rewards": (pg.REINFORCE, reinforce),
-    "KL in reward, large": (replace(pg.RLOO, shaping=(pg.KLInReward(0.7),)), lambda p, w: rloo(p, w, 0.7)),
+    "KL in reward, large": (
+        replace(pg.RLOO, shaping=(pg.KLInReward(0.7, level="sequence"),)),
+        lambda p, w: rloo(p, w, 0.7),
+    ),
+    "KL in reward, to go": (replace(pg.RLOO, shaping=(pg.KLInReward(0.7),)), lambda p, w: rloo_to_go(p, w, 0.7)),
 }
 EXTRA_FIELDS = {"weight": "weight", "gspo_token, token rewards": "token_reward", "token rewards": "token_reward"}
 

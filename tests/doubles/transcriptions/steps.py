@@ -19,13 +19,17 @@ def steps_of(o: Completion) -> list[list[int]]:
     return steps
 
 
-def grpo_process(prompts: Prompts, width: int) -> Tensor:
-    """DeepSeekMath's process supervision: R = {r_1^{index(1)}, …}, r̃ = (r − mean(R))/std(R), Â_t = Σ_{index(j) ≥ t} r̃."""
+def grpo_process(prompts: Prompts, width: int, outcome: bool = True) -> Tensor:
+    """DeepSeekMath's process supervision: R = {r_1^{index(1)}, …}, r̃ = (r − mean(R))/std(R), Â_t = Σ_{index(j) ≥ t} r̃.
+
+    outcome: the answer's reward is added to its last step's; without it sec. 4.1.3 as it stands.
+    """
     J = zero(prompts)
     for outputs in prompts:
         ends = {id(o): [t for t in range(len(o)) if bool(o.step_end[t])] for o in outputs}
         R = {
-            id(o): [o.token_reward[t] + (o.reward if t == ends[id(o)][-1] else 0) for t in ends[id(o)]] for o in outputs
+            id(o): [o.token_reward[t] + (o.reward if outcome and t == ends[id(o)][-1] else 0) for t in ends[id(o)]]
+            for o in outputs
         }
         every = [r for row in R.values() for r in row]
         flat = max(every) == min(every) or len(outputs) == 1
@@ -49,6 +53,11 @@ def vineppo(prompts: Prompts, width: int) -> Tensor:
             for t in step:
                 J = J + torch.minimum(o.r(t) * A, clip(o.r(t), 0.8, 1.2) * A)
     return J / max(1, count_tokens(prompts))
+
+
+def process_alone(prompts: Prompts, width: int) -> Tensor:
+    """Sec. 4.1.3 with the process reward model's scores and nothing else."""
+    return grpo_process(prompts, width, outcome=False)
 
 
 STEPS = {"grpo_process": grpo_process, "vineppo": vineppo}

@@ -119,7 +119,7 @@ class ControlProblem:
         return replace(self, batch=batch, states=self.states[rows], action=self.action[rows], old=self.old.at(rows))
 
     def _forward(self, distribution: Distribution) -> Forward:
-        mask, needs = self.batch.mask, self.algorithm.forward_needs
+        mask, needs = self.batch.mask, self.algorithm.forward_needs | self.algorithm.select_needs
         return Forward(
             placed(distribution.logp(self.action), mask),
             entropy=placed(distribution.entropy(), mask) if "entropy" in needs else None,

@@ -1,4 +1,4 @@
-"""What Adam keeps of E[Δθ]ᵀ∇J ≥ 0, which every step along an unbiased gradient has."""
+"""What Adam keeps of E[Δθ]ᵀ∇J ≥ 0, which every step of fixed size along an unbiased gradient has."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def adam(seed: int = 0) -> Finding:
         f"step {first['usual']:+.3f}, a late one {late['usual']:+.3f} (± {error['usual']:.3f}). With seldom, large right "
         f"gradients: {gradient['skewed']:+.3f}, {first['skewed']:+.3f} and {late['skewed']:+.3f} (± {error['skewed']:.3f}). "
         f"{verdict(holds, 'It holds in both', 'The guarantee is lost where a coordinate’s sign is mostly wrong')}: the first step "
-        f"is the gradient's sign, and only averaging brings its size back.",
+        f"is the gradient's sign, and only averaging brings its size back. No theorem falls: E[Δθ]ᵀ∇J ≥ 0 is said of steps α·g "
+        f"with a fixed α, and Adam's α depends on g.",
         {
             f"{what}_{name}": v[name]
             for what, v in (("gradient", gradient), ("first", first), ("late", late))

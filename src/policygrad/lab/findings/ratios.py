@@ -207,7 +207,8 @@ def experts(seed: int = 0) -> Finding:
         f"replayed) and {sequence:.3f} for the sequence's mean ({sequence_replay:.3f}). Flips multiply the token ratio's by "
         f"{math.exp(jump):.2f} (log {jump:.2f} ± {jump_error:.2f}) and the sequence ratio's by {math.exp(jump - less):.2f}: the "
         f"difference in the log is {less:+.2f} ± {error:.2f}, so the sequence ratio varies less, and its share of the jump "
-        f"{verdict(holds, 'is smaller too', 'is not clearly smaller')}.",
+        f"{verdict(holds, 'is smaller too', 'is not clearly smaller')}. That it “bears” flips rests on {math.exp(jump - less):.2f} "
+        f"times against {math.exp(jump):.2f}: it jumps as well.",
         {
             "token": token,
             "sequence": sequence,

@@ -157,6 +157,15 @@ PLOTS: dict[str, FindingPlot] = {
             Panel("bias / ‖∇J‖", _each("bias_", _RATIOS), low=0),
         ),
     ),
+    "long_chains": FindingPlot(
+        "tokens",
+        (
+            Panel("standard deviation of w", _each("spread_", _RATIOS), low=0),
+            Panel("variance / ‖∇J‖²", _each("variance_", _RATIOS), log=True),
+            Panel("bias / ‖∇J‖", _each("bias_", _RATIOS), low=0),
+        ),
+        log=True,
+    ),
     "gates": FindingPlot(
         _NATS,
         (

@@ -16,7 +16,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "leave_one_out",
         "state_baseline",
     ),
-    "Ratios and gates": ("gate_weights", "gates", "ratio_over_length", "product_ratio", "experts"),
+    "Ratios and gates": ("gate_weights", "gates", "ratio_over_length", "long_chains", "product_ratio", "experts"),
     "Critics": ("gae_curve",),
     "Length": ("sequence_mean", "brevity"),
     "KL and optimiser": ("kl_places", "adam"),

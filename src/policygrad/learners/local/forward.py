@@ -15,6 +15,7 @@ from policygrad.core.batch import Batch, Forward
 from policygrad.learners.local.network import Network
 from policygrad.learners.local.packing import CAP, Pack, pack
 from policygrad.models.precision import at_least_float32
+from policygrad.models.routing import Routing
 
 CHUNK = 2**26
 """Logits held at a time, in elements (256 MiB in float32)."""
@@ -70,7 +71,16 @@ class Evaluator:
 
     def under(self, model: nn.Module) -> Evaluator:
         """The same under another model of the same architecture."""
-        return replace(self, network=replace(self.network, model=model))
+        return replace(self, network=replace(self.network, model=model, routing=None))
+
+    def replaying(self, routing: Routing) -> Evaluator:
+        """The same, its experts those that sampled where a batch knows them."""
+        return replace(self, network=replace(self.network, routing=routing))
+
+    def at_rest(self) -> None:
+        """Nothing is replayed to whoever calls the model next."""
+        if self.network.routing is not None:
+            self.network.routing.replay(None)
 
     def packs(self, batch: Batch, rows: Tensor, budget: int) -> Iterator[Pack]:
         """The completions `rows` in micro-batches this model can be given."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
-from policygrad.errors import CheckpointError, ConfigError
+from policygrad.errors import CheckpointError, ConfigError, EngineError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.actor_critic import ActorCritic
 from policygrad.learners.local.curvature import Curvature
@@ -24,6 +24,7 @@ from policygrad.learners.local.recompute import recompute_activations
 from policygrad.learners.local.score_norms import ScoreNorms
 from policygrad.learners.local.value_model import ValueModel, measure_values
 from policygrad.models.replica import Build, copy_weights, replica
+from policygrad.models.routing import Routing
 from policygrad.weight_sync.base import Published
 
 
@@ -60,6 +61,9 @@ class LocalLearner:
             recompute_activations(model)
         train_only(model, config.trainable)
         self.evaluator = probe(model, temperature)
+        if config.routing_replay:
+            _check_replay(algorithm)
+            self.evaluator = self.evaluator.replaying(Routing.of(model))
         self.optimizer = Optimizer(model, adam, lr or 0.0, steps * algorithm.step.updates)
         self.critic: ValueModel | None = None
         if algorithm.critic is not None:
@@ -100,10 +104,12 @@ class LocalLearner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """logp_old, entropy and score_norm from the policy, logp_ref from the reference, values from the critic; equal completions
-        once."""
+        """logp_old, entropy and score_norm from the policy, logp_ref from the reference, values and bootstrap from the critic;
+        equal completions once."""
         if self.critic is not None and "values" in needs:
             batch = self.critic.evaluate(batch)
+        if self.critic is not None and "bootstrap" in needs:
+            batch = self.critic.bootstrapped(batch)
         if self.norms is not None and "score_norm" in needs:
             with self.networks.differentiating():
                 batch = self.norms.evaluate(batch)
@@ -113,13 +119,20 @@ class LocalLearner:
             filled |= {n: x for n, x in (("logp_old", out.logp), ("entropy", out.entropy)) if n in needs}
         if "logp_ref" in needs and self.reference is not None:
             filled["logp_ref"] = self.networks.look(batch, self.reference).logp
+        self.evaluator.at_rest()
         return replace(batch, **filled)
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """One rollout's updates, as `algorithm.step` takes them."""
         if "kl_old" in algorithm.forward_needs:
             self.remember()
+        if self.config.routing_replay and batch.experts is None:
+            raise EngineError(
+                "learner.routing_replay replays the experts that sampled, and the sampler does not tell them (Generation.routes): "
+                "take the sampler of this process, or set learner.routing_replay to false"
+            )
         metrics = algorithm.step(self.problem(batch, psi, algorithm))
+        self.evaluator.at_rest()
         self.rollouts += 1
         if algorithm.reference is not None and self.reference is not None and algorithm.reference.due(self.rollouts):
             copy_weights(self.model, self.reference.model)
@@ -177,3 +190,17 @@ class LocalLearner:
             )
         self.optimizer.restore(mine, values["optimizer"])
         self.rollouts, self.refreshed = values["rollouts"], values["refreshed"]
+
+
+def _check_replay(algorithm: Algorithm) -> None:
+    """Raises ConfigError for what looks at the policy past the routes that are replayed."""
+    reasons = {
+        type(algorithm.step).__name__: not algorithm.step.uses_lr,
+        "OptimalBaseline(norm='exact')": "score_norm" in algorithm.needs,
+        "an exact KL to the old policy": "kl_old" in algorithm.forward_needs,
+    }
+    for name in (name for name, holds in reasons.items() if holds):
+        raise ConfigError(
+            f"{name} looks at policies in ways of its own, where no experts are replayed: set learner.routing_replay to false, or "
+            "take an algorithm without it, such as grpo"
+        )

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from policygrad.learners.local.packing import Pack
+from policygrad.models.routing import Routing
 
 Inputs = dict[str, Tensor | None]
 
@@ -25,6 +26,8 @@ class Network:
     split_head: bool = False
     """The head applied to the last hidden states gives the model's logits, so it need only see predicted positions. Otherwise a
     state is the logits themselves."""
+    routing: Routing | None = None
+    """Of a mixture of experts whose choices are replayed."""
 
     @property
     def vocabulary(self) -> int:
@@ -42,6 +45,8 @@ class Network:
 
     def states(self, part: Pack) -> Tensor:
         """[n, ·] what `logits` turns into those that predict the sampled tokens, in the order of `part.mask`."""
+        if self.routing is not None:  # also for what is recomputed on the way back
+            self.routing.replay(part.routes)
         return self.states_at(part.predictor[part.mask], inputs(part))
 
     def states_at(self, index: Tensor, call: Inputs) -> Tensor:

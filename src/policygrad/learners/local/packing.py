@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +39,12 @@ class Pack:
     """[b, T] the tokens predicted; 0 off the mask."""
     mask: Tensor
     """[b, T]."""
+    routes: Tensor | None = None
+    """[R·L, layers, k] the experts that each position is sent to, -1 = the model's own choice; None = so everywhere."""
 
     def to(self, device: torch.device | str) -> Pack:
-        return Pack(*(getattr(self, f.name).to(device) for f in fields(self)))
+        there: dict[str, Any] = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
+        return Pack(**{name: x.to(device) for name, x in there.items()})
 
 
 def active(batch: Batch, psi: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
@@ -227,6 +231,12 @@ def _lay_out(batch: Batch, plan: list[tuple[int, list[int]]], extent: list[int])
     ids.view(-1)[where] = batch.tokens[chosen, :-1][read]
     positions.view(-1)[where] = (size + t)[read]
     segment.view(-1)[where] = j.expand(read.shape)[read]
+    routes = None
+    if batch.experts is not None:
+        routes = batch.experts.new_full((height * width, *batch.experts.shape[2:]), -1)
+        routes[where] = batch.experts[chosen, :-1][read]
+        for r, (group, _) in enumerate(plan):
+            routes[r * width : r * width + len(batch.prompts[group])] = batch.prompt_experts[group]
     mask = batch.mask[chosen]
     return Pack(
         chosen,
@@ -236,6 +246,7 @@ def _lay_out(batch: Batch, plan: list[tuple[int, list[int]]], extent: list[int])
         torch.where(mask, torch.cat([last, first + t], 1), 0),
         torch.where(mask, batch.tokens[chosen], 0),
         mask,
+        routes,
     )
 
 

@@ -40,10 +40,11 @@ class LocalGradientProblem:
     """Equal completions are computed once."""
 
     def split(self, epoch: int, minibatches: int) -> list[Self]:
-        """Minibatches of whole groups, shuffled by (weights' version, epoch)."""
-        if minibatches == 1:
+        """Minibatches of whole groups, shuffled by (weights' version, epoch): of those groups that filters left something of,
+        and as many as there are groups where those are fewer."""
+        groups = torch.unique(self.batch.group[self.batch.mask.any(1)])
+        if minibatches == 1 or not len(groups):
             return [self]
-        groups = torch.unique(self.batch.group)
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed * 1009 + epoch))
         return [self._of(groups[chunk]) for chunk in order.tensor_split(minibatches) if len(chunk)]
 
@@ -87,7 +88,7 @@ class LocalGradientProblem:
             "completions/computed": Sum(float(len(merged.unique))),
             "completions/offered": Sum(float(batch.mask.any(1).sum())),
         }
-        bare = replace(batch, prompts=None, tokens=None)  # the equation does not read them
+        bare = replace(batch, prompts=None, tokens=None, experts=None)  # the equation does not read them
         for part in networks.packs(batch, merged.unique):
             at = merged.place[part.rows]
             share = bare.select(part.rows).to(device)
@@ -98,6 +99,7 @@ class LocalGradientProblem:
                     torch.autograd.backward(surrogate(out, share, psi, self.algorithm, coef))
             networks.optimizer.collect()
             metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef, count[at].to(device)))
+        metrics |= {} if networks.policy.network.routing is None else networks.policy.network.routing.measured()
         if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens are not clipped, but count
             skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))
             metrics = merge(metrics, {"clip_ratio/low": skipped, "clip_ratio/high": skipped})

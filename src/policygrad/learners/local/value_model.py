@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from policygrad.core import ragged
 from policygrad.core.aggregates import TokenMean
-from policygrad.core.batch import Batch
+from policygrad.core.batch import Batch, required
 from policygrad.core.critic import Critic, explained_variance
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
@@ -98,6 +99,22 @@ class ValueModel:
             out[part.rows] = self.network(part.to(device)).cpu()
         return replace(batch, values=merged.spread(out))
 
+    def bootstrapped(self, batch: Batch) -> Batch:
+        """The batch with `bootstrap` [B], float32: the value after the last sampled token of what was cut off, 0 elsewhere.
+
+        Raises:
+            ConfigError: a batch that does not say what was cut off.
+        """
+        cut = required(batch.truncated, self, "truncated") & batch.mask.any(1)
+        width = batch.mask.shape[1]
+        end = width - batch.mask.int().flip(1).argmax(1)  # what would come next has no token yet: any id stands for it
+        after = cut[:, None] & (torch.arange(width + 1) == end[:, None])
+        tokens = None if batch.tokens is None else torch.nn.functional.pad(batch.tokens, (0, 1))
+        text = Batch(mask=after, group=batch.group, reward=batch.reward, tokens=tokens, prompts=batch.prompts)
+        return replace(
+            batch, bootstrap=ragged.masked(required(self.evaluate(text).values, self, "values"), after).sum(1)
+        )
+
     def accumulate(self, batch: Batch, critic: Critic) -> Metrics:
         """Adds the gradient of the value loss, a mean over the step's sampled tokens; in pre-training the last of several,
         after a step for each of the others."""
@@ -111,7 +128,7 @@ class ValueModel:
         assert batch.values is not None
         merged = Merged.of(batch, batch.returns, batch.mask.any(1).nonzero().squeeze(1))
         coefficient = merged.summed(TokenMean()(batch.mask, batch.group).to(batch.reward.dtype))
-        bare = replace(batch, prompts=None, tokens=None)
+        bare = replace(batch, prompts=None, tokens=None, experts=None)
         device = next(self.network.parameters()).device
         metrics: Metrics = {}
         self.network.train(self.config.gradient_checkpointing)

@@ -15,13 +15,20 @@ from policygrad.training.config.own import assigned, is_own, load_own, location
 
 _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts go into
     "advantages": "psi",
+    "baselines": "psi",
     "corrections": "corrections",
     "critic": "critic",
     "dual_descent": "step",
     "values": "psi",
     "process": "psi",
+    "success": "psi",
     "ratios": "ratio",
     "gates": "gate",
+    "off_policy": "gate",
+    "proximal": "gate",
+    "selecting_gates": "gate",
+    "token_masks": "corrections",
+    "drift_terms": "terms",
     "aggregates": "aggregate",
     "terms": "terms",
     "loss_terms": "terms",
@@ -30,6 +37,11 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "update_rules": "step",
     "trust_region": "step",
     "reference": "reference",
+    "multi_reward": "psi",
+    "turns": "psi",
+    "mixing": "psi",
+    "policy_shaping": "gate",
+    "demonstrations": "terms",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import NoneType
 from typing import Annotated, Any
 
@@ -188,11 +188,23 @@ class Run(Draft):
         self._check_rate()
         self._check_steps()
         self._check_stall()
-        minibatches = self.algorithm.step.minibatches
-        if minibatches > self.prompts_per_step:
+        if self.few_prompts and "minibatches" not in {f.name for f in fields(self.algorithm.step)}:  # type: ignore[arg-type]
             raise ConfigError(
-                f"{minibatches} minibatches of whole groups need as many prompts per step, not {self.prompts_per_step}"
+                f"{self.algorithm.step.minibatches} minibatches of whole groups need as many prompts per step, not "
+                f"{self.prompts_per_step}"
             )
+
+    @property
+    def few_prompts(self) -> str:
+        """What is to be said where a rollout has fewer prompts than its algorithm has minibatches, which are of whole groups;
+        empty where it has enough."""
+        wanted, prompts = self.algorithm.step.minibatches, self.prompts_per_step
+        if wanted <= prompts:
+            return ""
+        return (
+            f"{self.algorithm.name} splits a rollout into {wanted} minibatches of whole groups, and {prompts} prompts a step make "
+            f"{prompts}, with one prompt each: raise prompts_per_step to {wanted} for its own number of updates"
+        )
 
     def _check_stall(self) -> None:
         """A reference that waits for held-out scores which nobody takes."""
@@ -281,8 +293,11 @@ class Run(Draft):
         return self.algorithm.samples_per_prompt if self.samples_per_prompt is None else self.samples_per_prompt
 
     def resolved(self) -> Run:
-        """With every open choice filled in: group size, learning rate, the generation budget in the parts that ask for it."""
+        """With every open choice filled in: group size, learning rate, the generation budget in the parts that ask for it, and
+        no more minibatches than a rollout has prompts."""
         algorithm = replace(self.algorithm.with_budget(self.sampling.max_tokens), samples_per_prompt=self.group_size)
+        if self.few_prompts:
+            algorithm = replace(algorithm, step=replace(algorithm.step, minibatches=self.prompts_per_step))  # type: ignore[type-var]
         usual = LR_TINY if isinstance(self.model, str) and self.model == "tiny" else LR
         if algorithm.critic is not None and not algorithm.step.uses_lr:  # there is no policy's rate for it to follow
             algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.rate(usual)))

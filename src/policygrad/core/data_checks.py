@@ -1,0 +1,69 @@
+"""What an algorithm refuses to be for what it reads of a rollout: demonstrations, rewards one by one, turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policygrad.core.batch import Batch
+from policygrad.core.composition import Composition
+from policygrad.core.filters import MaskTruncated
+from policygrad.core.ratios import Sequence, SequenceProduct
+from policygrad.core.trust_region import TrustRegion
+from policygrad.errors import ConfigError
+
+
+def data_problems(algorithm: Composition) -> Iterator[str]:
+    """What is wrong, and the way out."""
+    declared = algorithm.declared
+    if "demonstration" in declared:
+        yield from _demonstrations(algorithm)
+    if "rewards" in declared and algorithm.shaping:
+        names = " and ".join(type(part).__name__ for part in algorithm.shaping)
+        yield (
+            f"the advantage reads each reward function's own number, which {names} would not change: set shaping=(), or make it "
+            "a reward function, or put KLToReference() into terms"
+        )
+    if "anchor" in declared and any(
+        isinstance(part, MaskTruncated) and part.keep_in_statistics for part in algorithm.filters
+    ):
+        yield (
+            "the advantage compares turns, and a masked completion has none left: set MaskTruncated(keep_in_statistics=False)"
+        )
+
+
+def _demonstrations(algorithm: Composition) -> Iterator[str]:
+    gate = "demonstration" in algorithm.gate.needs
+    if not gate and not any("demonstration" in term.needs for term in algorithm.terms):
+        yield (
+            "a part asks for demonstrations and nothing learns from them: set gate=PolicyShaping(), add DemonstrationNLL() to "
+            "terms, or drop it"
+        )
+    if gate and isinstance(algorithm.ratio, (Sequence, SequenceProduct)):
+        yield f"{type(algorithm.gate).__name__} needs the ratio of each token: set ratio=Token()"
+    if algorithm.critic is not None:
+        yield (
+            "a critic is fitted to what the policy's own samples return, and a demonstration is none: set critic=None and a group "
+            "baseline such as GroupMean(), or drop the demonstrations"
+        )
+    if isinstance(algorithm.step, TrustRegion):
+        yield (
+            "TrustRegion measures curvature and KL on the policy's own samples, and a demonstration is none: set "
+            "step=FirstOrder(), or drop the demonstrations"
+        )
+    if "step_end" in algorithm.declared:
+        yield (
+            "an advantage along the steps of an answer needs every completion's steps, and a demonstration has none: take a group "
+            "baseline such as GroupMean(), or drop the demonstrations"
+        )
+
+
+def check_demonstrations(algorithm: Composition, batch: Batch) -> None:
+    """Raises ConfigError for demonstrations that no part takes: they would count as the policy's own samples."""
+    if batch.demonstration is None or "demonstration" in algorithm.declared:
+        return
+    rows = (batch.demonstration & batch.mask.any(1)).nonzero().flatten().tolist()
+    if rows:
+        raise ConfigError(
+            f"row {rows[0]} is a demonstration (Batch.demonstration), which {algorithm.name} would take for a sample of its own "
+            "policy: leave it out, set gate=PolicyShaping(), or add DemonstrationNLL() to terms"
+        )

@@ -1,0 +1,95 @@
+"""Groups that wait for the next step, as a checkpoint holds them: tensors, and values that JSON can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policygrad.rollout.reasoning_steps import Marks
+from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
+from policygrad.tasks.types import Example
+
+PREFIX = "carried/"
+"""Begins the tensors' names."""
+
+
+def pack(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """(tensors by name, a value per group); an example is told by its index, the last entry of its start's key."""
+    if not groups:
+        return {}, []
+    segments = [s for g in groups for t in g.trajectories for s in t.segments]
+    drawn = [(s, s.logp) for s in segments if s.logp is not None]
+    tensors = {
+        "prompts": torch.cat([g.prompt for g in groups]),
+        "tokens": torch.cat([s.tokens for s in segments]),
+        "logp": torch.cat([logp.float() for _, logp in drawn]),  # as a batch takes it
+        "version": torch.cat([s.tokens * 0 + s.version for s, _ in drawn]),
+    }
+    return {PREFIX + name: tensor for name, tensor in tensors.items()}, [_group(g) for g in groups]
+
+
+def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(those of carried groups, the others) of a checkpoint."""
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+    return own, {name: tensor for name, tensor in tensors.items() if name not in own}
+
+
+def unpack(
+    tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]], example: Callable[[int], Example]
+) -> tuple[Group, ...]:
+    """The groups; `example(i)` is the task's i-th."""
+    left = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+    def take(name: str, n: int) -> Tensor:
+        head, left[name] = left[name][:n].clone(), left[name][n:]
+        return head
+
+    def segment(said: Mapping[str, Any]) -> Segment:
+        n, tokens = said["tokens"], take("tokens", said["tokens"])
+        if not said["sampled"]:
+            return Segment(tokens)
+        version = take("version", n)
+        return Segment(tokens, take("logp", n), version if said["version"] is None else said["version"])
+
+    def trajectory(said: Mapping[str, Any]) -> Trajectory:
+        segments, marks = tuple(segment(s) for s in said["segments"]), said["marks"]
+        plain = {name: said[name] for name in ("text", "truncated", "turn_rewards", "reward", "metrics")}
+        return Trajectory(segments, marks=None if marks is None else Marks(*marks), **plain)
+
+    return tuple(
+        Group(
+            Start(example(said["key"][-1]), said["key"], said["max_tokens"]),
+            take("prompts", said["prompt"]),
+            tuple(trajectory(t) for t in said["trajectories"]),
+        )
+        for said in values
+    )
+
+
+def _group(group: Group) -> dict[str, Any]:
+    return {
+        "key": group.start.key,
+        "max_tokens": group.start.max_tokens,
+        "prompt": len(group.prompt),
+        "trajectories": [_trajectory(t) for t in group.trajectories],
+    }
+
+
+def _trajectory(row: Trajectory) -> dict[str, Any]:
+    return {
+        "segments": [_segment(s) for s in row.segments],
+        "text": row.text,
+        "truncated": row.truncated,
+        "turn_rewards": tuple(None if r is None else float(r) for r in row.turn_rewards),
+        "reward": None if row.reward is None else float(row.reward),
+        "marks": None if row.marks is None else (row.marks.ends, tuple(map(float, row.marks.scores))),
+        "metrics": {name: float(value) for name, value in row.metrics.items()},
+    }
+
+
+def _segment(segment: Segment) -> dict[str, Any]:
+    version = segment.version if isinstance(segment.version, int) else None  # None: it changed on the way
+    return {"tokens": len(segment.tokens), "sampled": segment.sampled, "version": version}

@@ -1,0 +1,123 @@
+"""Demonstrations: answers that others wrote, as trajectories that join the group of their prompt.
+
+The task's column `demonstration` holds one for an example, or None: text, which is tokenised once, or an object
+{"text": …} or {"tokens": [ids]}, which may say what wrote it thought of its tokens, {"logp": [nats]}, one number for each,
+the end token's included. Without `logp` it is 0: whoever wrote it is held to be sure of every token (π_φ = 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from policygrad.core.metrics import Mean, Metrics, Sum, merge
+from policygrad.errors import DataError
+from policygrad.rollout.episodes import Encoder
+from policygrad.rollout.judging import Judged
+from policygrad.rollout.trajectory import Group, Segment, Trajectory
+
+COLUMN = "demonstration"
+WAY_OUT = (
+    "give the task a column 'demonstration' with an answer as a policy would write it, as in "
+    '{"prompt": "1+1=", "answer": "2", "demonstration": "2"}, or take an algorithm without demonstrations, such as grpo'
+)
+Judge = Callable[[list[Group]], tuple[list[Group], Judged]]
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A demonstration as it stands in the column."""
+
+    text: str | None
+    tokens: tuple[int, ...] | None
+    logp: tuple[float, ...] | None
+
+
+def joined(groups: list[Group], encoder: Encoder, judge: Judge) -> tuple[list[Group], Judged]:
+    """The groups, each with the demonstration of its example behind its episodes; judged like them.
+
+    What is measured of episodes is of those the policy sampled; of these there are demonstrations/reward, /mean_length and
+    /count.
+
+    Raises:
+        DataError: no example of these has one; what cannot be read as one, or is longer than an episode may be.
+    """
+    shown = [read(group) for group in groups]
+    if not any(shown):
+        raise DataError(f"{groups[0].start.where} has no demonstration, nor has any of its step: {WAY_OUT}")
+    having = [(group, found) for group, found in zip(groups, shown, strict=True) if found is not None]
+    alone = [replace(g, trajectories=(_trajectory(g, found, encoder),)) for g, found in having]
+    judged, said = judge(alone)
+    rest = iter(judged)
+    whole = [
+        group if found is None else replace(group, trajectories=(*group.trajectories, *next(rest).trajectories))
+        for group, found in zip(groups, shown, strict=True)
+    ]
+    failed: Metrics = {name: m for name, m in said.metrics.items() if name.startswith("rewards/failed_")}
+    return whole, Judged(merge(failed, _measure(judged)), said.messages)
+
+
+def read(group: Group) -> Shown | None:
+    """The demonstration of a group's example. Raises DataError for what is none."""
+    value, where = group.start.example.columns.get(COLUMN), f"{group.start.where}: column {COLUMN!r}"
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return Shown(value, None, None)
+    if not isinstance(value, Mapping) or ("text" in value) == ("tokens" in value):
+        raise DataError(
+            f'{where} must be text, null, or an object with either "text" or "tokens" (and "logp"), got {str(value)[:60]}'
+        )
+    if odd := sorted(set(value) - {"text", "tokens", "logp"}):
+        raise DataError(f'{where} has {odd[0]!r}; a demonstration has "text" or "tokens", and "logp"')
+    tokens, logp = _numbers(value, "tokens", int, where), _numbers(value, "logp", (int, float), where)
+    if "text" in value and not isinstance(value["text"], str):
+        raise DataError(f"{where}: 'text' must be text, got {type(value['text']).__name__}")
+    return Shown(value.get("text"), tokens, logp)
+
+
+def _numbers(value: Mapping[str, Any], name: str, kind: Any, where: str) -> tuple[Any, ...] | None:
+    found = value.get(name)
+    if found is None:
+        return None
+    if not isinstance(found, Sequence) or isinstance(found, str) or not found:
+        raise DataError(f"{where}: {name!r} must be a list of numbers, got {str(found)[:60]}")
+    for x in found:
+        if not isinstance(x, kind) or isinstance(x, bool) or (name == "logp" and not -torch.inf < x <= 0):
+            what = "token ids, whole numbers" if name == "tokens" else "log-probabilities in nats, finite and at most 0"
+            raise DataError(f"{where}: {name!r} must hold {what}, got {str(x)[:60]}")
+    return tuple(found)
+
+
+def _trajectory(group: Group, shown: Shown, encoder: Encoder) -> Trajectory:
+    where = f"{group.start.where}: column {COLUMN!r}"
+    ids = list(shown.tokens or ())
+    if shown.text is not None:
+        ids = encoder.answer(group.prompt, group.start.example.prompt, shown.text, where)
+    if len(ids) > group.start.max_tokens:
+        raise DataError(
+            f"{where} has {len(ids)} tokens, more than the {group.start.max_tokens} that an answer may have: raise max_tokens, "
+            "or shorten it"
+        )
+    if shown.logp is not None and len(shown.logp) != len(ids):
+        raise DataError(
+            f"{where}: {len(shown.logp)} log-probabilities for {len(ids)} tokens, the end token included: give one for each, and "
+            'the ids that they belong to as "tokens"'
+        )
+    tokens = torch.tensor(ids, dtype=torch.int64)
+    logp = torch.zeros(len(ids)) if shown.logp is None else torch.tensor(shown.logp)
+    text = encoder.decode(tokens) if shown.text is None else shown.text
+    return Trajectory((Segment(tokens, logp),), text, False, demonstration=True)
+
+
+def _measure(judged: Sequence[Group]) -> Metrics:
+    rows = [t for g in judged for t in g.trajectories]
+    known = [t.reward for t in rows if t.reward is not None]
+    found: Metrics = {
+        "demonstrations/count": Sum(float(len(rows))),
+        "demonstrations/mean_length": Mean(float(sum(len(t.tokens) for t in rows)), float(len(rows))),
+    }
+    return found | ({"demonstrations/reward": Mean(sum(known), float(len(known)))} if known else {})

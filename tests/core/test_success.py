@@ -1,0 +1,187 @@
+"""Other objectives than the mean reward: by hand, by all subsets, and as exact expectations over every group."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import policygrad as pg
+from doubles.random_batches import Shape, close, make, shapes
+
+QUICK = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def psi_of(chain: tuple[pg.Advantage, ...], rewards: list[float], **fields: Tensor) -> list[float]:
+    """Ψ of one group whose completions have one token each."""
+    n = len(rewards)
+    batch = pg.Batch(
+        mask=torch.ones(n, 1, dtype=torch.bool),
+        group=torch.zeros(n, dtype=torch.int64),
+        reward=torch.tensor(rewards, dtype=torch.float64),
+        **fields,  # type: ignore[arg-type]
+    )
+    return pg.Algorithm(psi=chain).advantages(batch).flatten().tolist()
+
+
+def approx(values: list[float]) -> list[float]:
+    return pytest.approx(values, rel=1e-12, abs=1e-12)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "k", "right", "wrong"),
+    [
+        # R̄ = 1 − C(3,2)/C(4,2) = 1/2, σ = 1/2; wrong: 1 − 1/2 − C(2,1)/C(3,1) = −1/6
+        ([1, 0, 0, 0], 2, 1.0, -1 / 3),
+        # R̄ = 1 − C(2,2)/C(4,2) = 5/6, σ = √5/6; wrong: 1/6 − C(1,1)/C(3,1) = −1/6
+        ([1, 0, 1, 0], 2, 1 / math.sqrt(5), -1 / math.sqrt(5)),
+        # no 2-subset without a right one
+        ([1, 1, 1, 0], 2, 0.0, 0.0),
+        # pass@1: the z-score with ddof 0
+        ([1, 0, 0, 0], 1, math.sqrt(3), -1 / math.sqrt(3)),
+    ],
+)
+def test_pass_at_k_by_hand(rewards: list[float], k: int, right: float, wrong: float) -> None:
+    expected = [right if r else wrong for r in rewards]
+    assert psi_of((pg.PassAtK(k, eps=0.0),), rewards) == approx(expected)
+
+
+@QUICK
+@given(
+    rewards=st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0, 1.5]), min_size=3, max_size=7),
+    k=st.integers(1, 4),
+    normalise=st.booleans(),
+)
+def test_pass_at_k_is_the_mean_over_all_subsets(rewards: list[float], k: int, normalise: bool) -> None:
+    n, found = len(rewards), psi_of((pg.PassAtK(k, normalise=normalise),), rewards)
+    subsets = list(itertools.combinations(range(n), k))
+    best = [max(rewards[i] for i in s) for s in subsets]
+    if len(set(best)) < 2:
+        assert found == [0.0] * n
+        return
+    mean = math.fsum(best) / len(best)
+    scale = math.sqrt(math.fsum((b - mean) ** 2 for b in best) / len(best)) + 1e-6 if normalise else 1
+    for i in range(n):
+        own = [b for b, s in zip(best, subsets, strict=True) if i in s]
+        assert found[i] == pytest.approx((math.fsum(own) / len(own) - mean) / scale, rel=1e-11, abs=1e-11)
+
+
+def expected_score(chain: tuple[pg.Advantage, ...], p: float, size: int) -> float:
+    """E[mean_i Ψ_i ∂log π(o_i)/∂p] over all groups of `size` answers that are right with probability p, exactly."""
+    total = 0.0
+    for rewards in itertools.product([0.0, 1.0], repeat=size):
+        chance = math.prod(p if r else 1 - p for r in rewards)
+        psi = psi_of(chain, list(rewards))
+        total += chance * sum(a * (1 / p if r else -1 / (1 - p)) for a, r in zip(psi, rewards, strict=True)) / size
+    return total
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.85])
+def test_maximum_likelihood_to_the_order_of_the_group(p: float) -> None:
+    """E of MaxRL's estimate is the derivative of −Σ_{k < G} (1 − p)^k/k, which goes to that of log p; not of k ≤ G, since the
+    mean score is not subtracted where nothing is right."""
+    for size in (2, 3, 5):
+        truncated = sum((1 - p) ** (k - 1) for k in range(1, size))
+        assert expected_score((pg.GroupMean(), pg.OverGroupMean()), p, size) == pytest.approx(truncated, rel=1e-12)
+    assert abs(sum((1 - p) ** k for k in range(400)) - 1 / p) < 1e-9
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.85])
+def test_pass_at_k_without_its_scale_follows_the_gradient_of_pass_at_k(p: float) -> None:
+    """E = (1 − k/G)·∇pass@k/k: what a completion's own part of the baseline takes away, (G − 1)/G at k = 1 as with any mean."""
+    for size, k in ((4, 1), (4, 2), (5, 3)):
+        found = expected_score((pg.PassAtK(k, normalise=False),), p, size)
+        slope = k * (1 - p) ** (k - 1)
+        assert found == pytest.approx(slope / k * (1 - k / size), rel=1e-12)
+
+
+def test_rejection_sampling() -> None:
+    assert psi_of((pg.Accepted(),), [1, 0, 1, 0.5]) == [1, 0, 1, 0]
+    assert psi_of((pg.Accepted(threshold=0.5),), [1, 0, 1, 0.5]) == [1, 0, 1, 1]
+    assert psi_of((pg.Accepted("best"),), [0.2, 0.7, 0.7, -1]) == [0, 1, 1, 0]
+    assert psi_of((pg.Accepted("best"),), [0.0, 0.0]) == [1, 1]
+
+
+def test_maximum_likelihood_by_hand() -> None:
+    chain = (pg.GroupMean(), pg.OverGroupMean())
+    assert psi_of(chain, [1, 0, 0, 0]) == approx([3, -1, -1, -1])
+    assert psi_of(chain, [0, 0, 0, 0]) == [0, 0, 0, 0]
+    assert psi_of(chain, [-1, 0, 0, 0]) == [0, 0, 0, 0]
+
+
+def test_baselines_by_hand() -> None:
+    assert psi_of((pg.ConstantBaseline(0.5),), [1, 0]) == [0.5, -0.5]
+    assert psi_of((pg.GroupMean(), pg.ConstantBaseline(-0.1)), [1, 0]) == approx([0.6, -0.4])
+    baseline = torch.tensor([1.0, 1.0, math.nan], dtype=torch.float64)
+    assert psi_of((pg.GreedyBaseline(),), [1, 0, 1], baseline=baseline) == [0, -1, 0]
+
+
+def test_the_greedy_baseline_is_asked_for() -> None:
+    with pytest.raises(pg.ConfigError, match=r"GreedyBaseline needs Batch\.baseline"):
+        psi_of((pg.GreedyBaseline(),), [1, 0])
+
+
+@QUICK
+@given(shape=shapes(max_groups=4, max_size=5, max_width=4))
+def test_what_is_masked_or_not_counted_moves_nothing(shape: Shape) -> None:
+    """A row that does not count may hold any reward."""
+    batch, _ = make(shape)
+    nobody = ~batch.mask.any(1)
+    for chain in ((pg.PassAtK(2),), (pg.GroupMean(), pg.OverGroupMean()), (pg.Accepted("best"),), (pg.Accepted(),)):
+        a = pg.Algorithm(psi=chain)
+        close(a.advantages(replace(batch, reward=torch.where(nobody, 9.0, batch.reward))), a.advantages(batch))
+
+
+def test_a_ratio_of_a_completion_is_tapered_on_one_side() -> None:
+    batch, _ = make(Shape((2,), 3, seed=1, binary=True))
+    psi = torch.tensor([[1.0, -1.0, -1.0, 0.0]])
+    ratio = torch.tensor([[0.5, 0.5, 2.0, 0.5]])
+    assert pg.Taper().weight(ratio, psi, batch).tolist() == [[1, 0.5, 1, 1]]
+    below, above = pg.Taper().clipped(ratio, psi, batch)
+    assert not below.any()
+    assert above.tolist() == [[False, False, True, False]]
+    assert pg.Unweighted().weight(ratio, psi, batch).tolist() == [[1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_taper_weighs_by_the_derivative_of_its_value(sign: float) -> None:
+    batch, _ = make(Shape((2,), 3, seed=1, binary=True))
+    log_ratio = torch.linspace(-3, 3, 25, dtype=torch.float64).requires_grad_()
+    psi = torch.full_like(log_ratio, 0.7 * sign).detach()
+    for gate in (pg.Taper(), pg.Unweighted()):
+        value = gate.value(log_ratio.exp(), psi, batch)
+        (slope,) = torch.autograd.grad(value.sum(), log_ratio)
+        torch.testing.assert_close(slope, gate.weight(log_ratio.exp(), psi, batch).detach() * psi)
+    if sign < 0:
+        far = pg.Taper().value(torch.tensor([math.exp(-40)]), torch.tensor([-1.0]), batch)
+        assert -1e-12 < float(far) <= 0, "a failure that is gone has nothing left to give"
+
+
+REFUSED = {
+    "a k of none": (lambda: pg.PassAtK(0), ["PassAtK.k", "at least 1"]),
+    "too few samples": (lambda: pg.PASSK.check_sampling(2, 1.0), ["PassAtK(k=2)", "samples_per_prompt to 3"]),
+    "another thing to keep": (lambda: pg.Accepted("worst"), ["'right'", "'best'", "worst"]),  # type: ignore[arg-type]
+    "the best of one": (lambda: replace(pg.RAFT, psi=(pg.Accepted("best"),)).check_sampling(1, 1.0), ["Accepted"]),
+    "no number": (lambda: pg.ConstantBaseline(math.nan), ["ConstantBaseline.value", "finite"]),
+    "a chain after": (
+        lambda: replace(pg.GRPO, psi=(pg.GroupMean(), pg.PassAtK())),
+        ["PassAtK starts from the rewards", "put it first in psi"],
+    ),
+    "the sampler's policy and a gate that takes no ratio": (
+        lambda: replace(pg.ASYMRE, gate=pg.OnPolicy(), ratio=None, step=pg.FirstOrder()),
+        ["behaviour='sampler'", "OnPolicy ignores"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused(build, said: list[str]) -> None:
+    with pytest.raises(pg.ConfigError) as error:
+        build()
+    assert [words for words in said if words not in str(error.value)] == []

@@ -1,0 +1,279 @@
+"""Gates, terms and masks that measure otherwise than by the token's ratio, or choose among an update's tokens: by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import policygrad as pg
+from doubles.random_batches import Shape, make, policy, shapes
+from policygrad.core.objective import with_selected
+
+NAN = math.nan
+PLAIN = replace(pg.DR_GRPO, name="plain", psi=(pg.GroupMean(),), gate=pg.Importance(), aggregate=pg.TokenMean())
+
+
+def numbers(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def batch_of(old: Tensor, rewards: list[float], entropy: Tensor | None = None) -> pg.Batch:
+    """One prompt; a NaN in `old` is no token."""
+    group = torch.zeros(len(old), dtype=torch.long)
+    reward = torch.tensor(rewards, dtype=torch.float64)
+    return pg.Batch(mask=~old.isnan(), group=group, reward=reward, logp_old=old, entropy=entropy)
+
+
+def both_signs(change: list[float], old: float = -1.0) -> tuple[pg.Batch, Tensor, Tensor]:
+    """(batch, r, Ψ): the same log-ratios in an answer with Ψ = +1 and in one with Ψ = −1."""
+    logr = numbers(change, change)
+    batch = batch_of(torch.full_like(logr, old), [2.0, 0.0])
+    return batch, logr.exp(), numbers([1.0] * len(change), [-1.0] * len(change))
+
+
+def test_the_geometric_mean_holds_each_token_before_it_averages() -> None:
+    batch, r, psi = both_signs([0.6, -0.5, 0.2])
+    gate = pg.GeometricMean()
+    up, down = math.exp((0.4 - 0.5 + 0.2) / 3), math.exp((0.6 - 0.4 + 0.2) / 3)
+    torch.testing.assert_close(gate.weight(r, psi, batch), numbers([0, up, up], [down, 0, down]), rtol=1e-14, atol=0)
+    torch.testing.assert_close(gate.value(r, psi, batch), numbers([up] * 3, [-down] * 3), rtol=1e-14, atol=0)
+    below, above = gate.clipped(r, psi, batch)
+    assert below.tolist() == [[False] * 3, [False, True, False]]
+    assert above.tolist() == [[True, False, False], [False] * 3]
+
+
+def test_the_geometric_mean_is_of_the_sampled_tokens_alone() -> None:
+    old = numbers([-1.0, NAN, -1.0], [-1.0, -1.0, NAN])
+    batch, r = batch_of(old, [1.0, 0.0]), numbers([0.1, 0.0, 0.3], [0.2, 0.2, 0.0]).exp()
+    weight = pg.GeometricMean().weight(r, numbers([1.0] * 3, [1.0] * 3), batch)
+    assert weight[0, 0].item() == pytest.approx(math.exp(0.2), rel=1e-15)
+    assert weight[1, 0].item() == pytest.approx(math.exp(0.2), rel=1e-15)
+
+
+def test_a_rare_token_may_multiply_and_a_common_one_may_not_move_far() -> None:
+    """0.01 to 0.1, a ratio of 10, is 0.09 of total variation; 0.5 to 0.7, a ratio of 1.4, is 0.2."""
+    old, new = numbers([0.01, 0.5, 0.5]), numbers([0.1, 0.7, 0.3])
+    batch = batch_of(old.log(), [1.0])
+    for psi, expected in ((1.0, [10.0, 0.0, 0.6]), (-1.0, [10.0, 1.4, 0.0])):
+        gate = pg.DivergenceClip("tv", 0.15)
+        weight = gate.weight(new / old, numbers([psi] * 3), batch)
+        torch.testing.assert_close(weight, numbers(expected), rtol=1e-12, atol=0)
+        torch.testing.assert_close(gate.value(new / old, numbers([psi] * 3), batch), psi * weight)
+
+
+def test_the_binary_divergences_by_hand_and_below_the_vocabularys() -> None:
+    old, new = numbers([0.2, 0.5, 0.3]), numbers([0.4, 0.4, 0.2])
+    batch = batch_of(old.log(), [1.0])
+    tv = pg.DivergenceClip("tv").divergence(new / old, batch)
+    kl = pg.DivergenceClip("kl", 0.05).divergence(new / old, batch)
+    torch.testing.assert_close(tv, numbers([0.2, 0.1, 0.1]))
+    assert kl[0, 0].item() == pytest.approx(0.2 * math.log(0.2 / 0.4) + 0.8 * math.log(0.8 / 0.6), abs=1e-7)
+    assert bool((tv <= (new - old).abs().sum() / 2 + 1e-15).all())
+    assert bool((kl <= (old * (old / new).log()).sum() + 1e-7).all())
+
+
+def test_a_certain_token_has_a_finite_divergence() -> None:
+    batch = batch_of(numbers([0.0, -1e-9, -50.0]), [1.0])
+    ratio = numbers([1.0, 1.0 + 1e-9, math.exp(43.0)])
+    for measure in ("tv", "kl"):
+        assert pg.DivergenceClip(measure, 0.05).divergence(ratio, batch).isfinite().all()  # type: ignore[arg-type]
+
+
+def test_the_policy_itself_is_never_cut_by_a_divergence() -> None:
+    batch = replace(batch_of(numbers([-1.0, -2.0]), [1.0]), logp_old=None)
+    assert torch.equal(
+        pg.DivergenceClip().weight(numbers([1.0, 1.0]), numbers([1.0, -1.0]), batch), numbers([1.0, 1.0])
+    )
+
+
+def test_the_gamma_kernel_by_hand() -> None:
+    batch, r, psi = both_signs([math.log(0.5), 0.0, math.log(2.0)])
+    expected = numbers(
+        [0.25 * math.exp(1.5), 1.0, 4 * math.exp(-3.0)], [0.125 * math.exp(1.0), 1.0, 8 * math.exp(-2.0)]
+    )
+    torch.testing.assert_close(pg.GammaKernel().weight(r, psi, batch), expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("change", [-95.0, 95.0])
+def test_the_gamma_kernel_fades_to_nothing_in_float32(change: float) -> None:
+    batch, _, psi = both_signs([change])
+    ratio = pg.SequenceProduct()(numbers([change], [change]).float(), batch.mask)
+    weight = pg.GammaKernel().weight(ratio, psi.float(), batch)
+    assert weight.isfinite().all()
+    assert weight.abs().max() < 1e-30
+
+
+def test_the_log_clip_by_hand() -> None:
+    batch, r, psi = both_signs([math.log(0.5), 0.0, math.log(1.5)])
+    gate = pg.LogClip(0.2, 0.2)
+    assert gate.weight(r, psi, batch).tolist() == [[1, 1, 0], [0, 1, 1]]
+    expected = numbers([math.log(0.5) + 1, 1, math.log(1.2) + 1], [-math.log(0.8) - 1, -1, -math.log(1.5) - 1])
+    torch.testing.assert_close(gate.value(r, psi, batch), expected, rtol=1e-14, atol=1e-15)
+
+
+def test_the_drift_pulls_no_harder_than_its_cap() -> None:
+    """k is the derivative of the value, also where it bends, at r = 3."""
+    change = torch.linspace(-3, 3, 61, dtype=torch.float64)[None]
+    batch = batch_of(torch.full_like(change, -1.0), [1.0])
+    term, h = pg.PolicyDrift(0.5, 2.0), 1e-6
+    k = term.score(pg.Forward(change - 1), batch, change)
+    ahead, behind = (term.value(pg.Forward(change - 1 + d), batch, change) for d in (h, -h))
+    torch.testing.assert_close(k, (ahead - behind) / (2 * h), rtol=0, atol=1e-6)
+    assert k.min().item() == -1.0
+    assert k[0, 30].item() == pytest.approx(0.0, abs=1e-15)
+
+
+def selected(algorithm: pg.Algorithm, batch: pg.Batch, out: pg.Forward, psi: Tensor) -> list[list[int]]:
+    return with_selected(out, batch, psi, algorithm).selected.int().tolist()  # type: ignore[union-attr]
+
+
+def test_the_second_moment_leaves_out_the_fewest_furthest_tokens() -> None:
+    """Squares of those that moved with Ψ: 0.01, 0.04, 0.09 and 1; with three of them the mean is 0.0467, with two 0.025."""
+    change = numbers([0.1, 0.3, -5.0], [-0.2, -1.0, 5.0])
+    batch, psi = batch_of(torch.full_like(change, -6.0), [2.0, 0.0]), numbers([1.0] * 3, [-1.0] * 3)
+    algorithm = replace(PLAIN, gate=pg.SecondMoment(0.04))
+    assert selected(algorithm, batch, pg.Forward(change - 6), psi) == [[0, 1, 0], [0, 1, 0]]
+    wider = replace(PLAIN, gate=pg.SecondMoment(0.05))
+    assert selected(wider, batch, pg.Forward(change - 6), psi) == [[0, 0, 0], [0, 1, 0]]
+    chosen = with_selected(pg.Forward(change - 6), batch, psi, algorithm)
+    r = change.exp()
+    kept = numbers([1, 0, 1], [1, 0, 1])
+    torch.testing.assert_close(pg.SecondMoment().weight(r, psi, chosen), r * kept)
+    torch.testing.assert_close(pg.SecondMoment().value(r, psi, chosen), r * kept * psi)
+
+
+def test_on_policy_no_token_is_left_out() -> None:
+    change = numbers([0.0, 0.0], [0.0, 0.0])
+    batch, psi = batch_of(change - 1, [2.0, 0.0]), numbers([1.0] * 2, [-1.0] * 2)
+    assert selected(replace(PLAIN, gate=pg.SecondMoment(0.0)), batch, pg.Forward(change - 1), psi) == [[0, 0], [0, 0]]
+
+
+def test_the_band_of_covariances_and_what_is_drawn_from_it() -> None:
+    """log π = 0, −1, −2, −3 and 0, −1, −2, −3 with Ψ = ±1: covariances ±1.5, ±0.5; four in (0.4, 2), two of each size."""
+    logp = numbers([0.0, -1.0, -2.0, -3.0], [0.0, -1.0, -2.0, -3.0])
+    batch, psi = batch_of(logp, [2.0, 0.0]), numbers([1.0] * 4, [-1.0] * 4)
+    gate = pg.ClipCov(share=1e-9, least=0.4, most=2.0)
+    assert selected(replace(PLAIN, gate=gate), batch, pg.Forward(logp), psi) == [
+        [1, 0, 0, 0],
+        [0, 0, 0, 1],
+    ]  # 1.5 twice
+    gate = replace(gate, share=0.25)  # two of eight
+    assert selected(replace(PLAIN, gate=gate), batch, pg.Forward(logp), psi) == [[1, 1, 0, 0], [0, 0, 1, 1]]
+    gate = replace(gate, most=1.0)
+    assert selected(replace(PLAIN, gate=gate), batch, pg.Forward(logp), psi) == [[0, 1, 0, 0], [0, 0, 1, 0]]
+    gate = replace(gate, least=5.0, most=6.0)
+    assert selected(replace(PLAIN, gate=gate), batch, pg.Forward(logp), psi) == [[0] * 4, [0] * 4]
+
+
+def test_a_token_that_the_ratio_drops_is_not_drawn() -> None:
+    logp = numbers([0.0, -1.0, -2.0, -3.0], [0.0, -1.0, -2.0, -3.0])
+    old = logp.clone()
+    old[0, 0] = -2.0  # r = e² and Ψ > 0
+    batch, psi = batch_of(old, [2.0, 0.0]), numbers([1.0] * 4, [-1.0] * 4)
+    gate = pg.ClipCov(share=1e-9, least=1.0, most=2.0)
+    algorithm, out = replace(PLAIN, gate=gate), pg.Forward(logp)
+    assert selected(algorithm, batch, out, psi) == [[0, 0, 0, 0], [0, 0, 0, 1]]
+    chosen = with_selected(out, batch, psi, algorithm)
+    weight = gate.weight((logp - old).exp(), psi, chosen)
+    assert weight.tolist() == [[0, 1, 1, 1], [1, 1, 1, 0]]
+
+
+def test_the_kl_holds_the_tokens_of_highest_covariance_alone() -> None:
+    logp = numbers([0.0, -1.0, -2.0, -4.0], [0.0, -1.0, -2.0, -3.0])
+    batch, psi = batch_of(logp - 0.5, [2.0, 0.0]), numbers([1.0] * 4, [-1.0] * 4)
+    term = pg.KLCov(2.0, share=0.25)
+    algorithm = replace(pg.KL_COV, filters=(), terms=(term,))
+    assert selected(algorithm, batch, pg.Forward(logp), psi) == [[1, 0, 0, 0], [0, 0, 0, 1]]
+    chosen = with_selected(pg.Forward(logp), batch, psi, algorithm)
+    assert term.score(pg.Forward(logp), chosen, psi).tolist() == [[-2, 0, 0, 0], [0, 0, 0, -2]]
+    assert term.value(pg.Forward(logp), chosen, psi).tolist() == [[-1, 0, 0, 0], [0, 0, 0, -1]]
+    smooth = replace(term, form="k3").score(pg.Forward(logp), chosen, psi)
+    assert smooth[0, 0].item() == pytest.approx(2 * (1 - math.exp(0.5)), rel=1e-14)
+
+
+def test_the_share_of_highest_entropy_learns_and_the_rest_does_not() -> None:
+    entropy = numbers([0.1, 0.9, NAN, 0.5], [0.2, 0.8, 0.3, 0.4])
+    old = torch.where(entropy.isnan(), NAN, -1.0)
+    batch, psi = batch_of(old, [2.0, 0.0], entropy), numbers([1.0] * 4, [-1.0] * 4)
+    out = pg.Forward(old, entropy=entropy)
+    for share, expected in ((0.2, [[0, 1, 0, 0], [0, 1, 0, 0]]), (0.1, [[0, 1, 0, 0], [0, 0, 0, 0]]), (1.0, None)):
+        for of in ("current", "old"):
+            algorithm = replace(PLAIN, corrections=(pg.HighEntropy(share, of),))  # type: ignore[arg-type]
+            assert selected(algorithm, batch, out, psi) == (expected or batch.mask.int().tolist())
+
+
+def test_the_old_policys_entropy_costs_no_pass_of_its_own() -> None:
+    now, old = pg.HighEntropy(), pg.HighEntropy(of="old")
+    assert (now.select_needs, old.select_needs) == ({"entropy"}, set())
+    assert "entropy" in replace(PLAIN, corrections=(old,)).needs
+    assert "entropy" not in replace(PLAIN, corrections=(now,)).needs
+
+
+SELECTING = {
+    "second moment": replace(PLAIN, gate=pg.SecondMoment(0.1)),
+    "clip-cov": replace(PLAIN, gate=pg.ClipCov(share=0.3, least=-0.5, most=2.0)),
+    "kl-cov": replace(PLAIN, terms=(pg.KLCov(1.0, 0.3),)),
+    "high entropy": replace(PLAIN, corrections=(pg.HighEntropy(0.3),)),
+}
+
+
+@pytest.mark.parametrize("name", SELECTING)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(shape=shapes(), seed=st.integers(0, 1000))
+def test_what_is_chosen_does_not_depend_on_the_order(name: str, shape: Shape, seed: int) -> None:
+    algorithm = SELECTING[name]
+    batch, logits = make(shape, 0.5, "entropy")
+    logp, psi = policy(logits, batch.tokens, batch.mask).detach(), algorithm.advantages(batch)
+    order = torch.randperm(len(logp), generator=torch.Generator().manual_seed(seed))
+    chosen = with_selected(pg.Forward(logp, entropy=batch.entropy), batch, psi, algorithm).selected
+    shuffled = batch.select(order)
+    again = with_selected(pg.Forward(logp[order], entropy=shuffled.entropy), shuffled, psi[order], algorithm).selected
+    assert chosen is not None
+    assert again is not None
+    assert torch.equal(again, chosen[order])
+    assert not (chosen & ~batch.mask).any()
+
+
+REFUSED = [
+    (lambda: pg.GeometricMean(low=0.0), "GeometricMean.low must be above 0"),
+    (lambda: pg.DivergenceClip("tv", 1.0), "DivergenceClip.delta must be below 1 for 'tv'"),
+    (lambda: pg.DivergenceClip("js"), "DivergenceClip.measure must be 'tv'"),  # type: ignore[arg-type]
+    (lambda: pg.GammaKernel(k_pos=-1.0), "GammaKernel.k_pos must be above 0"),
+    (lambda: pg.LogClip(low=1.0), "LogClip.low must be below 1"),
+    (lambda: pg.PolicyDrift(cap=0.0), "PolicyDrift.cap must be above 0"),
+    (lambda: pg.SecondMoment(-1.0), "SecondMoment.threshold must be at least 0"),
+    (lambda: pg.ClipCov(share=0.0), "ClipCov.share must be above 0"),
+    (lambda: pg.ClipCov(least=5.0, most=5.0), "ClipCov needs least < most"),
+    (lambda: pg.KLCov(form="k1"), "KLCov.form must be 'abs'"),  # type: ignore[arg-type]
+    (lambda: pg.HighEntropy(1.5), "HighEntropy.share must be above 0 and at most 1"),
+    (lambda: pg.HighEntropy(of="new"), "HighEntropy.of must be 'current'"),  # type: ignore[arg-type]
+    (
+        lambda: replace(pg.GMPO, ratio=pg.Sequence()),
+        "GeometricMean reads the tokens' own ratios, and ratio is Sequence.*set ratio=Token",
+    ),
+    (lambda: replace(pg.DPPO, ratio=pg.SequenceProduct()), "DivergenceClip reads the tokens' own ratios"),
+    (lambda: replace(pg.CLIP_COV, terms=(pg.KLCov(),)), "would each choose tokens of an update"),
+    (lambda: replace(pg.M2PO, step=pg.TrustRegion()), "SecondMoment chooses among the tokens of one gradient step"),
+    (lambda: replace(pg.DPPO, gate=pg.OnPolicy(), ratio=None, step=pg.FirstOrder()), "behaviour='sampler'"),
+]
+
+
+@pytest.mark.parametrize(("build", "said"), REFUSED)
+def test_what_makes_no_sense_is_refused_with_the_way_out(build, said: str) -> None:
+    with pytest.raises(pg.ConfigError, match=said):
+        build()
+
+
+def test_a_choice_by_entropy_says_what_the_forward_pass_lacks() -> None:
+    batch = batch_of(numbers([-1.0], [-1.0]), [1.0, 0.0])
+    psi = numbers([1.0], [-1.0])
+    with pytest.raises(
+        pg.ConfigError, match=r"HighEntropy chooses by the entropy of the policy as it is now.*Forward with"
+    ):
+        pg.surrogate(numbers([-1.0], [-1.0]), batch, psi, replace(PLAIN, corrections=(pg.HighEntropy(),)))

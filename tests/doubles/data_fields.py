@@ -1,0 +1,77 @@
+"""Random rewards by function, turns and demonstrations for a random batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import policygrad as pg
+
+NAN = float("nan")
+
+
+class Draws(Protocol):
+    def normal(self, *shape: int) -> Tensor: ...
+    def uniform(self, *shape: int) -> Tensor: ...
+    def integers(self, high: int, *shape: int) -> Tensor: ...
+
+
+def with_rewards(batch: pg.Batch, random: Draws) -> pg.Batch:
+    """Three reward functions: 0 or 1, a real number, one that a fifth of the completions have no number of."""
+    rows = len(batch.mask)
+    third = torch.where(random.uniform(rows) < 0.2, NAN, random.normal(rows))
+    rewards = torch.stack([random.integers(2, rows).double(), random.normal(rows), third], 1)
+    weights = (1.0, -0.5, 0.25)
+    total = (rewards.nan_to_num() * torch.tensor(weights, dtype=torch.float64)).sum(1)
+    nobody = ~batch.mask.any(1)
+    return replace(
+        batch,
+        reward=torch.where(nobody, NAN, total),
+        rewards=torch.where(nobody[:, None], NAN, rewards),
+        reward_names=("right", "brief", "sometimes"),
+        reward_weights=weights,
+    )
+
+
+def with_turns(batch: pg.Batch, random: Draws) -> pg.Batch:
+    """Turns from one of three states, some of them with a reward at their last token; noise where nothing was sampled."""
+    mask, shape = batch.mask, batch.mask.shape
+    anchor = torch.where(mask, (random.integers(3, *shape) * (random.uniform(*shape) < 0.5)).cummax(1).values, 99)
+    ends = mask & ~torch.nn.functional.pad(mask & (anchor == anchor.roll(1, 1)), (0, 1))[:, 1:]
+    worth = torch.where(ends, random.integers(3, *shape).double(), 0.0)
+    return replace(batch, anchor=anchor, token_reward=torch.where(mask, worth, NAN))
+
+
+def with_demonstrations(batch: pg.Batch, random: Draws) -> pg.Batch:
+    """About every third completion is shown; half of those by somebody who says with what probability."""
+    rows = len(batch.mask)
+    shown, silent = random.uniform(rows) < 0.35, random.uniform(rows) < 0.5
+    assert batch.logp_sampler is not None
+    said = torch.where(silent[:, None], 0.0, -random.normal(*batch.mask.shape).abs())
+    sampler = torch.where((shown[:, None]) & batch.mask, said, batch.logp_sampler)
+    return replace(batch, demonstration=shown, logp_sampler=sampler)
+
+
+FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
+    "rewards": with_rewards,
+    "turns": with_turns,
+    "demonstrations": with_demonstrations,
+}
+READ_BY = {"rewards": "rewards", "anchor": "turns", "demonstration": "demonstrations"}
+"""A field that an algorithm declares -> what to fill."""
+
+
+def blank(like: Tensor) -> dict[str, Any]:
+    """The fields [B, T] as `like` of a batch of which nobody says anything: one silent reward, one state, no demonstration."""
+    rows = len(like)
+    return {
+        "rewards": torch.full((rows, 1), NAN, dtype=torch.float64),
+        "reward_names": ("silent",),
+        "reward_weights": (1.0,),
+        "anchor": torch.zeros(like.shape, dtype=torch.int64),
+        "demonstration": torch.zeros(rows, dtype=torch.bool),
+    }

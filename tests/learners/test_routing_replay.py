@@ -1,0 +1,200 @@
+"""A mixture of experts: the choices of the sampler are told, and replayed when log-probabilities and gradients are taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+import policygrad as pg
+from doubles.architectures import BASE
+from doubles.batches import make_batch, naive_logp
+from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.models.routing import Routing
+from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.local import LocalSampler
+
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GROUPS: dict[str, Any] = EXPERTS | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+MODELS = {
+    "qwen3": lambda: tf.Qwen3MoeConfig(**BASE, **EXPERTS, num_experts=8, head_dim=8),
+    "mixtral": lambda: tf.MixtralConfig(**BASE, num_local_experts=4, num_experts_per_tok=2),
+    "glm4": lambda: tf.Glm4MoeConfig(**BASE, **GROUPS, head_dim=8),
+}
+LAYERS = {"qwen3": 2, "mixtral": 2, "glm4": 1}
+REPLAY = LearnerConfig(micro_tokens=60, routing_replay=True)
+
+
+def built(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    config = MODELS[name]()
+    config._experts_implementation = "eager"  # the grouped product has no float64
+    return tf.AutoModelForCausalLM.from_config(config).double().eval()
+
+
+@torch.no_grad()
+def shaken(model: nn.Module) -> None:
+    """Another policy: near enough to be an update of many, far enough to route otherwise."""
+    generator = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        p += 0.05 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+
+
+def drawn(model: nn.Module, batch: pg.Batch) -> pg.Batch:
+    """The batch's own texts with the experts that reading them takes, in float64 and one at a time."""
+    assert batch.tokens is not None
+    assert batch.prompts is not None
+    routing, answers, prompts = Routing.of(model), list[Tensor](), list[Tensor]()
+    for row, group in enumerate(batch.group.tolist()):
+        prompt = batch.prompts[group]
+        with torch.no_grad(), routing.recording():
+            model(input_ids=torch.cat([prompt, batch.tokens[row]])[None])
+            routes = routing.take()
+        answers.append(routes[len(prompt) :])
+        if len(prompts) == group:
+            prompts.append(routes[: len(prompt)])
+    return replace(batch, experts=torch.stack(answers), prompt_experts=tuple(prompts))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sampler_tells_the_experts_of_every_token_it_has_read(name: str) -> None:
+    model = built(name).float()
+    sampler, sampling = LocalSampler(model, frozenset({1}), 0, Routing.of(model)), Sampling(max_tokens=7)
+    prompts = [torch.tensor([3, 4, 5]), torch.tensor([6, 7, 8, 9, 10])]
+    requests = [Request(prompts[i % 2], (i,), sampling, 7 - i) for i in range(4)]
+    for request, found in zip(requests, asyncio.run(sampler.generate(requests)), strict=True):
+        assert found.routes is not None
+        with torch.no_grad(), Routing.of(model).recording():
+            model(input_ids=torch.cat([request.tokens, found.tokens])[None])
+            truth = Routing.of(model).take()
+        assert found.routes.shape == (len(request.tokens) + len(found.tokens), LAYERS[name], 2)
+        assert torch.equal(found.routes[:-1].sort(-1).values, truth[:-1].sort(-1).values)
+        assert (found.routes[-1] == -1).all()
+    assert asyncio.run(LocalSampler(model, frozenset({1}), 0).generate(requests[:1]))[0].routes is None
+
+
+@contextmanager
+def forced(model: nn.Module, routes: Tensor) -> Iterator[None]:
+    """Qwen3's router written out with the experts given [n, layers, 2]: softmax, the scores of those, normalised."""
+    routers = [m for m in model.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"]
+
+    def choose(router: Any, experts: Tensor) -> Any:
+        def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = x.reshape(-1, router.hidden_dim) @ router.weight.T
+            scores = logits.float().softmax(-1).gather(-1, experts)
+            if router.norm_topk_prob:
+                scores = scores / scores.sum(-1, keepdim=True)
+            return logits, scores.to(logits.dtype), experts
+
+        return forward
+
+    for layer, router in enumerate(routers):
+        router.forward = choose(router, routes[:, layer].long())  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        for router in routers:
+            del router.forward
+
+
+def by_definition(model: nn.Module, batch: pg.Batch) -> Tensor:
+    """log π [B, T], one completion at a time, each under its own experts."""
+    assert batch.experts is not None
+    rows = []
+    for row, group in enumerate(batch.group.tolist()):
+        with forced(model, torch.cat([batch.prompt_experts[group], batch.experts[row]])):
+            rows.append(naive_logp(model, replace(batch.select(torch.tensor([row])), experts=None), 1.0))
+    return torch.cat(rows)
+
+
+def test_what_is_replayed_is_the_choice_and_nothing_else() -> None:
+    """The log-probabilities and the gradient of a policy that has moved, on the experts that sampled."""
+    model = built("qwen3")
+    batch = drawn(model, make_batch(3))
+    shaken(model)
+    learner = LocalLearner(model, pg.DR_GRPO.with_budget(6), lr=0.0, steps=1, config=REPLAY)
+    found = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
+    expected, live = by_definition(model, batch), naive_logp(model, batch, 1.0)
+    where = batch.mask
+    assert float((found - expected)[where].abs().max()) < 1e-6  # type: ignore[operator]
+    assert float((live - expected)[where].abs().max()) > 1e-3  # or replaying would be nothing
+    algorithm = pg.DR_GRPO.with_budget(6)
+    psi = algorithm.advantages(batch)
+    metrics = learner.problem(batch, psi, algorithm).accumulate()
+    learner.evaluator.at_rest()
+    assert 0.01 < metrics["routing/changed"].value < 0.9
+    got = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    pg.surrogate(torch.where(where, expected, 0), batch, psi, algorithm).backward()
+    largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+    for n, p in model.named_parameters():
+        assert p.grad is None or float((got[n] - p.grad).abs().max()) <= 1e-6 * largest, n
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputed_activations_take_the_same_experts(name: str) -> None:
+    algorithm = pg.DR_GRPO.with_budget(6)
+    gradients = []
+    for recompute in (False, True):
+        model = built(name)
+        batch = drawn(model, make_batch(3))
+        shaken(model)
+        config = replace(REPLAY, gradient_checkpointing=recompute)
+        learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=config)
+        learner.problem(batch, algorithm.advantages(batch), algorithm).accumulate()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+    assert gradients[0].abs().max() > 1e-4
+
+
+def test_a_run(tmp_path: Path) -> None:
+    """The whole path on a small real mixture: after two updates of a rollout some choices would have changed, and are replayed."""
+    torch.manual_seed(0)
+    tokenizer = pg.Run().model
+    config = tf.Qwen3MoeConfig(**(BASE | {"vocab_size": 512}), **EXPERTS, num_experts=8, head_dim=8)
+    model = tf.AutoModelForCausalLM.from_config(config)
+    run = pg.Run(
+        model=model,
+        tokenizer=tokenizer,
+        algorithm=replace(pg.DR_GRPO, step=pg.FirstOrder(minibatches=2)),
+        steps=2,
+        prompts_per_step=4,
+        samples_per_prompt=4,
+        lr=1e-2,
+        sampling=Sampling(max_tokens=6),
+        learner=LearnerConfig(routing_replay=True),
+        evaluation=replace(pg.Run().evaluation, problems=0),
+        reward=(length,),
+        output=str(tmp_path / "run"),
+    )
+    pg.train(run, display=False)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "routing/changed" in lines
+
+
+def length(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    dense = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**BASE))
+    with pytest.raises(pg.ModelError, match="LlamaForCausalLM chooses no experts"):
+        LocalLearner(dense, pg.GRPO, lr=0.0, steps=1, config=REPLAY)
+    model = built("mixtral")
+    with pytest.raises(pg.ConfigError, match=r"TrustRegion looks at policies.*routing_replay to false"):
+        LocalLearner(model, pg.TRPO, lr=None, steps=1, config=REPLAY)
+    learner, batch = LocalLearner(model, pg.DR_GRPO, lr=0.0, steps=1, config=REPLAY), make_batch(3)
+    with pytest.raises(pg.EngineError, match=r"the sampler does not tell them \(Generation.routes\)"):
+        learner.update(batch, pg.DR_GRPO.advantages(batch), pg.DR_GRPO)
+    Routing.of(model).replay(torch.zeros(3, 2, 2))
+    with pytest.raises(pg.ModelError, match="experts of 3 tokens, and the router MixtralTopKRouter is called with 4"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))

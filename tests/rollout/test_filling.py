@@ -1,0 +1,246 @@
+"""Dynamic sampling takes what is missing, carries what is over, and a checkpoint holds it to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import policygrad as pg
+from doubles.tabular_learner import TabularLearner
+from doubles.tabular_sampler import TabularSampler, TabularTokenizer
+from policygrad.checkpoint.tree import decode, encode
+from policygrad.core.corrections import TruncatedIS
+from policygrad.core.metrics import Metrics
+from policygrad.rewards.types import RewardScores
+from policygrad.rollout import carried
+from policygrad.rollout.batching import to_batch
+from policygrad.rollout.filling import next_round
+from policygrad.rollout.reasoning_steps import Marks
+from policygrad.rollout.rollouter import Rollout, Rollouter
+from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
+from policygrad.tasks.types import Example
+from policygrad.training.loop import Done, Progress, loop
+
+PROMPTS = 8  # 0 and 1 are always solved in `sampler`
+
+
+def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> RewardScores:
+    """1 when the first token is 1."""
+    return RewardScores([float(text.split()[:1] == ["1"]) for text in texts], {})
+
+
+def sampler(flat: int = 2) -> TabularSampler:
+    made = TabularSampler(PROMPTS, 3, 4)
+    made.table[:flat, 0, 1] = 50.0
+    return made
+
+
+def rollouter(of: TabularSampler) -> Rollouter:
+    return Rollouter(lambda i: Example(str(i % PROMPTS)), TabularTokenizer(), of, solved)  # type: ignore[arg-type]
+
+
+def collect(algorithm: pg.Algorithm, flat: int = 2, prompts: int = PROMPTS, **changed: Any) -> Rollout:
+    return rollouter(sampler(flat)).collect(
+        algorithm, pg.Sampling(max_tokens=3), prompts=prompts, samples=16, **changed
+    )
+
+
+def refilled(**options: Any) -> pg.Algorithm:
+    return replace(pg.CISPO, filters=(pg.DropNoSpread(**options),))
+
+
+@pytest.mark.parametrize(
+    ("missing", "good", "seen", "expected"),
+    [
+        (64, 0, 0, 64),  # nothing seen yet
+        (8, 56, 64, 11),  # 8/0.875 = 9.14, and √(8·0.125)/0.875 = 1.14 more
+        (48, 16, 64, 64),  # 192 and more: never over the step's size
+        (64, 0, 64, 64),  # none kept: nobody knows
+        (1, 32, 64, 4),  # 2 + √0.5/0.5 = 3.41
+        (3, 5, 5, 3),  # all kept
+    ],
+)
+def test_the_next_round_by_hand(missing: int, good: int, seen: int, expected: int) -> None:
+    assert next_round(missing, good, seen, 64) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 64), st.integers(0, 64), st.integers(0, 64))
+def test_a_round_takes_at_least_what_is_missing_and_at_most_a_step(missing: int, good: int, aside: int) -> None:
+    count = next_round(missing, good, good + aside, 64)
+    assert missing <= count <= 64
+    assert count <= next_round(missing, good, good + aside + 1, 64)  # a lower rate never takes fewer
+
+
+def test_a_second_round_takes_what_is_missing_and_what_is_over_waits() -> None:
+    """6 of 8 prompts have spread: 2 are missing, 2/0.75 + √0.5/0.75 = 3.6 are sampled, where 8 were."""
+    found = collect(refilled(), flat=0, position=0)
+    assert found.position == PROMPTS  # nothing to refill
+    found = collect(refilled())
+    assert found.position == PROMPTS + 4  # prompts 0 to 3 again, two of them flat
+    assert [int(p[0]) for p in found.batch.prompts or ()] == [2, 3, 4, 5, 6, 7, 2, 3]
+    assert found.surplus == ()
+    assert found.metrics["completions/sampled_per_trained"].value == 12 / 8
+    other = collect(refilled(), position=2)  # 2 … 7, 0, 1 and then 2, 3, 4, 5, of which two are over
+    assert [int(g.prompt) for g in other.surplus] == [4, 5]
+    assert {name: other.metrics[f"dynamic/{name}"].value for name in ("unfilled", "carried", "discarded")} == {
+        "unfilled": 0,
+        "carried": 0,
+        "discarded": 0,
+    }
+
+
+def test_what_is_carried_goes_first_and_less_is_sampled() -> None:
+    first = collect(refilled(), position=2)
+    second = collect(refilled(), position=first.position, step=2, carried=first.surplus)
+    assert second.groups[:2] == first.surplus
+    assert torch.equal(second.batch.tokens[:32], to_batch(first.surplus).tokens)
+    assert second.position == first.position + 6 + 5  # 6, 7, 0, 1, 2, 3 leave two missing: (2 + √⅔)/⅔ = 4.2
+    assert second.metrics["dynamic/carried"].value == 2
+    assert second.metrics["dynamic/unfilled"].value == 0
+    assert second.metrics["frac_reward_zero_std"].value == 3 / 11  # of what this step has sampled: 0, 1 and 0 again
+
+
+def test_without_carrying_what_is_over_is_thrown_away_and_counted() -> None:
+    found = collect(refilled(carry=False), position=2)
+    assert found.surplus == ()
+    assert found.metrics["dynamic/discarded"].value == 2
+    given_some = collect(refilled(carry=False), position=2, carried=collect(refilled(), position=2).surplus)
+    assert torch.equal(given_some.batch.tokens, found.batch.tokens)
+
+
+def test_a_step_samples_at_most_its_rounds_and_at_least_a_prompt() -> None:
+    found = collect(refilled(max_rounds=3), flat=PROMPTS)
+    assert found.position == 3 * PROMPTS
+    assert found.metrics["dynamic/unfilled"].value == PROMPTS
+    waiting = collect(refilled(), flat=0).groups
+    full = collect(refilled(), flat=0, carried=waiting, step=2)
+    assert full.groups[:-1] == waiting[:-1]
+    assert full.position == 1
+
+
+def test_other_algorithms_are_as_they_were() -> None:
+    found = collect(pg.GRPO)
+    assert found.position == PROMPTS
+    assert not [name for name in found.metrics if name.startswith("dynamic/")]
+    assert found.metrics["completions/sampled_per_trained"].value == 1.0
+    assert collect(pg.GRPO, carried=found.groups).groups[0] is not found.groups[0]
+
+
+# --- one step stale
+
+
+class Seen:
+    """A watcher that keeps every step and stops after `steps`; what outlives a step goes through a checkpoint's text and back."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.done = steps, list[Done]()
+        self.progress: Progress | None = None
+
+    def record(self, done: Done) -> Metrics:
+        self.done.append(done)
+        return {}
+
+    def keep_going(self, progress: Progress) -> bool:
+        self.progress = progress
+        return progress.step < self.steps
+
+
+def run(algorithm: pg.Algorithm, steps: int, pieces: bool = False) -> list[Done]:
+    """Steps on a table; in pieces, what is carried is written and read between any two."""
+    settings = pg.Run(
+        algorithm=algorithm, prompts_per_step=PROMPTS, samples_per_prompt=16, sampling=pg.Sampling(max_tokens=3)
+    )
+    player, learner, done = rollouter(sampler()), TabularLearner(PROMPTS, 3, 4, lr=20.0), list[Done]()
+    with torch.no_grad():
+        learner.table.copy_(sampler().table)
+    player.update(learner.publish())
+    progress = Progress(algorithm.init(), position=2)
+    for _ in range(steps if pieces else 1):
+        watcher = Seen(progress.step + 1 if pieces else steps)
+        progress = loop(settings, player, learner, progress, watcher)
+        done += watcher.done
+        if pieces:
+            tensors, values = carried.pack(progress.carried)
+            values = decode(json.loads(json.dumps(encode(values, "carried"))))
+            progress = replace(progress, carried=carried.unpack(tensors, values, player.examples))
+    return done
+
+
+def test_carried_groups_are_stale_samples_and_are_corrected_for() -> None:
+    """π_old is the learner's policy at every row; where another one drew it, π_old/μ weighs it, capped."""
+    done = run(refilled(), 5)
+    assert [bool(d.rollout.metrics["dynamic/carried"].value) for d in done].count(True) >= 2
+    for before, now in pairwise(done):
+        n = 16 * len(before.rollout.surplus)
+        batch, mask = now.batch, now.batch.mask
+        assert batch.version is not None
+        assert now.rollout.groups[: n // 16] == before.rollout.surplus
+        assert bool((batch.version[:n][mask[:n]] == now.step - 2).all())
+        assert bool((batch.version[n:][mask[n:]] == now.step - 1).all())
+        assert now.metrics["staleness/max"].value == float(n > 0)
+        assert now.algorithm.corrections == ((TruncatedIS(),) if n else ())
+        if n:
+            assert batch.logp_old is not None
+            assert batch.logp_sampler is not None
+            gap = torch.where(mask, batch.logp_old - batch.logp_sampler, 0)
+            assert float(gap[:n].abs().max()) > 0.01  # the weights have moved
+            assert float(gap[n:].abs().max()) < 1e-6
+            weight = now.algorithm.corrected(torch.ones_like(batch.logp_old), batch)
+            torch.testing.assert_close(weight[:n][mask[:n]], gap.exp().clamp(max=2.0)[:n][mask[:n]])
+
+
+def test_the_samplers_word_makes_their_own_policy_the_ratios() -> None:
+    done = run(replace(refilled(), behaviour="sampler"), 4)
+    assert any(d.rollout.metrics["dynamic/carried"].value for d in done)
+    for d in done:
+        assert torch.equal(d.batch.logp_old, d.batch.logp_sampler)
+        assert d.algorithm.corrections == ()
+
+
+def test_what_is_carried_through_a_checkpoint_is_the_same_to_the_bit() -> None:
+    for whole, piece in zip(run(refilled(), 5), run(refilled(), 5, pieces=True), strict=True):
+        for name in ("tokens", "logp_sampler", "version", "reward", "mask", "truncated"):
+            assert torch.equal(getattr(whole.batch, name), getattr(piece.batch, name)), name
+        assert torch.equal(whole.psi, piece.psi)
+        assert whole.rollout.texts == piece.rollout.texts
+
+
+def test_every_field_of_a_group_comes_back() -> None:
+    drawn = Segment(torch.tensor([3, 1]), torch.tensor([-0.1, -1 / 3]), torch.tensor([4, 5]))
+    said = Segment(torch.tensor([7, 7, 7]))
+    plain = Segment(torch.tensor([2]), torch.tensor([-2.5]), 6)
+    one = Trajectory((drawn, said, plain), "a “b”", True, (0.1, None), 1 / 3, Marks((1, 5), (0.5, 0.0)), {"x": 0.7})
+    two = Trajectory((Segment(torch.zeros(0, dtype=torch.int64), torch.zeros(0), 6),), "", False)
+    group = Group(Start(Example("9", {"a": 1}), (0, 0, 3, 9), 12), torch.tensor([9, 9]), (one, two))  # type: ignore[arg-type]
+    other = replace(group, start=replace(group.start, key=(0, 0, 3, 8)), trajectories=(two, one))
+    tensors, values = carried.pack([group, other])
+    mine, rest = carried.split(tensors | {"weights/a": torch.ones(1)})
+    assert list(rest) == ["weights/a"]
+    values = decode(json.loads(json.dumps(encode(values, "carried"))))
+    found = carried.unpack(mine, values, lambda i: Example(str(i), {"a": 1}))
+    assert [g.start.key for g in found] == [(0, 0, 3, 9), (0, 0, 3, 8)]
+    assert found[1].start.example.prompt == "8"
+    back = found[0].trajectories[0]
+    assert (back.text, back.truncated, back.turn_rewards, back.reward, back.metrics) == (
+        one.text,
+        True,
+        (0.1, None),
+        1 / 3,
+        {"x": 0.7},
+    )
+    assert back.marks == one.marks
+    for name in ("tokens", "mask", "logp", "version"):
+        assert torch.equal(getattr(back, name), getattr(one, name))
+    assert [s.sampled for s in back.segments] == [True, False, True]
+    assert back.segments[2].version == 6
+    assert found[0].trajectories[1].reward is None
+    assert carried.unpack(*carried.pack(()), lambda i: Example("")) == ()  # type: ignore[arg-type]

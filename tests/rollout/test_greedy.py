@@ -1,0 +1,103 @@
+"""The greedy completion as a baseline: one for each prompt, judged like the others, counted, and in no batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import policygrad as pg
+from doubles.tabular_sampler import TabularSampler, TabularTokenizer
+from policygrad.rewards.types import RewardScores
+from policygrad.rollout.rollouter import Rollouter
+from policygrad.samplers.base import Request, Sampling
+from policygrad.tasks.types import Example
+
+REMAX = replace(pg.REMAX, samples_per_prompt=3)
+
+
+class Listening(TabularSampler):
+    """Remembers what it was asked."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__(*shape)
+        self.asked: list[Request] = []
+
+    async def generate(self, requests: Sequence[Request]) -> Any:
+        self.asked += requests
+        return await super().generate(requests)
+
+
+def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> RewardScores:
+    """What the first token says, in tenths."""
+    return RewardScores([float(text.split()[0]) / 10 if text.split() else 0.0 for text in texts], {})
+
+
+def sampler() -> Listening:
+    found = Listening(4, 3, 4)
+    for prompt in range(4):
+        found.table[prompt, 0, prompt] += 0.5  # the most probable first token is the prompt's own number
+    return found
+
+
+def collect(algorithm: pg.Algorithm, sampler: TabularSampler, score: Any = solved, **changed: Any) -> Any:
+    options = {"prompts": 4, "samples": 3, "step": 1, "position": 0} | changed
+    rollouter = Rollouter(lambda i: Example(str(i % 4)), TabularTokenizer(), sampler, score)  # type: ignore[arg-type]
+    return rollouter.collect(algorithm, Sampling(max_tokens=3), **options)
+
+
+def test_one_greedy_episode_for_each_prompt_beside_the_batch() -> None:
+    listening = sampler()
+    found, plain = collect(REMAX, listening), collect(pg.REINFORCE, sampler())
+    greedy = [request for request in listening.asked if request.sampling.temperature == 0]
+    assert len(greedy) == 4
+    assert len({request.key for request in listening.asked}) == len(listening.asked), "random numbers of its own"
+    assert found.position == plain.position == 4
+    assert found.texts == plain.texts
+    assert torch.equal(found.batch.logp_sampler, plain.batch.logp_sampler)
+    first = [int(prompt[0]) if prompt[0] else 0 for prompt in found.batch.prompts]
+    assert found.batch.baseline.tolist() == pytest.approx([p / 10 for p in first for _ in range(3)])
+    assert plain.batch.baseline is None
+
+
+def test_what_it_costs_is_counted_and_what_it_is_worth_is_measured() -> None:
+    found, plain = collect(REMAX, sampler()), collect(pg.REINFORCE, sampler())
+    more = found.metrics["tokens/sampled"].value - plain.metrics["tokens/sampled"].value
+    assert more == found.metrics["tokens/greedy"].value > 0
+    assert found.metrics["reward/greedy"].value == pytest.approx(0.15)
+    for name in ("reward", "entropy", "completions/mean_length"):
+        assert found.metrics[name].value == plain.metrics[name].value
+
+
+def test_a_greedy_completion_without_a_reward_is_said_and_its_prompt_teaches_nothing() -> None:
+    def score(prompts: Any, texts: Sequence[str], columns: Any) -> RewardScores:
+        if len(texts) == 12:
+            return solved(prompts, texts, columns)
+        return RewardScores([None, 0.2, None, 0.2], {}, {"raised": 2}, messages=["boom"])
+
+    found = collect(REMAX, sampler(), score)
+    assert found.metrics["rewards/failed_raised"].value == 2
+    assert found.messages == ("boom", "a greedy completion has no reward; nothing is learnt from its prompt")
+    assert found.batch.baseline.isnan().tolist() == [p in (0, 2) for p in range(4) for _ in range(3)]
+    psi = REMAX.advantages(found.batch)
+    assert psi.isfinite().all()
+    assert (psi[found.batch.group == 0] == 0).all()
+    assert psi[found.batch.group == 1].abs().sum() > 0
+
+
+def test_prompts_that_take_no_part_are_not_asked_about() -> None:
+    def score(prompts: Any, texts: Sequence[str], columns: Any) -> RewardScores:
+        if len(texts) == 12:
+            return RewardScores([None if i < 9 else 1.0 for i in range(12)], {}, {"raised": 9})
+        return solved(prompts, texts, columns)
+
+    listening = sampler()
+    found = collect(REMAX, listening, score)
+    assert sum(request.sampling.temperature == 0 for request in listening.asked) == 1
+    assert found.batch.baseline.isnan().sum() == 9
+    nothing = collect(REMAX, sampler(), lambda p, t, c: RewardScores([None] * len(t), {}, {"raised": len(t)}))
+    assert "tokens/greedy" not in nothing.metrics
+    assert (REMAX.advantages(nothing.batch) == 0).all()

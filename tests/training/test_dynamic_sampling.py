@@ -1,0 +1,81 @@
+"""Dynamic sampling on the real path: what it samples for what it trains, and what waits for the next step at a resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import policygrad as pg
+from doubles.files import rows, same, untimed, weights
+from doubles.trackers import Record
+from policygrad.checkpoint import format as checkpoints
+from policygrad.training.config.run import Run
+from policygrad.training.trainer import train
+
+
+@pytest.mark.slow
+def test_dapo_on_the_embedded_task_samples_little_more_than_it_trains(tmp_path: Path) -> None:
+    """As it comes, at its first steps: 2.0 completions sampled for each that was trained on, when every round was a whole step."""
+    run = Run(algorithm=pg.DAPO, lr=1e-3, evaluation=pg.Evaluation(problems=0), output=str(tmp_path / "run"))
+    train(run, stop_after=4, display=False)
+    steps = rows(tmp_path / "run" / "metrics.jsonl")
+    assert len(steps) == 4
+    assert 1 < steps[0]["completions/sampled_per_trained"] <= 1.25
+    assert sum(m["completions/sampled_per_trained"] for m in steps) / 4 <= 1.25
+    assert all(m["dynamic/unfilled"] == m["dynamic/discarded"] == 0 for m in steps)
+    assert any(m["dynamic/carried"] and m["staleness/max"] for m in steps)
+
+
+@pytest.fixture
+def refilling(small: Run, tmp_path: Path) -> Run:
+    """The small run with dynamic sampling, an epoch more, and a reward that about half of the answers have."""
+    (tmp_path / "odd.py").write_text(
+        "def odd(prompts, completions, **columns):\n    return [float(len(c) % 2) for c in completions]\n"
+    )
+    algorithm = replace(pg.DR_GRPO, filters=(pg.DropNoSpread(max_rounds=6),), step=pg.FirstOrder(epochs=2))
+    changed = {"prompts_per_step": 6, "samples_per_prompt": 3, "reward": (f"{tmp_path / 'odd.py'}:odd",)}
+    return replace(small, algorithm=algorithm, lr=1e-3, **changed)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_resume_at_every_step_is_bitwise_equal_with_groups_that_wait(refilling: Run, tmp_path: Path) -> None:
+    whole = train(replace(refilling, output=str(tmp_path / "whole")), display=False)
+    pieces = tmp_path / "pieces"
+    result = train(replace(refilling, output=str(pieces)), stop_after=1, display=False)
+    while result.steps < refilling.steps:
+        result = train(resume=pieces, stop_after=1, display=False)
+    assert same(weights(whole.output), weights(pieces))
+    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert (whole.output / "completions.jsonl").read_text() == (pieces / "completions.jsonl").read_text()
+    carried = [m["dynamic/carried"] for m in rows(whole.output / "metrics.jsonl")]
+    assert carried[0] == 0
+    assert any(carried)
+
+
+@pytest.mark.slow
+def test_another_filter_at_a_resume_takes_nothing_over_and_says_so(refilling: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = replace(refilling, output=str(folder))
+    train(run, stop_after=1, display=False)
+    while not (saved := checkpoints.load_latest(folder / "checkpoints", warn=pytest.fail)).state["carried"]:
+        train(resume=folder, stop_after=1, display=False)
+    assert {name for name in saved.tensors if name.startswith("carried/")}
+    record = Record()
+    other = replace(run, algorithm=replace(run.algorithm, filters=(pg.DropNoSpread(max_rounds=6, carry=False),)))
+    train(other, resume=folder, stop_after=1, display=record)
+    assert "its parts start without their state" in record.said
+    assert rows(folder / "metrics.jsonl")[-1]["dynamic/carried"] == 0
+
+
+def test_a_step_that_begins_with_older_groups_says_so_once(refilling: Run, tmp_path: Path) -> None:
+    record = Record()
+    train(
+        replace(refilling, output=str(tmp_path / "run"), algorithm=replace(refilling.algorithm, step=pg.FirstOrder())),
+        display=record,
+    )
+    told = [note for note in record.notes if "sampled in the step before" in note]
+    assert len(told) == 1
+    assert "DropNoSpread.carry" in told[0]
+    assert not [note for note in record.notes if "older than the weights" in note]
