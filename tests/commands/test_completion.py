@@ -28,7 +28,7 @@ def complete(*words: str) -> list[str]:
 def test_completion() -> None:
     assert complete("tr") == ["train"]
     assert complete("train", "da") == ["dapo"]
-    assert complete("show", "Cl") == ["Clip"]
+    assert complete("show", "Impo") == ["Importance"]
     assert {"--algorithm.gate", "--algorithm.gate.high", "--algorithm.gate.tau-pos"} <= set(
         complete("train", "--algorithm.g")
     )

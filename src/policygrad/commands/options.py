@@ -173,7 +173,7 @@ def option_type(chosen: Algorithm) -> type:
 
 
 def part_flags(kind: type, prefix: str = "--algorithm") -> Iterator[str]:
-    """The flags of `option_type`'s fields as the help lists them, without asking for help: for tab completion of every algorithm."""
+    """The flags of `option_type`'s fields as the help lists them, without asking for it: completion has every algorithm's."""
     hints = get_type_hints(kind)
     for f in fields(kind):
         flag = f"{prefix}.{f.name.replace('_', '-')}"
