@@ -249,7 +249,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("train --resume no/such/run", "holds no run of `policygrad train`"),
         ("train --config no/such.toml", "no/such.toml"),
         ("show Clipp", "did you mean 'Clip'"),
-        ("show nothing", "`policygrad show` lists them"),
+        ("show zzz", "`policygrad show` lists them"),
         ("algorithms --width 20", "--width must be at least 40"),
         ("algorithms --jsn", "--json"),
         ("completion fish", "bash"),

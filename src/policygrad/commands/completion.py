@@ -15,6 +15,7 @@ from policygrad.commands.compare import CompareOptions
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.evaluate import EvalOptions
 from policygrad.commands.lab import LabOptions
+from policygrad.commands.options import option_type, part_flags
 from policygrad.commands.supervised import flags as supervised_flags
 from policygrad.commands.train import flags
 from policygrad.compare.ladders import LADDERS
@@ -78,7 +79,11 @@ def script(shell: str) -> str:
     """The script for bash; zsh runs the same one through its bashcompinit."""
     places = [f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt")]
     train = dict.fromkeys(
-        [*(flag for name in ALGORITHMS for flag in flags(name)), *(f"--algorithm.{p}" for p in places)]
+        [
+            *flags("grpo"),
+            *(f"--algorithm.{p}" for p in places),
+            *(flag for a in ALGORITHMS.values() for flag in part_flags(option_type(a))),
+        ]
     )
     evaluate = [f.name for f in fields(EvalOptions) if f.name not in ("model", "sampling")]
     evaluate += [f.name for f in fields(Sampling)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import describe as words
 from policygrad.commands.describe import HEAD, NAME, QUIET, Line
 from policygrad.commands.families import families
 
+_TIED = "\u00a0"
+"""Between words of one part, which stay on a line where they can."""
 Cells = dict[str, tuple[str, ...]]
 """Column -> the cell's parts."""
 
@@ -40,13 +40,16 @@ def _blocks(rows: dict[str, Cells], grouped: dict[str, list[str]], width: int) -
     for family, names in grouped.items():
         lines += [(), *words.wrapped((("", ""),), family, width, HEAD)]
         for name in names:
-            cells = [f"{column.split()[0]} {' '.join(parts)}" for column, parts in rows[name].items() if parts]
+            named = [(column.split()[0], parts) for column, parts in rows[name].items() if parts]
+            cells = [
+                " ".join([f"{symbol} {parts[0]}".replace(" ", _TIED), *_tied(parts[1:])]) for symbol, parts in named
+            ]
             lines += _packed(name, cells, lead, width)
     return lines
 
 
 def _packed(name: str, cells: list[str], lead: int, width: int) -> list[Line]:
-    """Cells one after the other, as many on a line as fit; a cell that is longer than a line breaks between words."""
+    """Cells one after the other, as many on a line as fit; one that is longer than a line breaks between parts, then words."""
     first = max(lead, len(name) + 2)
     lines, row, indent = list[Line](), "", first
     for cell in cells:
@@ -54,14 +57,23 @@ def _packed(name: str, cells: list[str], lead: int, width: int) -> list[Line]:
             lines.append(_line(name if not lines else "", indent, row))
             row, indent = "", lead
         row = f"{row}   {cell}" if row else cell
-        while indent + len(row) > width and (cut := row.rfind(" ", 0, width - indent + 1)) > 0:
+        while indent + len(row) > width and (cut := _cut(row[: width - indent + 1])) > 0:
             lines.append(_line(name if not lines else "", indent, row[:cut]))
             row, indent = row[cut + 1 :], lead + 2
     return [*lines, _line(name if not lines else "", indent, row)]
 
 
+def _cut(row: str) -> int:
+    """Where a row that is too long ends: between parts, else between words; -1 where there is one word."""
+    return found if (found := row.rfind(" ")) > 0 else row.rfind(_TIED)
+
+
+def _tied(parts: tuple[str, ...]) -> list[str]:
+    return [part.replace(" ", _TIED) for part in parts]
+
+
 def _line(name: str, indent: int, text: str) -> Line:
-    return ((name.ljust(indent), NAME), (re.sub(r"\s+$", "", text), ""))
+    return ((name.ljust(indent), NAME), (text.replace(_TIED, " ").rstrip(), ""))
 
 
 def _joined(rows: dict[str, Cells]) -> dict[str, Cells]:

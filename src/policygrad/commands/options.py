@@ -7,16 +7,16 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.citations import summary
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.protocols import Additive
+from policygrad.core.protocols import Additive, Part
 from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.run import Draft, optional
 from policygrad.training.config.toml import from_dict
@@ -170,6 +170,22 @@ def option_type(chosen: Algorithm) -> type:
         elif _has_fields(value):
             columns.append(_column(f.name, value))
     return make_dataclass("Parts", columns, frozen=True)
+
+
+def part_flags(kind: type, prefix: str = "--algorithm") -> Iterator[str]:
+    """The flags of `option_type`'s fields as the help lists them, without asking for it: completion has every algorithm's."""
+    hints = get_type_hints(kind)
+    for f in fields(kind):
+        flag = f"{prefix}.{f.name.replace('_', '-')}"
+        default = (
+            f.default if f.default is not MISSING else f.default_factory() if callable(f.default_factory) else None
+        )
+        if is_dataclass(default):
+            yield from part_flags(type(default), flag)
+        elif not any(
+            isinstance(k, type) and issubclass(k, Part) for k in get_args(hints[f.name])
+        ):  # an open part is no flag
+            yield flag if default is not True else f"{prefix}.no-{f.name.replace('_', '-')}"
 
 
 def from_options(chosen: Algorithm, options: Any) -> Algorithm:

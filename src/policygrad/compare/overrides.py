@@ -14,6 +14,10 @@ class Override:
 
 
 OVERRIDES: dict[str, Override] = {
+    "distill": Override(
+        ("--teacher", "runs/distill/teacher"),
+        "it needs a teacher: the one that scripts/measure_distill.py makes, the base model with twice its layers, trained by grpo.",
+    ),
     "vapo": Override(
         ("--algorithm.psi.length-adaptive-gae.alpha", "0.5"),
         "λ = max(0, 1 − 1/(α·l)) is 0 up to 20 tokens at the paper's α = 0.05; at 0.5 an answer of 10 tokens has λ = 0.8.",
