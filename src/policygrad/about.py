@@ -290,7 +290,7 @@ ABOUT: dict[str, About] = {
         "Cui et al. 2025, arXiv:2505.22617, sec. 4",
         "grpo",
         "Entropy collapse at its cause: likely tokens with high advantage make it fall, and a few of them are left out.",
-        "The band of covariances (1 to 5) is in units of the task: where none reaches it nothing happens (clip_ratio says so).",
+        "The band of covariances (1 to 5) is in units of the task: and where none reaches it nothing happens.",
     ),
     "kl_cov": About(
         "KL-Cov: tokens of high covariance are held",
