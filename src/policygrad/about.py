@@ -308,7 +308,7 @@ ABOUT: dict[str, About] = {
     ),
     "gdpo": About(
         "Group reward-decoupled normalisation policy optimisation",
-        "Liu et al. 2026, arXiv:2601.05242, sec. 3",
+        "Liu et al. 2026, arXiv:2601.05242",
         "grpo",
         "Several rewards keep apart: each is compared within its group before they are added, so that one reward's scale, or a sum "
         "that happens to be equal, hides no other.",
