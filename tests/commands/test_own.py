@@ -69,6 +69,16 @@ def test_what_has_no_name_takes_its_variable(here: Path) -> None:
     assert find_algorithm("own_file.py:TENTED").name == "tented"
 
 
+def test_what_ones_own_is_changed_into_has_another_name(run_command: Any, here: Path) -> None:
+    """No row of the matrix would tell later that a part is not what its name stands for."""
+    assert dry(run_command, "own_file.py:TENTED")["algorithm"]["name"] == "tented"
+    assert dry(run_command, "own_file.py:TENTED", "--lr", "1", "--max-tokens", "9")["algorithm"]["name"] == "tented"
+    made = dry(run_command, "own_file.py:TENTED", "--algorithm.gate", "WeightCap")["algorithm"]
+    assert made["name"] == "tented+WeightCap"
+    made = dry(run_command, "own_file.py:LIKE_GRPO", "--algorithm.gate", "WeightCap")["algorithm"]
+    assert made["name"] == "grpo"  # compared with the row when it is told
+
+
 def test_in_toml_and_spelled_out_again(run_command: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """run.toml is read again from any folder: its parts carry the file's whole path."""
     (here / "c.toml").write_text('algorithm = "own_file.py:TENTED"\nsteps = 2\n')
