@@ -99,6 +99,21 @@ def test_files_of_one_name_are_two_modules(run_command: Any, here: Path) -> None
     assert load_own("own_file.py:Tent", "") is not load_own("apart/own_file.py:Tent", "")
 
 
+def test_neighbours_of_one_name_are_not_mixed_up(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "own_helper", raising=False)
+    for folder, value in ((here, 0.1), (here / "apart", 0.2)):
+        (folder / "own_helper.py").write_text(f"WIDTH = {value}\n")
+        (folder / "uses.py").write_text(
+            "import policygrad as pg\nfrom own_helper import WIDTH\nA = pg.Algorithm(psi=(pg.RunningMean(WIDTH),))\n"
+        )
+    assert find_algorithm("uses.py:A").psi == (pg.RunningMean(0.1),)
+    with pytest.raises(
+        ConfigError, match=r"imports 'own_helper', and 'own_helper' is .*own_helper\.py in this process"
+    ):
+        find_algorithm("apart/uses.py:A")
+    assert find_algorithm("uses.py:A").psi == (pg.RunningMean(0.1),)
+
+
 def test_a_module_that_another_hides_is_not_taken_in_silence(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_algorithm("own_file:TENTED").name == "tented"
     monkeypatch.chdir(here / "apart")
