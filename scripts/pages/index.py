@@ -53,7 +53,7 @@ def index_page() -> str:
         f"## The family\n\nEach algorithm under the one it was derived from:\n\n{block(chr(10).join(tree()))}",
         "## More\n\n"
         "- [Tables](../tables.md): model states, models in memory, what bounds a step, units and lengths\n"
-        "- [Measured](../measured.md): every algorithm on the embedded task, three seeds, equal tokens\n"
+        "- [Measured](../measured.md): every algorithm at its best learning rate, five seeds, equal tokens, updates or seconds\n"
         "- [Where sources disagree](../where-sources-disagree.md): what papers print, what policygrad does, and a check\n"
         "- [Your own algorithm](../your-own-algorithm.md) in 15 lines",
     )

@@ -7,9 +7,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "policygrad.algorithms": (
-        "A2C ALGORITHMS ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DPPO DR_GRPO GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO "
+        "A2C ALGORITHMS ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DISTILL DPPO DR_GRPO GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO "
         "GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO MAGISTRAL MAXRL NATURAL OPO PASSK "
-        "PPO PPO_PENALTY PRORL RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL TOPR TRPO "
+        "PPO PPO_PENALTY PRIME PRORL RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL TOPR TRPO "
         "VAPO VESPO VINEPPO algorithm"
     ),
     "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut OptimalBaseline RunningMean",
@@ -19,19 +19,22 @@ _HOME = {
     "policygrad.core.batch": "Batch Forward",
     "policygrad.core.corrections": "MaskedIS TruncatedIS",
     "policygrad.core.critic": "Critic",
+    "policygrad.core.curriculum": "NoPositiveResampling",
+    "policygrad.core.distillation": "TeacherLogRatio",
     "policygrad.core.dual_descent": "DualDescent",
     "policygrad.core.drift_terms": "KLCov PolicyDrift",
     "policygrad.core.filters": "DemonstrationsApart Downsample DropNoSpread MaskTruncated",
     "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
-    "policygrad.core.loss_terms": "ExactEntropy ExactKLToOld",
+    "policygrad.core.loss_terms": "ExactEntropy ExactKLToOld ExactKLToReference",
     "policygrad.core.objective": "gate_weight objective surrogate",
     "policygrad.core.off_policy": "Taper Unweighted",
     "policygrad.core.problems": "AdaptiveProblem CurvatureProblem GradientProblem",
-    "policygrad.core.process": "PrefixValue ProcessReward",
+    "policygrad.core.process": "ImplicitProcess PrefixValue ProcessReward",
     "policygrad.core.protocols": "Advantage Aggregation Correction Filter Gate LossTerm Part Ratio Shaping Term UpdateRule",
     "policygrad.core.proximal": "DivergenceClip GammaKernel GeometricMean LogClip",
     "policygrad.core.ratios": "Sequence SequenceProduct Token",
     "policygrad.core.reference": "Reference",
+    "policygrad.core.reward_model": "ImplicitReward",
     "policygrad.core.selecting_gates": "ClipCov SecondMoment",
     "policygrad.core.shaping": "KLInReward SoftOverlong",
     "policygrad.core.success": "Accepted OverGroupMean PassAtK",
@@ -51,6 +54,7 @@ _HOME = {
     "policygrad.environments": "Action Environment Observation SingleTurn Step",
     "policygrad.learners.base": "Learner",
     "policygrad.learners.local.learner": "LocalLearner",
+    "policygrad.models.reference": "load_reference",
     "policygrad.models.replica": "replica",
     "policygrad.rewards": "RewardPool reward",
     "policygrad.rollout.rollouter": "Rollout Rollouter",

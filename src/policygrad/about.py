@@ -337,4 +337,18 @@ ABOUT: dict[str, About] = {
         "Imitates whatever is shown, right or wrong, at one μ for the whole run; tokens the policy has given up on are not learnt. "
         "The lab, which only samples, measures it without demonstrations.",
     ),
+    "distill": About(
+        "On-policy distillation",
+        "Lu & Thinking Machines Lab 2025, On-Policy Distillation; Agarwal et al. 2024 (GKD), arXiv:2306.13649, eq. 2 to 4",
+        None,
+        "A teacher grades every token of the policy's own answers: far more is said than by one reward, and none is needed.",
+        "Never better than its teacher; where the policy writes what the teacher never would, its log-probabilities say little.",
+    ),
+    "prime": About(
+        "Process reinforcement through implicit rewards",
+        "Cui et al. 2025 (PRIME), arXiv:2502.01456, eq. 3 to 6 and algorithm 1",
+        "rloo",
+        "Credit per token without step labels: a second language model learns from outcomes what each token was worth.",
+        "Two more models in memory; the baseline is charged per token, so lengths are pushed where siblings' tokens earn or lose.",
+    ),
 }

@@ -10,7 +10,9 @@ from policygrad.core.aggregates import FixedLength, GroupTokenMean, SequenceMean
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.baselines import ConstantBaseline, GreedyBaseline
 from policygrad.core.critic import Critic
+from policygrad.core.curriculum import NoPositiveResampling
 from policygrad.core.demonstrations import DemonstrationNLL
+from policygrad.core.distillation import TeacherLogRatio
 from policygrad.core.drift_terms import KLCov, PolicyDrift
 from policygrad.core.filters import DemonstrationsApart, DropNoSpread, MaskTruncated
 from policygrad.core.gates import Clip, Importance, OnPolicy, SoftGate, WeightCap
@@ -18,10 +20,11 @@ from policygrad.core.mixing import Scaled
 from policygrad.core.multi_reward import RewardZScores
 from policygrad.core.off_policy import Taper, Unweighted
 from policygrad.core.policy_shaping import PolicyShaping
-from policygrad.core.process import PrefixValue, ProcessReward
+from policygrad.core.process import ImplicitProcess, PrefixValue, ProcessReward
 from policygrad.core.proximal import DivergenceClip, GammaKernel, GeometricMean, LogClip
 from policygrad.core.ratios import Sequence, SequenceProduct, Token
 from policygrad.core.reference import Reference
+from policygrad.core.reward_model import ImplicitReward
 from policygrad.core.selecting_gates import ClipCov, SecondMoment
 from policygrad.core.shaping import KLInReward, SoftOverlong
 from policygrad.core.success import Accepted, OverGroupMean, PassAtK
@@ -181,7 +184,7 @@ SCALE_RL = replace(
     gate=WeightCap(0.0, 5.0),
     aggregate=GroupTokenMean(),
     terms=(),
-    filters=(DropNoSpread("drop"),),
+    filters=(DropNoSpread("drop"), NoPositiveResampling(0.9)),
     behaviour="sampler",
 )
 
@@ -259,9 +262,31 @@ CHORD = replace(
 )
 _SEVERAL = (GDPO, GIGPO, LUFFY, CHORD)
 
+DISTILL = Algorithm(
+    "distill",
+    psi=(TeacherLogRatio(),),
+    ratio=Token(),
+    gate=Importance(),
+    aggregate=TokenMean(),
+    samples_per_prompt=4,
+)
+PRIME = Algorithm(
+    "prime",
+    psi=(LeaveOneOut(), ImplicitProcess()),
+    ratio=Token(),
+    gate=Clip(0.2, 0.2),
+    aggregate=TokenMean(),
+    filters=(DropNoSpread(),),
+    step=FirstOrder(minibatches=4),
+    reward_model=ImplicitReward(),
+    samples_per_prompt=4,
+)
+
+_TWO_MODELS = (DISTILL, PRIME)
+
 _CRITICS = (A2C, TRPO, NATURAL, PPO, PPO_PENALTY, VAPO, VINEPPO)
 _GROUPS = (GRPO, GRPO_PROCESS, ITERATIVE_GRPO, DR_GRPO, DAPO, PRORL, MAGISTRAL, GSPO, GSPO_TOKEN, CISPO, SAPO)
-_FAMILIES = ((REINFORCE, RLOO, OPO), _CRITICS, _GROUPS, _OUTCOMES, _TRUST, _SEVERAL)
+_FAMILIES = ((REINFORCE, RLOO, OPO), _CRITICS, _GROUPS, _OUTCOMES, _TRUST, _SEVERAL, _TWO_MODELS)
 ALGORITHMS: dict[str, Algorithm] = {a.name: a for family in _FAMILIES for a in family}
 
 

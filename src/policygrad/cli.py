@@ -23,6 +23,7 @@ HELP = """policygrad: the policy-gradient family for language models, as one equ
   policygrad sft --data FILE               supervised fine-tuning on demonstrations
   policygrad reward-model --data FILE      a reward model from preferences; train ... --reward model:RUN uses it
   policygrad eval MODEL --task TASK        mean@k and pass@k of a model on held-out problems
+  policygrad compare ROW ROW ...           algorithms against each other: seeds, learning rates, curves, what can be concluded
   policygrad algorithms [--json]           the matrix of named algorithms
   policygrad show                          what there is: the algorithms by family, the parts by where they go
   policygrad show NAME                     an algorithm: its equation, parts, defaults with sources, what it fixes,

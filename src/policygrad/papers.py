@@ -28,6 +28,7 @@ USUAL: dict[str, str] = {
     "Reference.every": "open: frozen, as everywhere but in iterative GRPO and ProRL",
     "Reference.reset": "off",
     "Reference.stall": "open: off",
+    "Reference.model": "open: the model that the run began with",
     "Critic.features": "own, as everywhere in the literature on language models",
     "Critic.hidden": "0: means something with features = policy only",
     "Critic.gamma": "1: an episode is one answer",
@@ -417,14 +418,14 @@ PAPERS: dict[str, Paper] = {
             "WeightCap.low": "0: the paper bounds from above alone",
             "WeightCap.high": "5, as TRL's documentation of the paper has it",
             "BatchStd.ddof": "our choice, as for the group's std",
+            "NoPositiveResampling.threshold": "0.9, the paper",
             "DropNoSpread.mode": "drop, the paper: such prompts leave the effective batch",
             "DropNoSpread.max_rounds": "means something with mode = refill",
             "FirstOrder.minibatches": "1: one update per batch of the paper's pipeline",
             "FirstOrder.epochs": "1",
             "samples_per_prompt": "our choice, for small machines; the paper draws 16",
         },
-        departs="the sampler is not eight updates behind (PipelineRL-8), answers are not interrupted for length, and prompts "
-        "solved before come again",
+        departs="the sampler is not eight updates behind (PipelineRL-8), and answers are not interrupted for length",
     ),
     "lite_ppo": Paper(
         f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ],   Â_i = ( R_i − mean_g R )/std_batch R",
@@ -609,5 +610,33 @@ PAPERS: dict[str, Paper] = {
             "FirstOrder.minibatches": "one update per rollout, the authors' settings (256 samples and 64 demonstrations)",
         },
         "Demonstrations are those of the step's prompts; the authors draw theirs from a data set of its own, one to four samples.",
+    ),
+    "distill": Paper(
+        "J = E[ Σ_i Σ_t r Â_t ],   Â_t = log π_T(o_t) − log π_old(o_t),   π_T the teacher",
+        {
+            "TeacherLogRatio.coefficient": "1.0: kl_penalty_coef of the authors' code (tinker-cookbook)",
+            "TeacherLogRatio.discount": '0, the post\'s "Loss function"; the authors saw no gain from more',
+            "FirstOrder.epochs": "1: num_substeps of the authors' code",
+            "FirstOrder.minibatches": "1: num_substeps of the authors' code",
+            "samples_per_prompt": "4: group_size of the authors' code",
+        },
+        "Averaged over the update's tokens; the authors' loss is a sum of them. Their π_old is what the sampler said.",
+    ),
+    "prime": Paper(
+        f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED.replace('Â', 'Â_t')} ],   r_φ(o_t) = β log( π_φ(o_t)/π_ref(o_t) )\n"
+        "Â_t = R_i − mean_{j≠i} R_j + Σ_{s≥t} γ^{s−t} ( r_φ(o_s) − mean_{j≠i} r_φ(o_j)/|o_j| )\n"
+        "φ: min E[ −R log σ(r_φ(o)) − (1 − R) log(1 − σ(r_φ(o))) ]   s.t.  some R_i differ",
+        {
+            "ImplicitReward.beta": "0.05, sec. 4.1",
+            "ImplicitProcess.gamma": "1, sec. 5.4",
+            "Clip.low": "0.2: the default of the authors' library (verl)",
+            "Clip.high": "0.2: the default of the authors' library (verl)",
+            "FirstOrder.minibatches": "4: batches of 256 answers of 1,024 (sec. 4.1); 800 rollouts are 3,200 updates (sec. 5.2)",
+            "DropNoSpread.mode": "refill: the authors' code samples four times as many prompts and takes those that pass first",
+            "DropNoSpread.max_rounds": "4: their oversample_factor",
+            "samples_per_prompt": "4, sec. 4.1",
+        },
+        "Filters by spread, which with 4 samples of 0/1 outcomes is the published accuracy range of 0.2 to 0.8. The authors' "
+        "code also scales the process rewards by their largest return, whitens Â, and fits φ before it rewards.",
     ),
 }

@@ -42,6 +42,9 @@ def test_completion() -> None:
     assert complete("lab", "--experiment", "z_") == ["z_score"]
     assert complete("lab", "con") == ["control"]
     assert {"--output", "--part", "--json"} <= set(complete("lab", "--"))
+    assert complete("compare", "dr") == ["dr_grpo"]
+    assert "--lr-grid" in complete("compare", "grpo", "--lr")
+    assert complete("compare", "--ladder", "d") == ["dapo"]
     assert "bashcompinit" in script("zsh")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Random, Shape, close, gradients, make, passed, policy, shapes
-from doubles.transcriptions import objectives
+from doubles.transcriptions import objectives, two_models
 from doubles.transcriptions.critic import CRITIC, corrected
 from doubles.transcriptions.data import DATA, FIELDS
 from doubles.transcriptions.off_policy import OFF_POLICY_PARTS, OUTCOMES
@@ -21,7 +21,7 @@ from doubles.transcriptions.trust import TRUST, TRUST_FIELDS, TRUST_PARTS
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
-NAMED = objectives.NAMED | CRITIC | ROWS | STEPS | OUTCOMES | TRUST | DATA
+NAMED = objectives.NAMED | CRITIC | ROWS | STEPS | OUTCOMES | TRUST | DATA | two_models.ROWS
 EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys((*STEPS, "process rewards alone"), "steps") | TRUST_FIELDS | FIELDS
 CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
 ALONE = {"process rewards alone": (replace(pg.GRPO_PROCESS, psi=(pg.ProcessReward(outcome=False),)), process_alone)}
@@ -32,6 +32,7 @@ TABLE = (
     | TRUST_PARTS
     | {"truncated IS": (CORRECTED, corrected)}
     | OFF_POLICY_PARTS
+    | two_models.PARTS
 )
 
 
@@ -113,7 +114,7 @@ def padded_with(batch: pg.Batch, padding: float) -> pg.Batch:
     def fill(x: Tensor | None) -> Tensor | None:
         return None if x is None else torch.where(batch.mask, x, padding)
 
-    names = ("logp_old", "logp_ref", "logp_sampler", "values", "weight", "token_reward", "entropy")
+    names = ("logp_old", "logp_ref", "logp_sampler", "values", "weight", "token_reward", "entropy", "implicit_reward")
     return replace(batch, **{name: fill(getattr(batch, name)) for name in names})
 
 

@@ -93,6 +93,7 @@ def make(shape: Shape, off_policy: float | None = None, extra: str | None = None
         truncated=random.uniform(rows) < 0.25,
         values=torch.where(mask, random.normal(rows, shape.width), NAN),
         logp_sampler=logp + 0.5 * random.normal(rows, shape.width),
+        implicit_reward=torch.where(mask, Random(shape.seed + 1).normal(rows, shape.width), NAN),
     )
     greedy = Random(shape.seed + 1).normal(len(shape.groups))  # from draws of its own: what else is drawn stays
     batch = replace(batch, baseline=greedy[batch.group], example=100 + 3 * batch.group)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import policygrad as pg
+from doubles.algorithms import runnable
 from policygrad.algorithms import ALGORITHMS, DAPO, GRPO, RLOO
 from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, WeightCap
@@ -46,7 +47,7 @@ def read(folder: Path, text: str | bytes, base: Run | None = None) -> Run:
 @pytest.mark.parametrize("resolved", [False, True])
 def test_round_trip(tmp_path: Path, name: str, resolved: bool) -> None:
     lr = 1e-300 if ALGORITHMS[name].step.uses_lr else None
-    run = Run(algorithm=ALGORITHMS[name], reward=("math", "format*0.5"), output='a "quoted" Ψ', lr=lr)
+    run = Run(algorithm=runnable(name), reward=("math", "format*0.5"), output='a "quoted" Ψ', lr=lr)
     run = run.resolved() if resolved else run
     assert read(tmp_path, dumps(run)) == run
     assert from_dict({"algorithm": algorithm_to_dict(run.algorithm)}, Run(), "a dict").algorithm == run.algorithm

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import policygrad as pg
+from doubles.algorithms import runnable
 from doubles.failing import FailingSampler, learner_cut_short, learner_with_a_bad_gradient
 from doubles.files import rows, same, untimed, weights
 from doubles.trackers import Interrupting, Record
@@ -26,14 +27,15 @@ from policygrad.training.trainer import train
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "reinforce", "ppo", "prorl"])
+@pytest.mark.parametrize("name", ["grpo", "reinforce", "ppo", "prorl", "prime", "distill"])
 def test_resume_at_every_step_is_bitwise_equal(small: Run, tmp_path: Path, name: str) -> None:
     """Stopped after every step and taken up again, the weights and the files are those of a run never stopped.
 
     GRPO needs its reference again and refits several updates; REINFORCE's baseline is state of the algorithm itself; PPO has
-    a critic, and here a phase in which only the critic is fitted, which ends within the run; ProRL's reference has moved.
+    a critic, and here a phase in which only the critic is fitted, which ends within the run; ProRL's reference has moved; PRIME
+    has a reward model that learns; distillation asks its teacher again.
     """
-    algorithm = pg.algorithm(name)
+    algorithm = runnable(name)
     if name == "grpo":
         algorithm = replace(algorithm, step=pg.FirstOrder(epochs=2, minibatches=2))
     if name == "prorl":

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import policygrad as pg
+from doubles.algorithms import runnable
 from doubles.files import rows, same, weights
 from doubles.trackers import Record
 from policygrad.algorithms import ALGORITHMS
@@ -89,7 +90,12 @@ def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> 
     options = {"model": "tiny", "task": "embedded", "reward": (), "lr": lr, "sampling": Sampling(max_tokens=32)}
     folder = str(tmp_path / "run")
     run = replace(
-        small, **options, algorithm=pg.algorithm(name), steps=2, output=folder, checkpoint=Checkpointing(every=9)
+        small,
+        **options,
+        algorithm=runnable(name, small.model),
+        steps=2,
+        output=folder,
+        checkpoint=Checkpointing(every=9),
     )
     result = train(run, display=record)
     assert load(result.output / "run.toml", Run()) == replace(run.resolved(), output=str(result.output))

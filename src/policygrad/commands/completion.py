@@ -11,12 +11,14 @@ import tyro
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import COMMANDS
+from policygrad.commands.compare import CompareOptions
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.evaluate import EvalOptions
 from policygrad.commands.lab import LabOptions
 from policygrad.commands.options import option_type, part_flags
 from policygrad.commands.supervised import flags as supervised_flags
 from policygrad.commands.train import flags
+from policygrad.compare.ladders import LADDERS
 from policygrad.core.algorithm import Algorithm
 from policygrad.lab.experiments import EXPERIMENTS
 from policygrad.rewards import known_rewards
@@ -37,6 +39,7 @@ SCRIPT = """# tab completion of policygrad; written by `policygrad completion {s
             train) words={train}; [ "$COMP_CWORD" -eq 2 ] && words="$words "{algorithms} ;;
             sft|reward-model) words={supervised} ;;
             eval) words={evaluate}; [ "$COMP_CWORD" -eq 2 ] && words="$words tiny" ;;
+            compare) words={compare}" "{algorithms} ;;
             algorithms) words="--json --width --help" ;;
             show) words={names} ;;
             lab) words={lab}; [ "$COMP_CWORD" -eq 2 ] && words="$words control" ;;
@@ -91,6 +94,7 @@ def script(shell: str) -> str:
         "--config|--resume|--output|--held-out|--data|--json": [],  # a file's or folder's name, which the shell knows
         "--experiment": [*EXPERIMENTS, "none"],
         "--base": list(ALGORITHMS),
+        "--ladder": list(LADDERS),
         "--model": ["tiny"],
         "--task": list(EMBEDDED),
         "--dtype|--learner.dtype": ["fp32", "bf16"],
@@ -106,6 +110,9 @@ def script(shell: str) -> str:
         algorithms=_quoted(ALGORITHMS),
         supervised=_quoted([*supervised_flags(SFTConfig), "--help"]),
         evaluate=_quoted([f"--{name.replace('_', '-')}" for name in evaluate] + ["--help"]),
+        compare=_quoted(
+            [*(f"--{f.name.replace('_', '-')}" for f in fields(CompareOptions) if f.name != "rows"), "--help"]
+        ),
         names=_quoted([*ALGORITHMS, *part_names()]),
         lab=_quoted([*(f"--{f.name.replace('_', '-')}" for f in fields(LabOptions)), "--help"]),
     )

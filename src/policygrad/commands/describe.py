@@ -28,6 +28,7 @@ COLUMNS = {  # field of an algorithm -> its symbol in the equation, and what it 
     "corrections": ("ρ", "corrections"),
     "aggregate": ("c", "average"),
     "critic": ("V", "critic"),
+    "reward_model": ("", "reward r_φ"),
     "terms": ("k", "terms"),
     "step": ("", "step"),
     "reference": ("", "reference"),
@@ -196,6 +197,8 @@ def matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, .
         parts = value if isinstance(value, tuple) else () if value is None else (value,)
         if name == "gate":
             parts += a.corrections  # they multiply w
+        if name == "critic" and a.reward_model is not None:
+            parts += (a.reward_model,)  # a second trained model, as V is
         symbol, label = COLUMNS[name]
         row[f"{symbol} {label}".strip()] = tuple(part_name(p, changed=changed) for p in parts)
     return {**row, "also": also(a)}
@@ -219,7 +222,7 @@ def difference(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str]]:
         if [settings(p) for p in theirs] != [settings(p) for p in mine] or list(map(type, theirs)) != list(
             map(type, mine)
         ):
-            changed[label] = _change(theirs, mine, names=name in ("step", "critic", "reference"))
+            changed[label] = _change(theirs, mine, names=name in ("step", "critic", "reward_model", "reference"))
     if parent.samples_per_prompt != a.samples_per_prompt:
         changed["samples"] = (str(parent.samples_per_prompt), str(a.samples_per_prompt))
     return changed

@@ -51,6 +51,8 @@ class TrainOptions(CommandOptions):
 
     algorithm: Annotated[tyro.conf.Positional[str | None], optional("[ALGORITHM]", "grpo")] = None
     """The method: a name, or one of your own, module:NAME or path/to/file.py:NAME."""
+    teacher: Annotated[str | None, optional("ID|DIR", "none")] = None
+    """A model to learn from (distill needs one), short for --algorithm.reference.model: a folder, a hub id, a run's folder."""
 
 
 def train(args: list[str]) -> int:
@@ -86,8 +88,8 @@ def dry_run(run: Run) -> str:
     """What would be done, as TOML that --config reads; the equation stands above it as comments."""
     said = [run.few_prompts, ""] if run.few_prompts else []
     run = run.resolved()
-    shown = describe(run.algorithm, page_width() - 2, run.sampling.max_tokens)
-    lines = ["".join(text for text, _ in line) for line in shown]
+    described = describe(run.algorithm, page_width() - 2, run.sampling.max_tokens)
+    lines = ["".join(text for text, _ in line) for line in described]
     for text in idle(run):
         lines += ["", *textwrap.wrap(f"Note: {text}", page_width() - 2)]
     return "\n".join([*(f"# {line}".rstrip() for line in [*said, *lines]), "", dumps(run).rstrip()])
@@ -123,7 +125,17 @@ def _parse(base: Draft, args: list[str]) -> tuple[Run, TrainOptions]:
         find_algorithm(parsed.command.algorithm)  # unknown: it says which is near
         raise ConfigError(f"{parsed.command.algorithm!r} is one algorithm too many: give one")
     options = {f.name: getattr(parsed.run, f.name) for f in fields(Options)}
-    return Run(**options, algorithm=from_options(base.algorithm, parsed.algorithm)), parsed.command
+    chosen = with_teacher(from_options(base.algorithm, parsed.algorithm), parsed.command.teacher)
+    return Run(**options, algorithm=chosen), parsed.command
+
+
+def with_teacher(algorithm: Algorithm, name: str | None) -> Algorithm:
+    """The algorithm with this model for its reference."""
+    if name is None:
+        return algorithm
+    if algorithm.reference is None:
+        raise ConfigError(f"--teacher {name} is a reference, and algorithm.reference is none: leave one of them away")
+    return replace(algorithm, reference=replace(algorithm.reference, model=name))
 
 
 def _flag(args: Sequence[str], name: str) -> str | None:

@@ -34,6 +34,7 @@ from policygrad.core.protocols import (
     UpdateRule,
 )
 from policygrad.core.reference import Reference
+from policygrad.core.reward_model import ImplicitReward
 from policygrad.core.roles import ROLES
 from policygrad.core.update_rules import FirstOrder
 from policygrad.errors import ConfigError
@@ -71,6 +72,8 @@ class Algorithm:
     """How the parameters move."""
     critic: Critic | None = None
     """V, for the advantages that need values."""
+    reward_model: ImplicitReward | None = None
+    """r_φ, a second trained model, for the advantages that need process rewards learned from outcomes."""
     reference: Reference | None = field(default_factory=Reference)
     """π_ref, for the parts that need it."""
     samples_per_prompt: int = 8
@@ -113,6 +116,12 @@ class Algorithm:
     def selecting(self) -> Part | None:
         """The part that chooses among all tokens of an update (`Part.select`), if there is one."""
         return next((part for _, part in self.parts() if "selected" in part.needs), None)
+
+    @property
+    def reads_reward(self) -> bool:
+        """Whether a part learns from rewards, so that a run needs some; a distillation does not."""
+        learned = bool(self.filters or self.critic or self.reward_model) or not self.psi
+        return learned or any(link.reads_reward for link in self.psi)
 
     @property
     def filter_needs(self) -> frozenset[str]:

@@ -21,6 +21,7 @@ PER_TOKEN = (
     "returns",
     "token_reward",
     "step_end",
+    "implicit_reward",
     "weight",
     "version",
     "entropy",
@@ -80,6 +81,8 @@ class Batch:
     """[B, T] rewards at tokens; a completion's total is `reward` plus their sum."""
     step_end: Tensor | None = None
     """[B, T] bool; where process rewards sit."""
+    implicit_reward: Tensor | None = None
+    """[B, T] nats·β; r_φ(o_t) = β·log(π_φ/π_ref) of a reward model that learns beside the policy."""
     weight: Tensor | None = None
     """[B, T] multiplies the aggregation coefficients: γ^t, reweighting, merged duplicates."""
     version: Tensor | None = None
@@ -197,6 +200,8 @@ class Forward:
     """[B, T] the critic's values, with their graph."""
     kl_old: Tensor | None = None
     """[B, T] nats, exact KL(π_old‖π_θ) over the vocabulary."""
+    kl_ref: Tensor | None = None
+    """[B, T] nats, exact KL(π_θ‖π_ref) over the vocabulary."""
 
 
 def required(value: Tensor | None, part: object, name: str) -> Tensor:

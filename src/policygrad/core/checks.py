@@ -9,6 +9,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.controllers import penalties
 from policygrad.core.data_checks import data_problems
+from policygrad.core.distillation import TeacherLogRatio
 from policygrad.core.dual_descent import DualDescent
 from policygrad.core.filters import Downsample, DropNoSpread, MaskTruncated
 from policygrad.core.process import ProcessReward
@@ -34,6 +35,7 @@ def check(algorithm: Composition) -> None:
         _order,
         _steps,
         _reference,
+        _reward_model,
         _penalty,
         _trust_region,
         data_problems,
@@ -43,8 +45,15 @@ def check(algorithm: Composition) -> None:
 
 
 def check_rollout(algorithm: Composition) -> None:
-    """Raises ConfigError for a penalty that does nothing where a rollout feeds one gradient step and is the policy's own: in a
-    run. In a loop of one's own the samples may be older than the policy."""
+    """Raises ConfigError for a teacher that is missing, and for a penalty that does nothing where a rollout feeds one gradient
+    step and is the policy's own: in a run. In a loop of one's own the samples may be older than the policy."""
+    if any(isinstance(link, TeacherLogRatio) for link in algorithm.psi) and (
+        algorithm.reference is None or algorithm.reference.model is None
+    ):
+        raise ConfigError(
+            f"{algorithm.name} learns from a teacher, and none is named: give --teacher, a folder, a hub id or a run's folder "
+            "(from Python reference=Reference(model=…)), with the policy's tokenizer. Its own first weights would teach it nothing"
+        )
     for term in algorithm.terms:
         single = isinstance(algorithm.step, FirstOrder) and algorithm.step.updates == 1
         if single and term.constrains == "kl_old":
@@ -213,6 +222,31 @@ def _reference(algorithm: Composition) -> Iterator[str]:
         yield "a reference that is refreshed and that no part reads: add KLToReference(), or set every=None and stall=None"
     if algorithm.reference is None and read:
         yield "a KL term without a reference: set reference=Reference(), or drop the KL from `terms` and `shaping`"
+    if algorithm.reference is not None and algorithm.reference.model is not None and not read:
+        yield (
+            f"reference.model is {algorithm.reference.model!r}, and no part of {algorithm.name} reads a reference: take distill to "
+            "learn from it, add KLToReference() to stay near it, or leave it out"
+        )
+
+
+def _reward_model(algorithm: Composition) -> Iterator[str]:
+    read, model, reference = "implicit_reward" in algorithm.declared, algorithm.reward_model, algorithm.reference
+    if model is None and read:
+        yield (
+            "an advantage from process rewards that nobody learns: set reward_model=ImplicitReward(), or drop ImplicitProcess()"
+        )
+    if model is not None and not read:
+        yield "a reward model that no advantage reads: put ImplicitProcess() after LeaveOneOut() in psi, or set reward_model=None"
+    if model is not None and reference is not None and (reference.every or reference.stall):
+        yield (
+            "ImplicitReward is measured against the reference, and a refreshed one would change what its rewards mean: set "
+            "every=None and stall=None"
+        )
+    if model is not None and isinstance(algorithm.step, TrustRegion):
+        yield (
+            "TrustRegion moves the policy alone, and ImplicitReward learns in gradient steps beside it: set step=FirstOrder(), or "
+            "reward_model=None"
+        )
 
 
 def _penalty(algorithm: Composition) -> Iterator[str]:
@@ -234,6 +268,11 @@ def _trust_region(algorithm: Composition) -> Iterator[str]:
     step = algorithm.step
     if not isinstance(step, TrustRegion):
         return
+    if "kl_ref" in {name for term in algorithm.terms for name in term.forward_needs}:
+        yield (
+            "TrustRegion looks ahead at other weights without asking the reference there: put KLToReference(form='r*k1') in the "
+            "place of ExactKLToReference()"
+        )
     if step.line_search and algorithm.ratio is None:
         yield (
             "TrustRegion's line search compares the surrogate at several policies, and without a ratio it is the same at all: "

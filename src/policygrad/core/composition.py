@@ -23,6 +23,7 @@ from policygrad.core.protocols import (
     UpdateRule,
 )
 from policygrad.core.reference import Reference
+from policygrad.core.reward_model import ImplicitReward
 
 
 class Composition(Protocol):
@@ -50,6 +51,8 @@ class Composition(Protocol):
     def step(self) -> UpdateRule: ...
     @property
     def critic(self) -> Critic | None: ...
+    @property
+    def reward_model(self) -> ImplicitReward | None: ...
     @property
     def reference(self) -> Reference | None: ...
     @property

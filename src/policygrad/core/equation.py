@@ -18,6 +18,8 @@ def written(a: Composition) -> dict[str, str]:
         lines["π_old"] = "μ, as the sampler says"
     if a.critic is not None:
         lines["V"] = a.critic.formula
+    if a.reward_model is not None:
+        lines["r_φ"] = a.reward_model.formula
     for name, label in (("corrections", "ρ"), ("terms", "k"), ("shaping", "reward"), ("filters", "filter")):
         for part in getattr(a, name):
             key = "mask" if name == "corrections" and not part.weighs_sampler else label

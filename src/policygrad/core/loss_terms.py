@@ -1,6 +1,6 @@
 """Loss terms: what is no multiple of ∇log π_θ at the sampled tokens and so has a graph of its own, exact over the vocabulary.
 
-Both take the states as the rollout visited them: their gradient is that of each state's distribution, the visitation frozen.
+All take the states as the rollout visited them: their gradient is that of each state's distribution, the visitation frozen.
 """
 
 from __future__ import annotations
@@ -78,3 +78,29 @@ class ExactKLToOld(AdaptiveBeta, LossTerm):
 
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return -self.beta * computed(out.kl_old, self, "kl_old")
+
+
+@dataclass(frozen=True)
+class ExactKLToReference(LossTerm):
+    """−β·KL(π_θ‖π_ref) over the whole vocabulary: Σ_a π_θ(a)·log(π_θ(a)/π_ref(a)) at each state of the rollout.
+
+    With a teacher for π_ref the reverse KL of on-policy distillation, without the variance of the sampled token; `KLToReference`
+    and `TeacherLogRatio` take it from the samples. The learner asks π_ref in every update. Source: Agarwal et al. 2024 (GKD),
+    eq. 2 to 4.
+    """
+
+    beta: float = 1.0
+    aggregate: Aggregation | None = None
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
+    forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_ref"})
+
+    def __post_init__(self) -> None:
+        if not self.beta >= 0:
+            raise ConfigError(f"ExactKLToReference.beta must be at least 0, not {self.beta}")
+
+    @property
+    def formula(self) -> str:
+        return f"−{self.beta:g}·∇KL(π_θ‖π_ref) over the vocabulary"
+
+    def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        return -self.beta * computed(out.kl_ref, self, "kl_ref")

@@ -1,7 +1,7 @@
-"""LEVER 1 along the steps of an answer: rewards at step ends, and the values of steps estimated by sampling.
+"""LEVER 1 along the steps of an answer: rewards at step ends, the values of steps estimated by sampling, rewards of tokens.
 
 A step is a run of a completion's sampled tokens that ends where `Batch.step_end` is True; what follows the last end is a
-step too. Both parts start a chain.
+step too. The parts that look at steps start a chain.
 """
 
 from __future__ import annotations
@@ -116,3 +116,34 @@ class PrefixValue(Advantage):
         delta = ragged.masked(p.reward + p.after - p.value, p.mask)  # within a step the values cancel
         total = torch.zeros_like(delta).scatter_add(1, step, delta)
         return p.back(total.gather(1, step))
+
+
+@dataclass(frozen=True)
+class ImplicitProcess(Advantage):
+    """Ψ ← Ψ + Σ_{s≥t} γ^{s−t}·(r_φ(o_s) − 1/(G−1) Σ_{j≠i} r̄_φ(o_j)), r̄_φ(o) the mean of r_φ over a completion's tokens.
+
+    After `LeaveOneOut` it is PRIME's advantage, a leave-one-out return of outcomes plus one of process rewards. The baseline is
+    taken off at every token and summed to the end, so that γ = 1 charges a completion for its length where its siblings'
+    tokens are worth something. Source: Cui et al. 2025 (PRIME), eq. 5 and sec. 3.2.
+    """
+
+    gamma: float = 1.0
+    needs: ClassVar[frozenset[str]] = frozenset({"implicit_reward"})
+    group_statistic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.gamma <= 1:
+            raise ConfigError(f"ImplicitProcess.gamma must be in [0, 1], not {self.gamma}")
+
+    @property
+    def formula(self) -> str:
+        discount = "" if self.gamma == 1 else f"{self.gamma:g}^{{s−t}}·"
+        return f"+ Σ_{{s≥t}} {discount}(r_φ(o_s) − mean_{{j≠i}} r̄_φ(o_j))"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        process = ragged.masked(required(batch.implicit_reward, self, "implicit_reward"), batch.mask).to(psi.dtype)
+        groups = Groups(batch.group, kept := batch.counted & batch.mask.any(1))
+        others = groups.size - kept.long()
+        baseline = groups.others(process.sum(1) / batch.lengths.clamp(min=1)) / others.clamp(min=1)
+        centred = ragged.masked(process - baseline[:, None], batch.mask & (others > 0)[:, None])
+        return psi + ragged.discounted(centred, batch.mask, self.gamma)

@@ -66,6 +66,8 @@ class Advantage(Part):
 
     starts: ClassVar[bool] = False
     """Whether it starts from the rewards and ignores the Ψ it is given, so that it must come first."""
+    reads_reward: ClassVar[bool] = True
+    """Whether it reads rewards. A run whose advantages read none needs no reward function."""
     samples_values: ClassVar[bool] = False
     """Whether a rollout shall estimate `Batch.values`, from `samples` fresh completions of each step's prefix."""
     samples: int = 0
@@ -136,7 +138,7 @@ class Additive(Part):
     """What `Term` and `LossTerm` have in common: coefficients of their own, or those of the policy."""
 
     forward_needs: ClassVar[frozenset[str]] = frozenset()
-    """The fields of `Forward` it reads beyond logp: entropy, values, kl_old."""
+    """The fields of `Forward` it reads beyond logp: entropy, values, kl_old, kl_ref."""
     constrains: ClassVar[str | None] = None
     """'kl_old' for a penalty that holds π_θ near π_old."""
     aggregate: Aggregation | None = None
@@ -189,6 +191,9 @@ class Filter(Part):
     refill: bool = False
     """Whether a group whose completions are all `dropped` is set aside and another prompt sampled in its place: the filter is
     not called then, and what cannot be refilled is given weight 0."""
+
+    resting: frozenset[int] = frozenset()
+    """The prompts, by their `Batch.example`, that a rollout shall pass over."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch:

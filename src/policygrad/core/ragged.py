@@ -16,6 +16,18 @@ def to_go(x: Tensor) -> Tensor:
     return x.flip(1).cumsum(1).flip(1)
 
 
+def discounted(x: Tensor, mask: Tensor, rate: float) -> Tensor:
+    """[B, T] -> [B, T]: Σ_{s ≥ t} rate^{s − t} x_s over the True positions, which alone count as steps; 0 elsewhere."""
+    x = masked(x, mask)
+    if rate in (0, 1):
+        return masked(to_go(x), mask) if rate else x
+    total, columns = torch.zeros_like(x[:, :1]).sum(1), list[Tensor]()
+    for t in reversed(range(x.shape[1])):
+        total = torch.where(mask[:, t], x[:, t] + rate * total, total)
+        columns.append(total)
+    return masked(torch.stack(columns[::-1], 1), mask) if columns else x
+
+
 def first(x: Tensor, mask: Tensor) -> Tensor:
     """[B, T] -> [B]: the value at the first True position of a row, 0 in a row without one."""
     if x.shape[1] == 0:

@@ -13,12 +13,14 @@ from policygrad.errors import ConfigError
 
 @dataclass(frozen=True)
 class Reference(Part):
-    """π_ref: the model the run started from. It is held in memory only when a part needs `logp_ref`.
+    """π_ref: the model the run started from, or another one. It is held in memory only when a part needs `logp_ref`.
 
     every: take the policy of the moment as the new reference after so many rollouts (iterative GRPO); None = never.
     stall: take it anew when so many periodic held-out evaluations in a row have not exceeded the best before them, after
         the rollout that follows; None = never. Source: Liu et al. 2025 (ProRL), sec. 2 and 3.
     reset: with either, also forget the optimiser's state (ProRL).
+    model: another model in its place, a teacher say: folder, hub id, or a run's folder; frozen. It reads the policy's token
+        ids, so its tokenizer has the policy's vocabulary. None = the model the run started from.
 
     Its memory, with `stall`: the best held-out score, and the evaluations `waited` since it or since the last refresh.
     """
@@ -26,6 +28,7 @@ class Reference(Part):
     every: int | None = None
     reset: bool = False
     stall: int | None = None
+    model: str | None = None
 
     def __post_init__(self) -> None:
         for name, unit in (("every", "rollout"), ("stall", "evaluation")):
@@ -36,13 +39,18 @@ class Reference(Part):
             raise ConfigError(
                 "Reference.reset without `every` or `stall` would never happen: set one of them, or reset=False"
             )
+        if self.model is not None and (self.every or self.stall):
+            raise ConfigError(
+                f"Reference.model = {self.model!r} stays what it is, and `every` and `stall` put the policy in its place: leave "
+                "them open, or leave model open"
+            )
 
     @property
     def formula(self) -> str:
         times = [f"every {self.every} rollouts"] if self.every else []
         times += [f"when {self.stall} held-out evaluations in a row bring nothing better"] if self.stall else []
         if not times:
-            return "the initial policy, frozen"
+            return "the initial policy, frozen" if self.model is None else f"the model {self.model}, frozen"
         return f"the policy, taken anew {' and '.join(times)}" + (", the optimiser's state reset" * self.reset)
 
     def due(self, rollouts: int) -> bool:
@@ -61,7 +69,7 @@ class Reference(Part):
         return {"best": best, "waited": 0 if refreshed else state["waited"] + (score is not None)}
 
     def at(self, state: State) -> StalledReference:
-        return StalledReference(self.every, self.reset, self.stall, self, state["waited"])
+        return StalledReference(self.every, self.reset, self.stall, self.model, self, state["waited"])
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from policygrad.core.protocols import (
     UpdateRule,
 )
 from policygrad.core.reference import Reference
+from policygrad.core.reward_model import ImplicitReward
 
 
 class Role(NamedTuple):
@@ -48,6 +49,7 @@ ROLES = {  # in the order of the data's way
     ),
     "step": Role("an update rule", (UpdateRule,)),
     "critic": Role("a critic", (Critic,), "it has no targets or loss()"),
+    "reward_model": Role("a reward model", (ImplicitReward,), "it has no rewards or loss()"),
     "reference": Role("a reference", (Reference,), "it has no due()"),
 }
 _REQUIRED = {"gate": "OnPolicy()", "aggregate": "SequenceSum()", "step": "FirstOrder()"}
@@ -64,6 +66,7 @@ _MEANS = {
     "at": "the part with its memory put in",
     "report": "its metrics of a rollout",
     "starts": "whether it ignores the Ψ it is given and must come first",
+    "reads_reward": "whether it reads rewards",
     "samples_values": "whether a rollout samples values for it",
     "samples": "how many completions a sampled value takes",
     "joint": "whether r is of the whole completion",
@@ -76,6 +79,7 @@ _MEANS = {
     "where": "the tokens that count in it, or None for all",
     "rounds": "rounds of sampling that a step may take",
     "carry": "whether groups that a step has no room for begin the next one",
+    "resting": "the prompts that a rollout passes over, by number",
     "refill": "whether other prompts are sampled for what it drops",
     "dropped": "the completions it takes out",
     "uses_lr": "whether the learning rate means anything",
@@ -146,6 +150,7 @@ def _missing(role: Role, part: Any) -> str:
     calls = (
         [n for n in dir(base) if _abstract(base, n)]
         + ["targets", "loss"] * (base is Critic)
+        + ["rewards", "loss", "rate"] * (base is ImplicitReward)
         + ["due"] * (base is Reference)
     )
     if not all(hasattr(part, n) for n in calls if n != "updates"):

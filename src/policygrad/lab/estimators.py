@@ -22,6 +22,8 @@ from policygrad.lab.setting import Setting
 
 CHUNK = 100_000
 """Completions per call of `surrogate`."""
+EXACT = ("entropy", "kl_old", "kl_ref")
+"""What is exact over the vocabulary in a forward pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +89,7 @@ def _coefficients(
     batch = replace(book.select(flat), mask=mask, group=torch.arange(len(rows)).repeat_interleave(rows.shape[1]))
     leaves = {
         name: value[flat].requires_grad_(name not in algorithm.select_needs - algorithm.forward_needs)
-        for name, value in (("logp", out.logp), ("entropy", out.entropy), ("kl_old", out.kl_old))
+        for name, value in (("logp", out.logp), *((name, getattr(out, name)) for name in EXACT))
         if value is not None
     }
     out = Forward(**leaves)
@@ -111,8 +113,8 @@ def selected(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm, size
 
 
 def _detached(out: Forward) -> Forward:
-    entropy, kl = (None if x is None else x.detach() for x in (out.entropy, out.kl_old))
-    return Forward(out.logp.detach(), entropy=entropy, kl_old=kl)
+    exact = {name: x.detach() for name in EXACT if (x := getattr(out, name)) is not None}
+    return Forward(out.logp.detach(), **exact)
 
 
 def _token_scores(algorithm: Algorithm, setting: Setting) -> tuple[Tensor, dict[str, Tensor]]:

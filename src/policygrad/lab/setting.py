@@ -11,6 +11,8 @@ from torch import Tensor
 from policygrad.core.advantages import reward_to_go, totals
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.distillation import TeacherLogRatio
+from policygrad.core.loss_terms import ExactKLToReference
 from policygrad.core.shaping import KLInReward
 from policygrad.core.terms import KLToReference
 from policygrad.lab.calculus import derivative
@@ -60,6 +62,7 @@ class Setting:
         """The algorithm in the midst of a run here: open lengths are the budget, a running mean has seen the mean reward J."""
         zero, seen = torch.zeros(1, 1).double(), self.world.objective(self.behaviour.detach())[None]
         batch = Batch(mask=zero == 0, group=torch.zeros(1).long(), reward=seen, logp_old=zero, logp_ref=zero)
+        batch = replace(batch, example=torch.zeros(1).long())
         algorithm = algorithm.with_budget(self.budget)
         return algorithm.at(algorithm.update(algorithm.init(), batch))
 
@@ -84,11 +87,15 @@ class Setting:
         if "baseline" in reads:  # the greedy completion's reward, at each completion of its prompt
             best = (world.reward * world.greedy(self.behaviour)).sum(1)
             filled["baseline"] = best.repeat_interleave(world.tree.size)
+        if "example" in reads:
+            filled["example"] = batch.group
         if "step_end" in reads:
             last = torch.arange(world.tree.length) == batch.lengths[:, None] - 1
             filled["step_end"] = world.mask & (last | ((torch.arange(world.tree.length) + 1) % STEP == 0))
         if "token_reward" in reads:
             filled["token_reward"] = torch.zeros(world.mask.shape).double()
+        if algorithm.reward_model is not None:
+            filled["implicit_reward"] = self._implicit(algorithm.reward_model.beta, reference)
         if "rewards" in reads:  # the world's reward is all there is
             filled |= {"rewards": batch.reward[:, None], "reward_names": ("reward",), "reward_weights": (1.0,)}
         if "anchor" in reads:  # one turn, from the prompt
@@ -97,6 +104,17 @@ class Setting:
             filled["demonstration"] = torch.zeros(len(world.mask), dtype=torch.bool)
         batch = replace(batch, **filled)
         return replace(batch, values=self._values(algorithm, batch, old)) if "values" in reads else batch
+
+    def _implicit(self, beta: float, reference: Tensor) -> Tensor:
+        """[X·N, L] r_φ(o_t) of a reward model that has learned the rewards: v(prefix and o_t) − v(prefix), v(s) =
+        β·log E_{π_ref}[exp(R/β) | s]. Source: Cui et al. 2025 (PRIME), app. C.1."""
+        world, reward = self.world, self.world.reward.flatten()
+        best = reward.max()  # taken off, so that no exponential overflows
+        soft = world.values(reference, ((reward - best) / beta).exp()[:, None].expand(world.mask.shape))
+        value = best + beta * soft.log()[world.state]
+        last = torch.arange(world.tree.length) == world.mask.sum(1, keepdim=True) - 1
+        after = torch.where(last, reward[:, None], torch.cat([value[:, 1:], value[:, :1]], 1))
+        return torch.where(world.mask, after - value, 0)
 
     def _values(self, algorithm: Algorithm, batch: Batch, old: Tensor) -> Tensor:
         """[X·N, L] of the rewards after shaping, under π_old."""
@@ -110,7 +128,8 @@ class Setting:
     def truth(self, algorithm: Algorithm) -> Tensor:
         """[P] ∇J of the objective that the algorithm states: E of the shaped reward less β·KL(π_θ‖π_ref) of whole completions.
 
-        A KL to the reference in the loss is read as that KL. What other terms ask for (entropy, self-imitation, the KL to
+        A KL to the reference in the loss is read as that KL, and so is learning from a teacher, with no reward beside it. What
+        other terms ask for (entropy, self-imitation, the KL to
         π_old) is no part of J, and so is bias.
         """
         return self.world.gradient(self.theta, self._stated(algorithm))
@@ -125,15 +144,23 @@ class Setting:
         algorithm = self.prepared(algorithm)
         # At π_old = π_θ the penalty's own derivative has expectation 0, so that it may stand still.
         batch = algorithm.shaped(replace(self, old=self.theta, sampler=None).book(algorithm))
-        for term in algorithm.terms:
-            if isinstance(term, KLToReference):
-                batch = KLInReward(term.beta)(batch)
+        if not algorithm.reads_reward:
+            batch = replace(batch, reward=torch.zeros_like(batch.reward), token_reward=None)
+        for part in (*algorithm.terms, *algorithm.psi):
+            if isinstance(part, KLToReference | ExactKLToReference | TeacherLogRatio):
+                scale = part.coefficient if isinstance(part, TeacherLogRatio) else part.beta
+                batch = KLInReward(scale)(batch)
         return totals(batch).reshape(self.world.prompts, -1)
 
     def forward(self, algorithm: Algorithm) -> Forward:
         """[X·N, L] log π_θ, and entropy and KL(π_old‖π_θ) where a loss term or a choice reads them, with the graph of `theta`."""
         now = self.world.conditionals(self.theta)
         old = self.world.conditionals(self.old_or_theta)
-        exact = {"entropy": -(now.exp() * now).sum(-1), "kl_old": (old.exp() * (old - now)).sum(-1)}
+        reference = self.world.conditionals(self.theta if self.reference is None else self.reference)
+        exact = {
+            "entropy": -(now.exp() * now).sum(-1),
+            "kl_old": (old.exp() * (old - now)).sum(-1),
+            "kl_ref": (now.exp() * (now - reference)).sum(-1),
+        }
         extra = {name: exact[name][self.world.state] for name in algorithm.forward_needs | algorithm.select_needs}
         return Forward(self.world.token_logp(self.theta), **extra)

@@ -75,6 +75,13 @@ def _columns(
     return tuple(names), columns
 
 
+def unrewarded(
+    prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+) -> RewardScores:
+    """0 for every completion, where nobody reads a reward."""
+    return RewardScores([0.0] * len(completions), {})
+
+
 def judge_steps(
     groups: list[Group], score: ScoreSteps | None, decode: Callable[[Any], str], *, worth: bool
 ) -> tuple[list[Group], Judged]:

@@ -30,7 +30,8 @@ def rows_of(done: Done) -> list[dict[str, Any]]:
     Where answers are looked at in steps, also each step's [tokens up to its end, advantage].
     """
     batch, rollout = done.batch, done.rollout
-    counted, rewards = rollout.batch.counted.tolist(), _rewards(rollout.batch).tolist()
+    judged = rollout.batch.counted | (rollout.batch.mask & ~rollout.batch.own).any(1)  # demonstrations may stand apart
+    counted, rewards = judged.tolist(), _rewards(rollout.batch).tolist()
     advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(counted)
     truncated = batch.truncated.tolist() if batch.truncated is not None else [False] * len(counted)
     rows: list[dict[str, Any]] = [
@@ -116,6 +117,8 @@ def _why_nothing(done: Done, values: dict[str, float]) -> str:
     truncated = done.batch.truncated
     if values.get("completions/failed_ratio") == 1.0:
         return "no completion has a reward: see the notes about the reward functions"
+    if values.get("teacher/kl") == 0.0:
+        return "the teacher says of every token what the policy says: take another one"
     if values.get("frac_reward_zero_std") == 1.0:
         return "in every group all rewards are equal: the task is too hard, too easy, or the samples too few"
     if truncated is not None and bool(truncated.all()) and not bool(done.batch.mask.any()):

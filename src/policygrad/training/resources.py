@@ -18,6 +18,7 @@ from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import Reward, RewardPool, resolve
 from policygrad.rewards.process_rewards import StepEnd
 from policygrad.rollout.demonstrations import COLUMN, WAY_OUT
+from policygrad.rollout.judging import unrewarded
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import Sampler
 from policygrad.samplers.local import LocalSampler
@@ -41,6 +42,8 @@ class Needed:
     reward: tuple[Any, ...] = ()
     needs: frozenset[str] | None = None
     """The Batch fields an algorithm reads; None = an evaluation."""
+    reads_reward: bool = True
+    """Whether there must be a reward."""
     step_end: str | None = None
     """A pattern that ends a reasoning step."""
     held_out: Any = None
@@ -64,6 +67,8 @@ class Resources:
     model: nn.Module
     tokenizer: Tokenizer
     rollouter: Rollouter
+    scored: bool = True
+    """Whether answers are worth anything; False = only a teacher grades them."""
 
 
 def load(stack: ExitStack, needed: Needed) -> Resources:
@@ -81,17 +86,13 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     if "demonstration" in (needed.needs or ()):
         _check_shown(task, needed.environment)
     own = needed.environment is not None and not needed.reward  # the environment says what its turns are worth
-    chosen = () if own else choose_rewards(task, needed.reward, needed.needs, needed.step_end)
+    scored = needed.reads_reward or own or bool(needed.reward or task.rewards)
+    chosen = () if own or not scored else choose_rewards(task, needed.reward, needed.needs, needed.step_end)
     pool = None
     if chosen:  # its workers import meanwhile
         pool = stack.enter_context(RewardPool(chosen, workers=needed.workers, budget=needed.budget))
     model = load_model(needed.model, dtype=needed.dtype, device=pick_device(needed.device))
-    beside = (
-        needed.model if isinstance(needed.model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-    )
-    if not (needed.tokenizer or beside):
-        raise ModelError("the model is an object that names no folder to read its tokenizer from: give tokenizer= too")
-    tokenizer = load_tokenizer(needed.tokenizer or beside, model)
+    tokenizer = policy_tokenizer(needed.model, needed.tokenizer, model)
     known = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if len(tokenizer.hf) > known:
         raise ModelError(
@@ -104,14 +105,28 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         task.train,
         tokenizer,
         _sampler(needed, model, tokenizer),
-        pool.score if pool else None,
+        pool.score if pool else None if scored else unrewarded,
         needed.seed,
         pool.steps if pool and any(reward.process_reward for reward in chosen) else None,
         needed.environment or SingleTurn,
         stack.enter_context(Waiter()),
     )
-    names = tuple(_in_words(reward, needed.needs) for reward in chosen) or ("the environment's own",)
-    return Resources(task, names, model, tokenizer, rollouter)
+    names = tuple(_in_words(reward, needed.needs) for reward in chosen) or (
+        "the environment's own" if scored else "none",
+    )
+    return Resources(task, names, model, tokenizer, rollouter, scored)
+
+
+def policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module) -> Tokenizer:
+    """The tokenizer that was asked for, or the model's own.
+
+    Raises:
+        ModelError: an object of a model that names no folder, without a tokenizer.
+    """
+    beside = model if isinstance(model, str) else getattr(getattr(network, "config", None), "_name_or_path", "")
+    if not (tokenizer or beside):
+        raise ModelError("the model is an object that names no folder to read its tokenizer from: give tokenizer= too")
+    return load_tokenizer(tokenizer or beside, network)
 
 
 def _check_shown(task: Task, environment: EnvironmentFactory | None) -> None:
@@ -236,6 +251,7 @@ def needed_for(
         tokenizer=run.tokenizer,
         reward=run.reward,
         needs=run.algorithm.declared,
+        reads_reward=run.algorithm.reads_reward,
         step_end=run.step_end,
         held_out=run.held_out,
         seed=run.seed,

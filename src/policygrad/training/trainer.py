@@ -17,6 +17,7 @@ from policygrad.environments import EnvironmentFactory
 from policygrad.errors import ConfigError, RunError
 from policygrad.learners.base import Learner
 from policygrad.learners.local.learner import LocalLearner
+from policygrad.models.reference import load_reference
 from policygrad.rollout import carried
 from policygrad.samplers.base import Sampler
 from policygrad.tasks.types import Example
@@ -31,7 +32,7 @@ from policygrad.training.lifecycle import Followers, Lifecycle, Result
 from policygrad.training.loop import Done, Progress, loop
 from policygrad.training.memory import peak_memory
 from policygrad.training.report import notes_of, rows_of, values_of
-from policygrad.training.resources import Resources, SamplerFactory, made, needed_for
+from policygrad.training.resources import Resources, SamplerFactory, made, needed_for, policy_tokenizer
 from policygrad.training.resources import load as load_resources
 from policygrad.weight_sync.in_process import put_weights
 
@@ -40,7 +41,17 @@ LearnerFactory = Callable[[nn.Module, Run], Learner]
 
 
 def local_learner(model: nn.Module, run: Run) -> LocalLearner:
-    """The learner of a run in one process."""
+    """The learner of a run in one process.
+
+    Raises:
+        ModelError: a reference that is named and cannot be read, or has not the policy's tokenizer.
+    """
+    named = run.algorithm.reference.model if run.algorithm.reference is not None else None
+    reference: nn.Module | None = None
+    if named is not None:
+        tokenizer = policy_tokenizer(run.model, run.tokenizer, model)
+        device = str(next(model.parameters()).device)
+        reference = load_reference(named, tokenizer, dtype=run.learner.dtype, device=device)
     return LocalLearner(
         model,
         run.algorithm,
@@ -49,6 +60,7 @@ def local_learner(model: nn.Module, run: Run) -> LocalLearner:
         temperature=run.sampling.temperature,
         config=run.learner,
         optimizer=run.optimizer,
+        reference=reference,
     )
 
 
@@ -134,7 +146,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
         self.resources = found = load_resources(stack, needed_for(run, self._sampler, self._environment))
         self.model, self.tokenizer = found.model, found.tokenizer
         self.learner = self._learned(found.model)
-        self._held_out = found.task.held_out(run.evaluation.problems) if run.evaluation.problems else []
+        measured = run.evaluation.problems if found.scored else 0
+        self._held_out = found.task.held_out(measured) if measured else []
         for example in self._held_out:  # before there is a folder: a prompt that leaves no room for the completion
             found.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
 
@@ -224,6 +237,14 @@ class Trainer(Lifecycle[Run, Progress, float]):
             "reward": ", ".join(self.resources.rewards),
             "run": str(self.folder),
         }
+        if isinstance(self.learner, LocalLearner) and run.algorithm.reference and run.algorithm.reference.model:
+            facts["reference"] = (
+                f"{run.algorithm.reference.model} ({self.learner.reference_parameters / 1e6:.2f}M parameters)"
+            )
+        if not self.resources.scored:
+            facts["held out"] = (
+                "not measured: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
+            )
         if self._held_out and self.resources.task.held_out_is_train:
             facts["held out"] = "too few prompts to hold any out: measured on the training prompts"
         for text in idle(run):

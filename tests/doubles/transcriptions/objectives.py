@@ -39,6 +39,7 @@ class Completion:
     rewards: list[Tensor] = field(default_factory=list)
     reward_weights: tuple[float, ...] = ()
     demonstration: bool = False
+    implicit: list[Tensor] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.logp)
@@ -82,6 +83,7 @@ def read(batch: Any, logp: Tensor) -> Prompts:
                 rewards=list(batch.rewards[i]) if batch.rewards is not None else [],
                 reward_weights=batch.reward_weights,
                 demonstration=bool(batch.demonstration[i]) if batch.demonstration is not None else False,
+                implicit=tokens(i, batch.implicit_reward, []),
             )
             prompts[int(batch.group[i])].append(o)
     return list(prompts.values())

@@ -12,6 +12,7 @@ from torch import Tensor
 from policygrad.core.batch import Batch, Forward
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Evaluator
+from policygrad.learners.local.implicit_reward import ImplicitRewardModel
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.packing import Merged, Pack
 from policygrad.learners.local.recompute import differentiating
@@ -21,7 +22,7 @@ from policygrad.models.precision import at_least_float32
 
 @dataclass(frozen=True, eq=False)
 class ActorCritic:
-    """The policy with its optimiser, the critic with its own, and the policy as it was."""
+    """The policy with its optimiser, the critic and the reward model with their own, the policy as it was, and the reference."""
 
     policy: Evaluator
     optimizer: Optimizer
@@ -29,6 +30,8 @@ class ActorCritic:
     critic: ValueModel | None = None
     old: Evaluator | None = None
     """π_old, when the rollout's updates began; only where an exact KL(π_old‖π_θ) is asked for."""
+    reward_model: ImplicitRewardModel | None = None
+    reference: Evaluator | None = None
 
     @property
     def device(self) -> torch.device:
@@ -41,7 +44,7 @@ class ActorCritic:
 
     def forward(self, part: Pack, needs: frozenset[str]) -> Forward:
         """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""
-        return self.policy.forward(part.to(self.device), needs, self.old)
+        return self.policy.forward(part.to(self.device), needs, self.old, self.reference)
 
     @torch.no_grad()
     def look(self, batch: Batch, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Forward:
@@ -49,8 +52,8 @@ class ActorCritic:
         merged, names = Merged.of_texts(batch), ("logp", *sorted(needs))
         empty = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
         found = {name: empty.clone() for name in names}
-        for part in self.packs(batch, merged.unique):
-            out = evaluator.forward(part.to(self.device), needs, self.old)
+        for part in evaluator.packs(batch, merged.unique, self.config.micro_tokens):
+            out = evaluator.forward(part.to(self.device), needs, self.old, self.reference)
             for name in names:
                 found[name][part.rows] = getattr(out, name).cpu()
         return Forward(**{name: merged.spread(x) for name, x in found.items()})

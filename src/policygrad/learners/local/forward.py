@@ -39,13 +39,19 @@ def _times(p: Tensor, x: Tensor) -> Tensor:
     return (p * torch.where(p > 0, x, 0)).sum(-1)
 
 
-def exact(logits: Tensor, old: Tensor | None, names: Sequence[str], temperature: float) -> list[Tensor]:
-    """[n] each, over the vocabulary: the entropy −Σ π log π, and kl_old = Σ π_old log(π_old/π), from logits [n, V]."""
+def exact(
+    logits: Tensor, old: Tensor | None, names: Sequence[str], temperature: float, reference: Tensor | None = None
+) -> list[Tensor]:
+    """[n] each, over the vocabulary: the entropy −Σ π log π, kl_old = Σ π_old log(π_old/π), and kl_ref = Σ π log(π/π_ref), from
+    logits [n, V]."""
     logp = scaled(logits, temperature).log_softmax(-1)
     out = []
     for name in names:
         if name == "entropy":
             out.append(-_times(logp.exp(), logp))
+        elif name == "kl_ref":
+            assert reference is not None  # as above
+            out.append(_times(logp.exp(), logp - scaled(reference, temperature).log_softmax(-1)))
         else:
             assert old is not None  # `Evaluator.forward` asked for it
             before = scaled(old, temperature).log_softmax(-1)
@@ -90,30 +96,40 @@ class Evaluator:
         """[b, T] nats with graph; 0 off the mask."""
         return self.forward(batch).logp
 
-    def forward(self, batch: Pack, needs: frozenset[str] = frozenset(), old: Evaluator | None = None) -> Forward:
-        """log π [b, T] with graph, 0 off the mask, and what `needs` names, exact over the vocabulary: entropy, and kl_old =
-        KL(π_old‖π) with `old` the evaluator of π_old.
+    def forward(
+        self,
+        batch: Pack,
+        needs: frozenset[str] = frozenset(),
+        old: Evaluator | None = None,
+        reference: Evaluator | None = None,
+    ) -> Forward:
+        """log π [b, T] with graph, 0 off the mask, and what `needs` names, exact over the vocabulary: entropy, kl_old =
+        KL(π_old‖π) with `old` the evaluator of π_old, kl_ref = KL(π‖π_ref) with `reference` that of π_ref.
 
         Raises:
-            ValueError: a field that an evaluator cannot give, or kl_old without `old`.
+            ValueError: a field that an evaluator cannot give, or kl_old without `old`, or kl_ref without `reference`.
         """
         names = sorted(needs)
-        if unknown := set(names) - {"entropy", "kl_old"}:
-            raise ValueError(f"an evaluator gives logp, entropy and kl_old, not {', '.join(sorted(unknown))}")
+        if unknown := set(names) - {"entropy", "kl_old", "kl_ref"}:
+            raise ValueError(f"an evaluator gives logp, entropy, kl_old and kl_ref, not {', '.join(sorted(unknown))}")
         if "kl_old" in names and old is None:
             raise ValueError("kl_old compares with the policy before: pass its evaluator as `old`")
+        if "kl_ref" in names and reference is None:
+            raise ValueError("kl_ref compares with the reference: pass its evaluator as `reference`")
         columns, head = [self.network.states(batch)], self.network.logits
-        if old is not None and "kl_old" in names:
-            with torch.no_grad():
-                columns.append(old.network.states(batch))
-            before = old.network.logits
+        others = [other.network for name, other in (("kl_old", old), ("kl_ref", reference)) if name in names and other]
+        with torch.no_grad():
+            columns += [other.states(batch) for other in others]
 
         def part(tokens: Tensor, states: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             logits = head(states)
             logp = selected_logp(logits, tokens, self.temperature)
             if not names:
                 return (logp,)
-            return logp, *exact(logits, before(rest[0]) if rest else None, names, self.temperature)
+            with torch.no_grad():
+                fixed = [other.logits(x) for other, x in zip(others, rest, strict=True)]
+            before = fixed[0] if "kl_old" in names else None
+            return logp, *exact(logits, before, names, self.temperature, fixed[-1] if "kl_ref" in names else None)
 
         found = self._chunked(part, batch.tokens[batch.mask], *columns)
         placed = (x.new_zeros(batch.mask.shape).masked_scatter(batch.mask, x) for x in found)

@@ -19,6 +19,7 @@ from policygrad.learners.local.actor_critic import ActorCritic
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.curvature_problem import LocalProblem
 from policygrad.learners.local.forward import Evaluator, probe
+from policygrad.learners.local.implicit_reward import ImplicitRewardModel
 from policygrad.learners.local.optimizer import Optimizer, train_only
 from policygrad.learners.local.recompute import recompute_activations
 from policygrad.learners.local.score_norms import ScoreNorms
@@ -26,6 +27,9 @@ from policygrad.learners.local.value_model import ValueModel, measure_values
 from policygrad.models.replica import Build, copy_weights, replica
 from policygrad.models.routing import Routing
 from policygrad.weight_sync.base import Published
+
+BESIDE = ("critic/", "reward_model/", "reference/")
+"""What begins the names of a checkpoint's tensors that are not the policy's."""
 
 
 class LocalLearner:
@@ -42,13 +46,15 @@ class LocalLearner:
         config: LearnerConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         build: Build | None = None,
+        reference: nn.Module | None = None,
     ) -> None:
         """`steps`: rollouts of the run, for the schedule; `temperature`: the one completions are sampled at; `lr`: None where
         the algorithm's step has no use for one; `build`: makes another instance of the model, for a reference, say, where
-        its configuration cannot.
+        its configuration cannot; `reference`: the model that `Reference.model` names, loaded (`load_reference`).
 
         Raises:
-            ConfigError: no learning rate where one is needed; `config.trainable` fits no parameter.
+            ConfigError: no learning rate where one is needed; `config.trainable` fits no parameter; a reference that is named
+                and not given.
             ModelError: the model is needed twice, and there is no way to make it a second time.
         """
         if lr is None and algorithm.step.uses_lr:
@@ -69,15 +75,52 @@ class LocalLearner:
         if algorithm.critic is not None:
             updates = (steps, algorithm.step.value_updates)
             self.critic = ValueModel.of(self.evaluator, algorithm.critic, config, adam, lr, updates, build)
-        self.networks = ActorCritic(self.evaluator, self.optimizer, config, self.critic)
+        self.reference = self._reference(algorithm, reference, build)
+        self.refreshed = False  # a reference that is no longer the initial model is part of a checkpoint
+        self.reward_model: ImplicitRewardModel | None = None
+        if algorithm.reward_model is not None and self.reference is not None:
+            total = steps * algorithm.step.value_updates
+            self.reward_model = ImplicitRewardModel.of(
+                self.reference, algorithm.reward_model, config, adam, lr, total, build if reference is None else None
+            )
+        self.networks = ActorCritic(
+            self.evaluator,
+            self.optimizer,
+            config,
+            self.critic,
+            reward_model=self.reward_model,
+            reference=self.reference if "kl_ref" in algorithm.forward_needs else None,
+        )
         self.uses_lr = algorithm.step.uses_lr
         curvature = Curvature(self.networks)
         self.curvature = curvature if self.uses_lr else curvature.checked()
         self.norms = ScoreNorms.of(self.evaluator, config) if "score_norm" in algorithm.needs else None
-        self.reference: Evaluator | None = None
-        self.refreshed = False  # a reference that is no longer the initial model is part of a checkpoint
-        if "logp_ref" in algorithm.needs:
-            self.reference = self.evaluator.under(replica(model, build))
+
+    def _reference(self, algorithm: Algorithm, given: nn.Module | None, build: Build | None) -> Evaluator | None:
+        """π_ref where a part reads it: the model that was given, or the policy as it is now."""
+        if "logp_ref" not in algorithm.needs:
+            return None
+        named = algorithm.reference.model if algorithm.reference is not None else None
+        if (named is None) != (given is None):
+            raise ConfigError(
+                f"Reference.model is {named!r}, and LocalLearner was given {'no' if given is None else 'a'} reference: give both, "
+                "LocalLearner(…, reference=policygrad.load_reference(name, tokenizer)), or neither"
+            )
+        if given is None:
+            return self.evaluator.under(replica(self.model, build))
+        found = probe(given.requires_grad_(False), self.evaluator.temperature)
+        widths = [int(m.get_output_embeddings().weight.shape[0]) for m in (given, self.model)]  # type: ignore[operator]
+        if "kl_ref" in algorithm.forward_needs and widths[0] != widths[1]:
+            raise ConfigError(
+                f"ExactKLToReference compares two distributions over one vocabulary, and the reference has {widths[0]} logits, the "
+                f"policy {widths[1]}: take TeacherLogRatio() or KLToReference(), which read the sampled tokens alone"
+            )
+        return found
+
+    @property
+    def reference_parameters(self) -> int:
+        """Of the reference in memory; 0 without one."""
+        return 0 if self.reference is None else sum(p.numel() for p in self.reference.model.parameters())
 
     @property
     def version(self) -> int:
@@ -104,8 +147,8 @@ class LocalLearner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """logp_old, entropy and score_norm from the policy, logp_ref from the reference, values and bootstrap from the critic;
-        equal completions once."""
+        """logp_old, entropy and score_norm from the policy, logp_ref from the reference, values and bootstrap from the critic,
+        implicit_reward from the reward model, as it is now; equal completions once."""
         if self.critic is not None and "values" in needs:
             batch = self.critic.evaluate(batch)
         if self.critic is not None and "bootstrap" in needs:
@@ -117,10 +160,15 @@ class LocalLearner:
         if {"logp_old", "entropy"} & needs:
             out = self.networks.look(batch, self.evaluator, needs & {"entropy"})
             filled |= {n: x for n, x in (("logp_old", out.logp), ("entropy", out.entropy)) if n in needs}
-        if "logp_ref" in needs and self.reference is not None:
+        rewarded = self.reward_model if "implicit_reward" in needs else None
+        if self.reference is not None and ("logp_ref" in needs or rewarded is not None):
             filled["logp_ref"] = self.networks.look(batch, self.reference).logp
+        batch = replace(batch, **filled)
+        if rewarded is not None:
+            logp = self.networks.look(batch, rewarded.evaluator).logp
+            batch = replace(batch, implicit_reward=rewarded.part.rewards(logp, batch))
         self.evaluator.at_rest()
-        return replace(batch, **filled)
+        return batch
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """One rollout's updates, as `algorithm.step` takes them."""
@@ -172,16 +220,22 @@ class LocalLearner:
         if self.critic is not None:
             more, state["critic"] = self.critic.optimizer.state()
             tensors |= {f"critic/{name}": tensor for name, tensor in more.items()}
+        if self.reward_model is not None:
+            more, state["reward_model"] = self.reward_model.optimizer.state()
+            tensors |= {f"reward_model/{name}": tensor for name, tensor in more.items()}
         return tensors, state
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         if self.critic is not None:
             own = {n.removeprefix("critic/"): t for n, t in tensors.items() if n.startswith("critic/")}
             self.critic.optimizer.restore(own, values["critic"])
+        if self.reward_model is not None:
+            own = {n.removeprefix("reward_model/"): t for n, t in tensors.items() if n.startswith("reward_model/")}
+            self.reward_model.optimizer.restore(own, values["reward_model"])
         if values["refreshed"] and self.reference is not None:
             for name, parameter in self.reference.model.named_parameters():
                 parameter.data.copy_(tensors[f"reference/{name}"])
-        mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(("critic/", "reference/"))}
+        mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(BESIDE)}
         trained = {name.removeprefix("weights/") for name in mine if name.startswith("weights/")}
         if trained != set(self.optimizer.masters):
             odd = sorted(trained ^ set(self.optimizer.masters))[0]

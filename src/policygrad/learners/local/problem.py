@@ -58,14 +58,18 @@ class LocalGradientProblem:
         return self.algorithm.critic is not None and self.algorithm.critic.pretrain > 0
 
     def accumulate(self) -> Metrics:
-        """Forward and backward of the policy and of its critic; gradients add up in the learner."""
-        return ({} if self.pretraining else self.policy()) | self.value()
+        """Forward and backward of the policy, its critic and its reward model; gradients add up in the learner."""
+        return ({} if self.pretraining else self.policy()) | self.value() | self.outcome()
 
     def value(self) -> Metrics:
         """The critic's gradient; nothing without one."""
         if self.networks.critic is None or self.algorithm.critic is None:
             return {}
         return self.networks.critic.accumulate(self.batch, self.algorithm.critic)
+
+    def outcome(self) -> Metrics:
+        """The reward model's gradient; nothing without one."""
+        return {} if self.networks.reward_model is None else self.networks.reward_model.accumulate(self.batch)
 
     def selected(self) -> Batch:
         """The batch with what a part chooses among all of its tokens, under the policy as it is now."""
@@ -109,6 +113,7 @@ class LocalGradientProblem:
         """One AdamW step; without any gradient (no completion could move the weights) none is taken, and that is counted."""
         norm, lr = self.networks.optimizer.step()  # first, for the critic has not moved when it refuses its gradient
         metrics = {} if self.networks.critic is None else self.networks.critic.descend()
+        metrics |= {} if self.networks.reward_model is None else self.networks.reward_model.descend()
         if self.pretraining:
             return metrics | {"value_pretraining": Mean(1.0)}
         if norm is None:

@@ -1,0 +1,82 @@
+"""π_φ of an implicit reward: a language model of its own, with its own AdamW. A policy step never moves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from policygrad.core.batch import Batch
+from policygrad.core.metrics import Max, Mean, Metrics
+from policygrad.core.reward_model import ImplicitReward
+from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.local.forward import Evaluator
+from policygrad.learners.local.optimizer import Optimizer
+from policygrad.learners.local.packing import Merged
+from policygrad.learners.local.recompute import differentiating, recompute_activations
+from policygrad.models.replica import Build, replica
+
+
+@dataclass(frozen=True, eq=False)
+class ImplicitRewardModel:
+    """π_φ, fitted micro-batch by micro-batch, equal completions once."""
+
+    part: ImplicitReward
+    evaluator: Evaluator
+    """Of π_φ."""
+    optimizer: Optimizer
+    config: LearnerConfig
+
+    @classmethod
+    def of(
+        cls,
+        reference: Evaluator,
+        part: ImplicitReward,
+        config: LearnerConfig,
+        adam: OptimizerConfig,
+        lr: float | None,
+        updates: int,
+        build: Build | None = None,
+    ) -> ImplicitRewardModel:
+        """One that starts as the reference, so that r_φ = 0. `lr`: the policy's; `updates`: of the whole run, for the schedule."""
+        model = replica(reference.model, build).requires_grad_(True)
+        if config.gradient_checkpointing:
+            recompute_activations(model)
+        return cls(part, reference.under(model), Optimizer(model, adam, part.rate(lr), updates), config)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.evaluator.model.parameters()).device
+
+    def accumulate(self, batch: Batch) -> Metrics:
+        """Adds the gradient of the cross-entropy, a mean over the update's completions."""
+        rows = trained(batch)
+        if not len(rows):
+            return {}
+        merged = Merged.of(batch, torch.zeros(batch.mask.shape), rows)
+        share = merged.count.double() / len(rows)
+        bare, total = replace(batch, prompts=None, tokens=None), 0.0
+        for part in self.evaluator.packs(batch, merged.unique, self.config.micro_tokens):
+            weight = share[merged.place[part.rows]].to(self._device)
+            with differentiating(self.evaluator.model, self.config.gradient_checkpointing):
+                logp = self.evaluator(part.to(self._device))
+                each = self.part.loss(logp, bare.select(part.rows).to(self._device))
+                loss = (weight.to(each.dtype) * each).sum()
+                torch.autograd.backward(loss)
+            self.optimizer.collect()
+            total += float(loss.detach())
+        return {"reward_model/loss": Mean(total)}
+
+    def descend(self) -> Metrics:
+        """One AdamW step of φ."""
+        norm, _ = self.optimizer.step()
+        return {} if norm is None else {"reward_model/grad_norm": Max(norm)}
+
+
+def trained(batch: Batch) -> Tensor:
+    """[n] completions that φ is fitted to: those with a sampled token that a filter has not given weight 0."""
+    kept = batch.mask.any(1)
+    if batch.weight is not None:
+        kept = kept & ((batch.weight != 0) & batch.mask).any(1)
+    return kept.nonzero().squeeze(1)

@@ -1,0 +1,13 @@
+"""The named algorithms as a run can take them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import policygrad as pg
+
+
+def runnable(name: str, teacher: str = "tiny") -> pg.Algorithm:
+    """The row; where it learns from a teacher, with that model for one. The embedded and the random model have one tokenizer."""
+    algorithm = pg.algorithm(name)
+    return algorithm if algorithm.reads_reward else replace(algorithm, reference=pg.Reference(model=teacher))
