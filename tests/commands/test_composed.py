@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policygrad as pg
+from doubles.own_file import TEXT
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import describe
 from policygrad.training.config.composed import composed
@@ -101,7 +102,7 @@ def test_another_setting_is_told() -> None:
 
 def test_dry_run_says_so(run_command: Any) -> None:
     _, out, _ = run_command("train", "grpo", "--algorithm.gate", "WeightCap", "--dry-run")
-    assert out.startswith("# grpo+WeightCap  grpo (Shao et al. 2024")
+    assert out.startswith("# grpo+WeightCap\n#   grpo (Shao et al. 2024")
     assert 'name = "grpo"' in out  # what --config and --resume begin with
     _, out, _ = run_command("train", "dr_grpo", "--dry-run")
     assert out.startswith("# dr_grpo  GRPO done right")
@@ -113,3 +114,14 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(new_folder(None, "my/own: π")) == "runs/my_own__π-1"
     assert str(new_folder(None, "../..")) == "runs/_..-1"
     assert str(new_folder(None, "")) == "runs/run-1"
+
+
+def test_ones_own_part_is_cited_by_its_place(run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_file.py").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    words = ("--algorithm.gate", "own_file.py:Tent", "--algorithm.psi", "GroupMean,own_file.py:Asym", "--dry-run")
+    code, out, err = run_command("train", "dr_grpo", *words)
+    assert code == 0, err
+    assert "# dr_grpo+Asym+Tent\n" in out
+    assert "with gate = Tent(width=0.5, sharp=False) (your own, own_file.py:10)" in out
+    assert "with advantage = Asym (nobody 2020, eq. 3)" in out

@@ -110,7 +110,7 @@ def test_show_a_part_of_ones_own(run_command: Any, tmp_path: Path, monkeypatch: 
     assert out.startswith("NAMELESS")
     assert "Ψ = Asym(R_i − mean_{j≠i} R_j)" in out
     assert "own_file.py:47" in out
-    assert run_command("show", "own_file.py:LIKE_GRPO")[1].startswith("grpo+Tent  grpo (Shao et al.")
+    assert run_command("show", "own_file.py:LIKE_GRPO")[1].startswith("grpo+Tent\n  grpo (Shao et al.")
 
 
 def test_show_alone_lists_everything(run_command: Any) -> None:
