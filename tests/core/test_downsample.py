@@ -213,7 +213,7 @@ def test_refusals() -> None:
         check_sampling(algorithm, 4, 1.0)
     with pytest.raises(pg.ConfigError, match=r"Downsample\.keep to 4 or less"):
         pg.Run(algorithm=algorithm, samples_per_prompt=4)
-    algorithm.check_sampling(8, 1.0)
+    check_sampling(algorithm, 8, 1.0)
     with pytest.raises(pg.ConfigError, match="put it last in filters"):
         replace(GRPO, filters=(pg.Downsample(), pg.MaskTruncated()))
     replace(GRPO, filters=(pg.DropNoSpread(), pg.MaskTruncated(), pg.Downsample()))
