@@ -1,4 +1,4 @@
-"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.md, and of docs/architecture.md
+"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.*, and of docs/architecture.md
 the picture, the layers and the tree.
 
 python scripts/make_docs.py              writes them
@@ -15,8 +15,9 @@ from pathlib import Path
 from pages.algorithm import algorithm_page
 from pages.architecture import layers_block, tree
 from pages.checked import renew
+from pages.curves import curves
 from pages.index import index_page, matrix
-from pages.measured import measured_page
+from pages.measured import load, measured_page
 from pages.picture import picture
 from pages.tables import tables_page
 from policygrad.algorithms import ALGORITHMS
@@ -49,6 +50,7 @@ def generated() -> dict[Path, str]:
         **pages,
         DOCS / "tables.md": tables_page(),
         DOCS / "measured.md": measured_page(),
+        DOCS / "measured.svg": curves(load()),
     }
 
 

@@ -20,14 +20,55 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from measure_algorithms import MeasureError, append, forget, results
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "docs" / "results" / "control.jsonl", ROOT / "docs" / "control.md"
 ENV, STEPS, SEEDS, SOLVED = "CartPole-v1", 150_000, (0, 1, 2), 475.0
 REQUIRED = ("ppo", "trpo")
 NAMES = (*REQUIRED, "a2c", "reinforce", "ppo_penalty", "natural")
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+
+
+class MeasureError(RuntimeError):
+    """A run that failed, with what it said."""
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    """The finished runs.
+
+    Raises:
+        MeasureError: a line that is not a run, by number.
+    """
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise MeasureError(
+                f"{path}, line {number} is no JSON ({error.msg}): delete the line, and run again"
+            ) from error
+    return rows
+
+
+def append(row: dict[str, Any], path: Path) -> None:
+    """One line in one write, so that two of these scripts may run at a time; on disk when it returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(handle, (json.dumps(row, ensure_ascii=False) + "\n").encode())
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def forget(names: Sequence[str], path: Path) -> None:
+    """Takes these algorithms' runs out of the file."""
+    kept = [json.dumps(row, ensure_ascii=False) + "\n" for row in results(path) if row["name"] not in names]
+    if path.exists():
+        new = path.with_suffix(".new")
+        new.write_text("".join(kept), encoding="utf-8")
+        new.replace(path)
 
 
 def measure(name: str, seed: int) -> dict[str, Any]:

@@ -7,13 +7,13 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
-from measure_algorithms import OVERRIDES
 from pages.markdown import block, page, table
-from pages.measured import by_algorithm, summary_sentence
+from pages.measured import row_of, summary_sentence
 from policygrad import algorithms
 from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import COLUMNS, EQUATION, NOWHERE, difference, number, part_name, settings
+from policygrad.compare.overrides import OVERRIDES
 from policygrad.core.algorithm import Algorithm
 from policygrad.papers import PAPERS, RECIPE, USUAL
 
@@ -207,7 +207,7 @@ def _run(a: Algorithm) -> str:
 
 def measured(name: str) -> str:
     """The runs on the embedded task, or how to make them."""
-    rows = by_algorithm().get(name)
-    if not rows:
-        return f"Not measured yet: `python scripts/measure_algorithms.py --only {name}` does, and `make docs` writes it here."
-    return f"{summary_sentence(rows)} [All measured runs](../measured.md)."
+    row = row_of(name)
+    if row is None:
+        return "Not measured yet: `python scripts/measure_algorithms.py` does, and `make docs` writes it here."
+    return f"{summary_sentence(row)} [All measured runs](../measured.md)."

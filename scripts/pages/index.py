@@ -5,29 +5,15 @@ from __future__ import annotations
 from pages.markdown import block, page, table
 from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import NOWHERE, changed_settings, matrix_row
-from policygrad.core.algorithm import Algorithm
-from policygrad.core.reference import Reference
-from policygrad.core.update_rules import FirstOrder
+from policygrad.commands.describe import NOWHERE, matrix_row
 from policygrad.papers import PAPERS
 
 
 def matrix(folder: str) -> str:
     """The matrix as a Markdown table; names link to their pages in `folder`."""
-    rows = {name: {**matrix_row(a), "also": also(a)} for name, a in ALGORITHMS.items()}
+    rows = {name: matrix_row(a) for name, a in ALGORITHMS.items()}
     head = ["algorithm", *next(iter(rows.values()))]
     return table(head, ([f"[`{name}`]({folder}{name}.md)", *map(" ".join, row.values())] for name, row in rows.items()))
-
-
-def also(a: Algorithm) -> tuple[str, ...]:
-    """What is not one gradient step, a frozen reference and a group of the usual size."""
-    found = [] if a.step == FirstOrder() else [changed_settings(a.step)]
-    if a.reference is not None and a.reference != Reference() and "logp_ref" in a.needs:
-        found.append(changed_settings(a.reference))
-    return (
-        *found,
-        *([f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != Algorithm().samples_per_prompt else []),
-    )
 
 
 DEPARTS = (
@@ -67,7 +53,7 @@ def index_page() -> str:
         f"## The family\n\nEach algorithm under the one it was derived from:\n\n{block(chr(10).join(tree()))}",
         "## More\n\n"
         "- [Tables](../tables.md): model states, models in memory, what bounds a step, units and lengths\n"
-        "- [Measured](../measured.md): every algorithm on the embedded task, three seeds, equal tokens\n"
+        "- [Measured](../measured.md): every algorithm at its best learning rate, five seeds, equal tokens, updates or seconds\n"
         "- [Where sources disagree](../where-sources-disagree.md): what papers print, what policygrad does, and a check\n"
         "- [Your own algorithm](../your-own-algorithm.md) in 15 lines",
     )

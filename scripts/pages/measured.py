@@ -1,131 +1,252 @@
-"""docs/measured.md: what scripts/measure_algorithms.py has measured."""
+"""docs/measured.md and docs/measured.svg: what scripts/measure_algorithms.py has measured, from its reports in docs/results/."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from measure_algorithms import OVERRIDES, RESULTS, SEEDS, TOKENS, results
+from measure_algorithms import RESULTS
 from pages.markdown import block, page, table
 from policygrad.algorithms import ALGORITHMS
+from policygrad.compare.ladders import LADDERS
+from policygrad.compare.overrides import OVERRIDES
 
-Row = dict[str, Any]
-HEAD = ("algorithm", "before", "after", "gain", "steps", "tokens", "CPU seconds", "peak MiB", "override")
-
-
-def by_algorithm() -> dict[str, list[Row]]:
-    """Finished runs of each algorithm, by seed."""
-    found: dict[str, list[Row]] = {}
-    for row in sorted(results(), key=lambda row: row["seed"]):
-        found.setdefault(row["name"], []).append(row)
-    return found
-
-
-def mean(rows: Sequence[Row], key: str) -> float:
-    return statistics.fmean(row[key] for row in rows)
-
-
-def spread(rows: Sequence[Row], key: str) -> str:
-    """mean ± standard deviation over the seeds."""
-    values = [row[key] for row in rows]
-    return f"{statistics.fmean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
+Data = dict[str, Any]
+HEAD = (
+    "algorithm",
+    "tuned",
+    "equal tokens",
+    "equal updates",
+    "equal seconds",
+    "area",
+    "above / open / below",
+    "updates",
+    "tokens",
+    "CPU seconds",
+    "tokens to it",
+    "updates to it",
+)
 
 
-def summary_sentence(rows: Sequence[Row]) -> str:
+def load(name: str = "algorithms") -> Data | None:
+    """A committed report; None where there is none yet."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def row_of(name: str) -> Data | None:
+    """An algorithm's row, if it was measured and did not fail."""
+    found = load() or {"rows": []}
+    return next((row for row in found["rows"] if row["label"] == name and row["summary"]), None)
+
+
+def summary_sentence(row: Data) -> str:
     """One algorithm's runs in a sentence."""
-    seeds = f"{len(rows)} seed{'s' * (len(rows) > 1)}"
-    tokens, seconds = mean(rows, "tokens"), mean(rows, "cpu_seconds")
+    summary, runs = row["summary"], len(row["runs"])
+    rate = f", {row['knob'].removeprefix('--')} {row['value']:g}" if row["value"] is not None else ""
     return (
-        f"Held-out score {spread(rows, 'before')} → {spread(rows, 'after')} ({seeds}, {tokens / 1e3:.0f}k sampled tokens, "
-        f"{seconds:.0f} CPU seconds each; `{rows[0]['command']}`)."
+        f"Held-out score {summary['before']:.3f} → {estimate(summary['final'])} ({runs} seed{'s' * (runs > 1)}{rate}, "
+        f"{short(summary['means']['tokens'])} sampled tokens in {summary['means']['updates']:.0f} updates; interquartile mean and "
+        f"95 % bootstrap interval; `{row['runs'][0]['command']}`)."
     )
 
 
-def measured_page() -> str:
-    """The page: a row per algorithm, measured or not."""
-    found = by_algorithm()
-    rows = [_row(name, found.get(name, [])) for name in ALGORITHMS]
+def measured_page(found: Data | None = None, ladders: Mapping[str, Data | None] | None = None) -> str:
+    """The page: a row per algorithm, measured or not. found, ladders: other reports than the committed ones."""
+    found = load() if found is None else found
+    ladders = {name: load(f"ladder-{name}") for name in LADDERS} if ladders is None else ladders
+    command = block("python scripts/measure_algorithms.py -- --jobs 2", "sh")
+    if found is None:
+        waiting = f"Not measured yet:\n\n{command}\n\nruns it, and `make docs` writes this page."
+        return page("# Every algorithm, measured", waiting, *(_ladder(name, ladders[name]) for name in LADDERS))
     return page(
         "# Every algorithm, measured",
-        f"The same small model, the same tokens: each algorithm trains the [embedded model](base-model.md) with the default "
-        f"learning rate until {TOKENS:,} tokens have been sampled, once per seed ({', '.join(map(str, SEEDS))}). The score is "
-        "the mean reward of 8 samples on each of 256 held-out problems, before and after; ± is the standard deviation over "
-        "the seeds. Tokens are all that were sampled for training, those of value estimates included. CPU seconds are those of "
-        "the whole command, both evaluations and the reward workers included (the machine had other work, so that seconds on "
-        f"the clock would say little){_threads(found)}.",
-        table(HEAD, rows),
+        _intro(found),
+        "![Learning curves of every algorithm over sampled tokens, each beside that of grpo](measured.svg)",
+        *(_table(found, number, kind) for number, kind in enumerate(found["kinds"])),
+        _not_measured(found),
+        _section("What it says", found["says"]),
+        _section("What differs besides the algorithm", found["differs"]),
+        _section("What cannot be concluded", found["limits"]),
+        _rates(found),
         _overrides(),
-        _same(found),
-        f"Measured by\n\n{block('python scripts/measure_algorithms.py --threads 1 --jobs 2', 'sh')}",
-        f"which goes on where it stopped; {_where(found)}. A task this small says that an algorithm works and what it costs, "
-        "not which is best on yours: 0.7M parameters, ten-token answers, exact rewards, and one learning rate for all.",
+        *(_ladder(name, ladders[name]) for name in LADDERS),
+        f"## How it was measured\n\n{command}\n\nwhich is `policygrad compare` with every row and goes on where it stopped. "
+        f"{_files('algorithms')} hold every run and every curve.",
     )
 
 
-def _threads(found: dict[str, list[Row]]) -> str:
-    threads = sorted({row["threads"] for rows in found.values() for row in rows})
-    return f", with {' or '.join(map(str, threads))} thread{'s' * (threads != [1])} per run" if threads else ""
+def _intro(found: Data) -> str:
+    kind, seeds = found["kinds"][0]["measure"], len(found["seeds"])
+    return (
+        f"Each algorithm trains the [embedded model](base-model.md) until {found['tokens']:,} tokens have been sampled, at "
+        f"the best learning rate of a grid, with {seeds} seeds. The rate is chosen on {len(found['tuning_seeds'])} other "
+        f"seeds, which are not reported. A score is the mean reward of {kind['samples']} samples on each of "
+        f"{kind['problems']} held-out problems; a figure is the interquartile mean over seeds with its 95 % stratified "
+        "bootstrap interval, as in Agarwal et al. 2021. Rows are compared where all of them get: at equal tokens, at "
+        "equal updates of the weights, at equal seconds of training. *Area* is the mean height of the curve over tokens; "
+        "*above / open / below* counts the rows that this one is above of, cannot be told from, and is below of at equal "
+        f"tokens; *it* is the threshold, {found['share']:.0%} of the way from the score before training to the best row's "
+        "final one, and what it took to get there is a median over seeds."
+    )
 
 
-def _where(found: dict[str, list[Row]]) -> str:
-    link = f"[{RESULTS.name}](results/{RESULTS.name})" if found else f"`docs/results/{RESULTS.name}`"
-    return f"the runs are in {link}, one line each"
-
-
-def _row(name: str, rows: list[Row]) -> tuple[str, ...]:
-    link = f"[`{name}`](algorithms/{name}.md)"
-    mark = "yes, below" if name in OVERRIDES else ""
+def _table(found: Data, number: int, kind: Data) -> str:
+    """The rows of one kind."""
+    rows = [_row(found, row) for row in found["rows"] if row["kind"] == number and row["summary"]]
     if not rows:
-        return (link, "not measured yet", *[""] * (len(HEAD) - 3), mark)
-    few = "" if len(rows) == len(SEEDS) else f" ({len(rows)} of {len(SEEDS)} seeds)"
-    gain = mean(rows, "after") - mean(rows, "before")
-    return (
-        link,
-        spread(rows, "before"),
-        spread(rows, "after") + few,
-        f"{gain:+.3f}",
-        f"{mean(rows, 'steps'):.0f}",
-        f"{mean(rows, 'tokens') / 1e3:.0f}k",
-        f"{mean(rows, 'cpu_seconds'):.0f}",
-        f"{mean(rows, 'peak_mib'):.0f}",
-        mark,
-    )
-
-
-def _same(found: dict[str, list[Row]]) -> str:
-    """Which algorithms' runs are one and the same."""
-    runs: dict[tuple[Any, ...], list[str]] = {}
-    for name in ALGORITHMS:
-        if name in found:
-            outcome = tuple((row["seed"], row["after"], row["steps"], row["tokens"]) for row in found[name])
-            runs.setdefault(outcome, []).append(f"`{name}`")
-    same = [" = ".join(names) for names in runs.values() if len(names) > 1]
-    if not same:
         return ""
+    ends = ", ".join(f"{end:,.0f} {axis}" for axis, end in kind["equal"].items())
+    level = "" if kind["threshold"] is None else f" The threshold is {kind['threshold']:.3f}."
+    head = f"On the task `{kind['measure']['task']}`; all rows are compared at {ends}.{level}"
+    return f"{head}\n\n{table(HEAD, rows)}"
+
+
+def _row(found: Data, row: Data) -> tuple[str, ...]:
+    summary, means = row["summary"], row["summary"]["means"]
+    few = "" if len(row["runs"]) == len(found["seeds"]) else f" ({len(row['runs'])} of {len(found['seeds'])} seeds)"
+    reach = [summary["reach"].get(axis) for axis in ("tokens", "updates")]
     return (
-        "While a rollout feeds one update every ratio is 1, where every gate's weight is 1: algorithms that differ in "
-        f"nothing else that came up here take the same steps, to the digit ({'; '.join(same)}). More updates per rollout tell "
-        "them apart: `--algorithm.step.epochs`."
+        _link(row["label"]) + few,
+        "–" if row["value"] is None else f"{row['value']:g}" + "\\*" * bool(row["edge"]),
+        *(estimate(summary["equal"][axis]) for axis in ("tokens", "updates", "seconds")),
+        estimate(summary["area"]),
+        standing(found, row["label"]),
+        f"{means['updates']:.0f}",
+        short(means["tokens"]),
+        f"{means['cpu_seconds']:.0f}" if "cpu_seconds" in means else "–",
+        *("–" if r is None else "not reached" if r["median"] is None else short(r["median"]) for r in reach),
     )
+
+
+def standing(found: Data, label: str) -> str:
+    """`12 / 5 / 3`: rows below it, not told apart, above it, at equal tokens."""
+    counts = {"above": 0, "open": 0, "below": 0}
+    for pair in found["pairs"]:
+        if label not in (pair["first"], pair["second"]):
+            continue
+        higher = pair["probability"]["tokens"]["value"] > 0.5
+        side = "above" if higher == (pair["first"] == label) else "below"
+        counts[side if pair["apart"]["tokens"] else "open"] += 1
+    return " / ".join(map(str, counts.values()))
+
+
+def _not_measured(found: Data) -> str:
+    """Rows that are missing, and why."""
+    there = {row["label"] for row in found["rows"]}
+    reasons = {name: "not measured yet" for name in ALGORITHMS if name not in there} | found.get("left_out", {})
+    failed = {
+        row["label"]: f"every run failed: {row['failed'][-1]['error'].splitlines()[-1]}"
+        if row["failed"]
+        else "no run yet"
+        for row in found["rows"]
+        if not row["summary"]
+    }
+    return "\n".join(f"- {_link(name)}: {reason}" for name, reason in (reasons | failed).items() if name in ALGORITHMS)
+
+
+def _rates(found: Data) -> str:
+    """Scores by value of what was tuned."""
+    sections = []
+    for knob in dict.fromkeys(row["knob"] for row in found["rows"] if row["tuning"]):
+        rows = [row for row in found["rows"] if row["knob"] == knob and row["tuning"]]
+        values = sorted({tried["value"] for row in rows for tried in row["tuning"]})
+        cells = []
+        for row in rows:
+            means = {tried["value"]: tried["mean"] for tried in row["tuning"]}
+            scores = ["failed" if means.get(v) is None else f"{means[v]:.3f}" for v in values]
+            cells.append(
+                (
+                    _link(row["label"]),
+                    *(f"**{s}**" if v == row["value"] else s for v, s in zip(values, scores, strict=True)),
+                )
+            )
+        sections.append(table((f"`{knob}`", *(f"{v:g}" for v in values)), cells))
+    if not sections:
+        return ""
+    head = (
+        "Mean final scores on the tuning seeds, the chosen value in bold; \\* above marks one at the edge of its grid."
+    )
+    return "\n\n".join(["## Learning rates", head, *sections])
 
 
 def _overrides() -> str:
-    rows = [(f"`{name}`", f"`{' '.join(o.options)}`", o.reason) for name, o in OVERRIDES.items() if name in ALGORITHMS]
-    if not rows:
-        return ""
-    head = "Where a default does not suit answers of ten tokens, it was changed:"
-    return f"{head}\n\n{table(('algorithm', 'options', 'why'), rows)}\n\n{_remarks()}"
+    rows = [(_link(name), f"`{' '.join(o.options)}`", o.reason) for name, o in OVERRIDES.items() if name in ALGORITHMS]
+    head = "Where an algorithm's own options do not suit answers of ten tokens, they were changed:"
+    return f"## Options\n\n{head}\n\n{table(('algorithm', 'options', 'why'), rows)}" if rows else ""
 
 
-def _remarks() -> str:
-    """What has to be known to compare rows; derived, so that it holds for rows to come."""
-    tasks = [f"`{name}`" for name, override in OVERRIDES.items() if "--task" in override.options and name in ALGORITHMS]
-    fitted = [f"`{name}`" for name, a in ALGORITHMS.items() if a.critic is not None and a.critic.pretrain]
-    alone = [f"`{name}`" for name, a in ALGORITHMS.items() if not a.step.uses_lr]
-    remarks = [
-        (tasks, "another task is measured on its own held-out problems: compare the gain, not the score"),
-        (fitted, "the rollouts that fit the critic before training are part of the tokens"),
-        (alone, "the policy's step has no learning rate; the critic's has"),
+def _ladder(name: str, found: Data | None) -> str:
+    """A ladder's section."""
+    ladder, title = LADDERS[name], f"## {LADDERS[name].title}"
+    command = block(f"python scripts/measure_algorithms.py --ladder {name} -- --jobs 2", "sh")
+    if found is None:
+        return f"{title}\n\n{ladder.why}\n\nNot measured yet:\n\n{command}"
+    published = {rung.label: rung.published for rung in ladder.rungs}
+    rows = [_rung(row, published.get(row["label"], "")) for row in found["rows"] if row["summary"]]
+    head = (
+        "row",
+        "adds",
+        "published",
+        "tuned",
+        "equal tokens",
+        "equal updates",
+        "area",
+        "updates",
+        "length",
+        "cut off",
+        "entropy",
+    )
+    lists = "\n".join(f"- {text}" for text in [*found["says"], *found["limits"]])
+    return "\n\n".join(
+        [
+            title,
+            f"{ladder.why} Published: {ladder.source}. Here: {len(found['seeds'])} seeds, {found['tokens']:,} tokens a run; length "
+            "[tokens], share cut off and entropy [nats a token] are those of the last fifth of a run's steps.",
+            table(head, rows),
+            lists,
+            command,
+            f"{_files(f'ladder-{name}')} hold every run and every curve.",
+        ]
+    )
+
+
+def _rung(row: Data, published: str) -> tuple[str, ...]:
+    summary, means = row["summary"], row["summary"]["means"]
+    return (
+        f"`{row['label']}`",
+        row["change"].partition("; published")[0],
+        published,
+        "–" if row["value"] is None else f"{row['value']:g}",
+        *(estimate(summary["equal"][axis]) for axis in ("tokens", "updates")),
+        estimate(summary["area"]),
+        f"{means['updates']:.0f}",
+        f"{means['length']:.1f}" if "length" in means else "–",
+        f"{means['truncated']:.0%}" if "truncated" in means else "–",
+        f"{means['entropy']:.2f}" if "entropy" in means else "–",
+    )
+
+
+def _section(title: str, sentences: Sequence[str]) -> str:
+    return f"## {title}\n\n" + "\n".join(f"- {text}" for text in sentences) if sentences else ""
+
+
+def _files(name: str) -> str:
+    there = [
+        f"[{name}.{kind}](results/{name}.{kind})" for kind in ("json", "html") if (RESULTS / f"{name}.{kind}").exists()
     ]
-    return "\n".join(f"- {', '.join(names)}: {text}." for names, text in remarks if names)
+    return " and ".join(there) or f"`docs/results/{name}.json` and `.html`"
+
+
+def _link(name: str) -> str:
+    return f"[`{name}`](algorithms/{name}.md)" if name in ALGORITHMS else f"`{name}`"
+
+
+def estimate(x: Mapping[str, float]) -> str:
+    return f"{x['value']:.3f} [{x['low']:.3f}, {x['high']:.3f}]"
+
+
+def short(x: float) -> str:
+    """38, 1.2k, 250k."""
+    return f"{x:.0f}" if x < 1000 else f"{x / 1000:.3g}k"

@@ -8,6 +8,7 @@ from torch import Tensor
 import policygrad as pg
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
+from policygrad.lab.findings.shapes import tokens_apart
 
 RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5)
 FAR = (0.25, 4.0)
@@ -29,6 +30,10 @@ def short_and_long(algorithm: Algorithm, short: int = 10, long: int = 20) -> Bat
         reads |= {"values"}  # the rollout's, not a critic's
     fields = {name: random(4, long) for name in PER_TOKEN if name in reads and name not in ("mask", "step_end")}
     fields |= {name: random(4) for name in PER_COMPLETION if name in reads and name not in ("group", "reward")}
+    fields |= {name: fields[name] > 0.5 for name in ("selected", "truncated", "demonstration") if name in fields}
+    fields |= {name: (2 * fields[name]).long() for name in ("version", "anchor", "example") if name in fields}
+    if "rewards" in reads:
+        fields |= {"rewards": random(4, 2), "reward_names": ("a", "b"), "reward_weights": (1.0, 1.0)}
     if "step_end" in reads:
         fields |= {"step_end": ends & mask, "token_reward": torch.where(ends & mask, random(4, long), 0)}
     reward = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
@@ -67,8 +72,8 @@ def length_handling(algorithm: Algorithm) -> str:
 
 def gate_weights(algorithm: Algorithm, psi: float, ratios: tuple[float, ...] = RATIOS) -> list[float]:
     """w at each ratio, for Ψ = `psi`."""
-    r = torch.tensor(ratios, dtype=torch.float64)
-    return [float(w) for w in algorithm.gate.weight(r, torch.full_like(r, psi))]
+    r = torch.tensor(ratios, dtype=torch.float64)[:, None]
+    return [float(w) for w in algorithm.gate.weight(r, torch.full_like(r, psi), tokens_apart(r))]
 
 
 def outside(algorithm: Algorithm) -> str:

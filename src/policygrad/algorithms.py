@@ -10,6 +10,7 @@ from policygrad.core.aggregates import FixedLength, GroupTokenMean, SequenceMean
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.baselines import ConstantBaseline, GreedyBaseline
 from policygrad.core.critic import Critic
+from policygrad.core.curriculum import NoPositiveResampling
 from policygrad.core.demonstrations import DemonstrationNLL
 from policygrad.core.distillation import TeacherLogRatio
 from policygrad.core.drift_terms import KLCov, PolicyDrift
@@ -183,7 +184,7 @@ SCALE_RL = replace(
     gate=WeightCap(0.0, 5.0),
     aggregate=GroupTokenMean(),
     terms=(),
-    filters=(DropNoSpread("drop"),),
+    filters=(DropNoSpread("drop"), NoPositiveResampling(0.9)),
     behaviour="sampler",
 )
 
@@ -298,6 +299,6 @@ def algorithm(name: str) -> Algorithm:
     key = name.strip().lower().replace("-", "_")
     if key not in ALGORITHMS:
         near = difflib.get_close_matches(key, ALGORITHMS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"unknown algorithm {name!r}: {hint}known: {', '.join(ALGORITHMS)}")
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ALGORITHMS)}"
+        raise ConfigError(f"unknown algorithm {name!r}: {hint}")
     return ALGORITHMS[key]

@@ -418,14 +418,14 @@ PAPERS: dict[str, Paper] = {
             "WeightCap.low": "0: the paper bounds from above alone",
             "WeightCap.high": "5, as TRL's documentation of the paper has it",
             "BatchStd.ddof": "our choice, as for the group's std",
+            "NoPositiveResampling.threshold": "0.9, the paper",
             "DropNoSpread.mode": "drop, the paper: such prompts leave the effective batch",
             "DropNoSpread.max_rounds": "means something with mode = refill",
             "FirstOrder.minibatches": "1: one update per batch of the paper's pipeline",
             "FirstOrder.epochs": "1",
             "samples_per_prompt": "our choice, for small machines; the paper draws 16",
         },
-        departs="the sampler is not eight updates behind (PipelineRL-8), answers are not interrupted for length, and prompts "
-        "solved before come again",
+        departs="the sampler is not eight updates behind (PipelineRL-8), and answers are not interrupted for length",
     ),
     "lite_ppo": Paper(
         f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED} ],   Â_i = ( R_i − mean_g R )/std_batch R",

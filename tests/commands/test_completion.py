@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 import subprocess
 
+import pytest
+
+from policygrad.algorithms import algorithm
 from policygrad.commands.completion import script
+from policygrad.commands.options import option_type, part_flags
 from policygrad.commands.train import flags
 
 
@@ -24,7 +28,7 @@ def complete(*words: str) -> list[str]:
 def test_completion() -> None:
     assert complete("tr") == ["train"]
     assert complete("train", "da") == ["dapo"]
-    assert complete("show", "Cl") == ["Clip"]
+    assert complete("show", "Impo") == ["Importance"]
     assert {"--algorithm.gate", "--algorithm.gate.high", "--algorithm.gate.tau-pos"} <= set(
         complete("train", "--algorithm.g")
     )
@@ -38,6 +42,9 @@ def test_completion() -> None:
     assert complete("lab", "--experiment", "z_") == ["z_score"]
     assert complete("lab", "con") == ["control"]
     assert {"--output", "--part", "--json"} <= set(complete("lab", "--"))
+    assert complete("compare", "dr") == ["dr_grpo"]
+    assert "--lr-grid" in complete("compare", "grpo", "--lr")
+    assert complete("compare", "--ladder", "d") == ["dapo"]
     assert "bashcompinit" in script("zsh")
 
 
@@ -47,3 +54,9 @@ def test_completion_offers_options_that_exist_and_nothing_else() -> None:
     assert "--algorithm.gate.low" in offered
     assert all(flag[2].isalpha() and flag[-1].isalnum() for flag in offered)
     assert "--algorithm" not in offered  # from the help text's `--algorithm.FIELD`
+
+
+@pytest.mark.parametrize("name", ["grpo", "trpo", "dapo", "ppo_penalty", "passk", "chord"])
+def test_flags_of_parts_are_those_of_the_help(name: str) -> None:
+    listed = {flag for flag in flags(name) if flag.count(".") > 1 and flag.startswith("--algorithm.")}
+    assert set(part_flags(option_type(algorithm(name)))) == listed

@@ -10,9 +10,10 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.data_fields import blank
-from doubles.random_batches import Shape, make, policy
+from doubles.random_batches import Shape, make, passed, policy
 from policygrad.core.behaviour import behaviour, staleness
-from policygrad.core.objective import gate_weight, measure
+from policygrad.core.objective import gate_weight, measure, with_selected
+from policygrad.core.terms import log_ratio
 
 VERSION = 7
 ROWS = sorted(pg.ALGORITHMS)
@@ -37,6 +38,12 @@ def scored(batch: pg.Batch, logp: Tensor, needs: frozenset[str]) -> pg.Batch:
     return replace(batch, logp_old=logp.detach()) if "logp_old" in needs else batch
 
 
+def chosen_from(batch: pg.Batch, logp: Tensor, algorithm: pg.Algorithm) -> pg.Batch:
+    """As a learner does, where a part chooses among the tokens."""
+    looked = replace(batch, entropy=torch.where(batch.mask, logp.detach() ** 2, 0))
+    return with_selected(passed(logp, looked), batch, pulled(batch), algorithm)
+
+
 def pulled(batch: pg.Batch) -> Tensor:
     """Ψ of both signs at every token."""
     rows = torch.arange(len(batch.mask))[:, None] + torch.arange(batch.mask.shape[1])
@@ -48,11 +55,14 @@ def test_old_samples_are_corrected_for(name: str) -> None:
     batch, logp = drawn()
     algorithm, batch = behaviour(pg.ALGORITHMS[name], batch, VERSION)
     assert "logp_old" in algorithm.needs
-    batch = scored(batch, logp, algorithm.needs)
+    batch = chosen_from(scored(batch, logp, algorithm.needs), logp, algorithm)
     weight, ratio = gate_weight(pg.Forward(logp), batch, pulled(batch), algorithm)
     effective = algorithm.corrected(weight, batch, pulled(batch))[batch.mask]
     rho = (batch.logp_old - batch.logp_sampler).exp()[batch.mask].clamp(max=2)  # type: ignore[operator]
     assert (ratio[batch.mask] == 1).all()  # π_old is the learner's policy, and nothing has moved yet
+    if algorithm.selecting is not None:  # a choice leaves some out
+        effective, rho = effective[effective != 0], rho[effective != 0]
+        assert len(rho) > 1
     torch.testing.assert_close(effective, rho)
     assert ((effective - 1).abs() > 1e-3).float().mean() > 0.9
 
@@ -72,8 +82,13 @@ def test_rows_that_are_made_for_the_samplers_policy_take_it_fresh_or_old(name: s
     found, told = behaviour(algorithm, batch, VERSION)
     assert found == algorithm
     assert told.logp_old is batch.logp_sampler
+    told = chosen_from(told, logp, algorithm)
     weight, ratio = gate_weight(pg.Forward(logp), told, pulled(batch), algorithm)
     assert ((ratio[batch.mask] - 1).abs() > 1e-3).float().mean() > 0.9
+    assert torch.equal(ratio, algorithm.ratio(log_ratio(logp, batch.logp_sampler, batch.mask), batch.mask))  # type: ignore[misc]
+    if isinstance(algorithm.gate, pg.DivergenceClip | pg.SecondMoment | pg.GammaKernel):
+        assert torch.equal(weight, algorithm.gate.weight(ratio, pulled(batch), told))
+        return
     imitated = isinstance(algorithm.gate, pg.Unweighted) | (isinstance(algorithm.gate, pg.Taper) & (pulled(batch) > 0))
     expected = torch.where(
         torch.as_tensor(imitated), 1, ratio.clamp(max=1 if isinstance(algorithm.gate, pg.Taper) else 5)
@@ -90,10 +105,12 @@ def test_the_sampler_as_the_old_policy_reaches_every_gate(name: str) -> None:
     assert algorithm == chosen
     batch = scored(batch, logp, algorithm.needs)
     assert batch.logp_old is batch.logp_sampler
-    psi = pulled(batch)
+    psi, batch = pulled(batch), chosen_from(batch, logp, algorithm)
     weight, ratio = gate_weight(pg.Forward(logp), batch, psi, algorithm)
-    assert ((weight[batch.mask] - 1).abs() > 1e-3).all()
-    torch.testing.assert_close(algorithm.corrected(weight, batch, psi), weight, rtol=0, atol=0)
+    if not isinstance(algorithm.gate, pg.LogClip):  # which weighs 1 or 0
+        assert ((weight[batch.mask] - 1).abs() > 1e-3).all()
+    if not algorithm.corrections:  # a mask is one
+        torch.testing.assert_close(algorithm.corrected(weight, batch, psi), weight, rtol=0, atol=0)
     found = measure(pg.Forward(logp), batch, psi, algorithm, algorithm.all_coefficients(batch))
     gate = algorithm.gate
     if isinstance(gate, pg.Clip):

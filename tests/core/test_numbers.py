@@ -11,7 +11,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.data_fields import blank
-from doubles.random_batches import Random, Shape, close, gradients, make, policy
+from doubles.random_batches import Random, Shape, close, gradients, make, passed, policy
 from policygrad.core.objective import measure
 
 GATES = (
@@ -22,6 +22,8 @@ GATES = (
     pg.WeightCap(0.5, 2.0),
     pg.SoftGate(1.0, 1.05),
     pg.SoftGate(2.0, 5.0),
+    pg.Unweighted(),
+    pg.Taper(),
 )
 RATIOS = (pg.Token(), pg.Sequence(), pg.SequenceProduct())
 BASELINES = {
@@ -237,16 +239,18 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
         token_reward=None if "rewards" in algorithm.declared else nan,
         logp_sampler=nan,
         baseline=torch.full((4,), math.nan),
+        example=torch.tensor([0, 0, 1, 1]),
         implicit_reward=nan,
+        entropy=nan,
         **blank(nan),
     )
     batch = algorithm.filtered(batch)
     logp = nan.clone().requires_grad_()
     psi = algorithm.advantages(batch)
-    loss = pg.surrogate(logp, batch, psi, algorithm)
+    loss = pg.surrogate(passed(logp, batch), batch, psi, algorithm)
     assert gradients(loss, logp)[0].abs().sum() == 0
     assert loss == 0
-    assert pg.objective(logp, batch, psi, algorithm) == 0
+    assert pg.objective(passed(logp, batch), batch, psi, algorithm) == 0
     assert algorithm.update(algorithm.init(), batch) == algorithm.init()
 
 

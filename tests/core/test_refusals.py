@@ -51,7 +51,8 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "no penalty": (lambda: pg.SoftOverlong(scale=0.0), ["SoftOverlong.scale", "leave the part out"]),
     "no such level": (lambda: pg.KLInReward(level="turn"), ["KLInReward.level", "'token'", "'sequence'", "'turn'"]),  # type: ignore[arg-type]
     "no cache": (lambda: pg.SoftOverlong(cache=0.0), ["SoftOverlong.cache", "(0, 1]"]),
-    "a mode of dynamic sampling": (lambda: pg.DropNoSpread("skip"), ["'refill' or 'reweight'", "skip"]),  # type: ignore[arg-type]
+    "a mode of dynamic sampling": (lambda: pg.DropNoSpread("skip"), ["'refill', 'reweight' or 'drop'", "skip"]),  # type: ignore[arg-type]
+    "a std of something else": (lambda: pg.BatchStd(of="tokens"), ["BatchStd.of", "'rewards'", "tokens"]),  # type: ignore[arg-type]
     "no rounds": (lambda: pg.DropNoSpread(max_rounds=0), ["max_rounds", "at least 1"]),
     "a mean that never moves": (lambda: pg.RunningMean(decay=1.0), ["RunningMean.decay", "[0, 1)"]),
     "no epoch": (lambda: pg.FirstOrder(epochs=0), ["FirstOrder.epochs", "at least 1"]),

@@ -185,3 +185,31 @@ def test_refused(build, said: list[str]) -> None:
     with pytest.raises(pg.ConfigError) as error:
         build()
     assert [words for words in said if words not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reward", [0.7, 1.0, 0.0, -0.3])
+def test_equal_rewards_give_exactly_zero_to_what_compares_them(dtype: torch.dtype, reward: float) -> None:
+    batch = pg.Batch(
+        mask=torch.ones(8, 2, dtype=torch.bool),
+        group=torch.zeros(8, dtype=torch.int64),
+        reward=torch.full((8,), reward, dtype=dtype),
+        example=torch.zeros(8, dtype=torch.int64),
+    )
+    for name in ("maxrl", "passk", "gpg", "reinforce_pp_baseline", "lite_ppo", "scale_rl"):
+        algorithm = pg.algorithm(name)
+        psi = algorithm.advantages(algorithm.filtered(batch))
+        assert psi.dtype == dtype
+        assert (psi == 0).all(), name
+
+
+def test_flat_prompts_leave_the_step_or_scale_it() -> None:
+    """Of three prompts one is solved: ScaleRL's step is of the other two, GPG's of all three, times 3/2."""
+    mask = torch.ones(6, 2, dtype=torch.bool)
+    prompt, reward = torch.arange(6) // 2, torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+    batch = pg.Batch(mask=mask, group=prompt, reward=reward, example=prompt)
+    dropped, scaled = pg.SCALE_RL.filtered(batch), pg.GPG.filtered(batch)
+    assert dropped.counted.tolist() == [False, False, True, True, True, True]
+    assert pg.SCALE_RL.coefficients(dropped).sum(1).tolist() == pytest.approx([0, 0, 0.25, 0.25, 0.25, 0.25])
+    assert pg.GPG.coefficients(scaled).sum(1).tolist() == pytest.approx([0, 0, 0.25, 0.25, 0.25, 0.25])
+    assert pg.GPG.advantages(scaled)[2:, 0].tolist() == [0.5, -0.5, -0.5, 0.5]

@@ -75,3 +75,21 @@ def blank(like: Tensor) -> dict[str, Any]:
         "anchor": torch.zeros(like.shape, dtype=torch.int64),
         "demonstration": torch.zeros(rows, dtype=torch.bool),
     }
+
+
+def by_tokens(batch: pg.Batch, declared: frozenset[str]) -> pg.Batch:
+    """What of these fields an algorithm declares, from the completions' own tokens: equal completions have equal ones."""
+    tokens, rows = batch.tokens, torch.arange(len(batch.mask))
+    assert tokens is not None
+    if "rewards" in declared:
+        table = torch.stack([batch.reward, batch.lengths.to(batch.reward.dtype)], 1)
+        batch = replace(batch, rewards=table, reward_names=("reward", "length"), reward_weights=(1.0, -0.1))
+    if "anchor" in declared:
+        batch = replace(batch, anchor=tokens % 2, token_reward=(tokens % 3).double() * batch.mask)
+    if "demonstration" in declared:
+        shown = rows % 4 == 2
+        said = torch.where(
+            shown[:, None], 0.0, torch.zeros(batch.mask.shape) if batch.logp_old is None else batch.logp_old
+        )
+        batch = replace(batch, demonstration=shown, logp_sampler=said)
+    return batch

@@ -14,7 +14,7 @@ import torch
 from policygrad.algorithms import ALGORITHMS
 
 OWN = """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,6 +74,15 @@ class Thawed(pg.Gate):
 
     def value(self, ratio, psi, batch):
         return ratio * psi / 2
+
+
+@dataclass(frozen=True)
+class Doubled(pg.Advantage):
+    def __call__(self, psi, batch):
+        return 2 * psi
+
+
+MINE = replace(pg.DR_GRPO, gate=HalfGate())
 
 
 @dataclass(frozen=True)
@@ -185,6 +194,28 @@ def test_parts_of_ones_own_stand_beside_the_others(run) -> None:
     assert rows["Everything"]["scale"] == pytest.approx(8 * base)  # 1 for 1/(B·L), B = 2, L = 4
 
 
+def test_a_chain_of_parts_and_options_given_again(run) -> None:
+    """`--part psi=A,B` is one row; `--part` again is another; ours and one's own, from a module or a file, mix."""
+    words = ("--part", "psi=GroupMean,own_part:Doubled", "--part=own_part.py:HalfGate", "--part", "GroupMean")
+    small = ("--group-size", "2", "--experiment", "none", "--json", "-")
+    code, out, err = run("--algorithm", "dr_grpo", *words, "--algorithm", "own_part.py:MINE", *small)
+    assert code == 0, err
+    rows = {row["name"]: row["on_policy"]["figures"]["scale"] for row in json.loads(out)["algorithms"]}
+    assert list(rows) == ["dr_grpo", "dr_grpo+HalfGate", "GroupMean+Doubled", "HalfGate", "GroupMean"]
+    base = rows["dr_grpo"]
+    assert rows["GroupMean"] == pytest.approx(base)
+    assert rows["GroupMean+Doubled"] == pytest.approx(2 * base)
+    assert rows["HalfGate"] == rows["dr_grpo+HalfGate"] == pytest.approx(base / 2)
+
+
+def test_a_part_in_an_algorithm_of_ones_own(run) -> None:
+    small = ("--algorithm", "dr_grpo", "--group-size", "2", "--experiment", "none", "--json", "-")
+    code, out, err = run("--part", "psi=GroupMean,own_part:Doubled", "--base", "own_part:MINE", *small)
+    assert code == 0, err
+    found = {row["name"]: row["on_policy"]["figures"]["scale"] for row in json.loads(out)["algorithms"]}
+    assert found["GroupMean+Doubled"] == pytest.approx(found["dr_grpo"])  # half the gate, twice the advantage
+
+
 def test_a_gate_without_a_hash_is_drawn(run, tmp_path) -> None:
     words = ("--part", "own_part:Thawed", "--algorithm", "dr_grpo", "--group-size", "2", "--experiment", "gate_weights")
     code, _, err = run(*words, "--output", "lab.html")
@@ -213,6 +244,10 @@ def test_a_gate_without_a_hash_is_drawn(run, tmp_path) -> None:
         (("--part", "own_part:Half"), "needs factor"),
         (("--part", "own_part:Nothing"), "FIELD=own_part:Nothing"),
         (("--part", "own_part:Absent"), "cannot import"),
+        (("--part", "gate=Clip,WeightCap"), "gate holds one part, not 2"),
+        (("--part", "gate=GroupMean"), "GroupMean goes into 'psi'"),
+        (("--part", "psi=GroupMean,own_part:Broken"), "own_part.py, line "),
+        (("--algorithm", "own_part.py:MINN"), "did you mean 'MINE'?"),
         (("--part", "colour=own_part:Negated"), "no field 'colour'"),
     ],
 )

@@ -205,3 +205,28 @@ def test_truncation_reaches_the_filters() -> None:
     assert cut.figures != dapo.figures
     fixed = replace(setting, cut=True).prepared(pg.DR_GRPO).aggregate
     assert fixed == pg.FixedLength(3)
+
+
+def test_the_greedy_completion_is_the_one_of_the_most_probable_tokens() -> None:
+    setting = table_settings(seed=3)[0]
+    world, greedy = setting.world, setting.world.greedy(setting.theta)
+    assert greedy.sum(1).tolist() == [1] * world.prompts
+    conditionals = world.conditionals(setting.theta).reshape(world.prompts, -1, world.tree.vocabulary)
+    for x in range(world.prompts):
+        prefix: tuple[int, ...] = ()
+        while len(prefix) < world.tree.length:
+            token = int(conditionals[x, world.tree.prefixes.index(prefix)].argmax())
+            if token == 0:
+                break
+            prefix = (*prefix, token)
+        assert world.tree.words[int(greedy[x].int().argmax())] == prefix
+    baseline = setting.book(pg.REMAX).baseline
+    assert baseline is not None
+    assert baseline.reshape(world.prompts, -1)[:, 0].tolist() == world.reward[greedy].tolist()
+
+
+@pytest.mark.parametrize("name", ["remax", "topr"])
+def test_baselines_from_outside_the_group_leave_the_estimate_unbiased(name: str, settings) -> None:
+    found = measure(pg.algorithm(name), settings[0], all_steps(settings[0], 2)).figures
+    assert found.bias < 1e-12
+    assert found.scale == pytest.approx(1)

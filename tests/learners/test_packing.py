@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import policygrad as pg
 from doubles.batches import VOCABULARY, make_batch, naive_entropy, naive_logp
+from doubles.data_fields import by_tokens
 from doubles.models import Wrapped
 from doubles.selecting import Loudest
 from policygrad.algorithms import ALGORITHMS
@@ -124,7 +125,7 @@ class Weighed(pg.Term):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        asked = {"logp_sampler", "version", "entropy", "anchor", "example", "baseline"}
+        asked = {"logp_sampler", "version", "entropy", "anchor", "example", "baseline", "demonstration"}
         return frozenset({self.field} & asked)  # the others tell completions apart unasked
 
     def score(self, out: pg.Forward, batch: pg.Batch, psi: Tensor) -> Tensor:
@@ -208,7 +209,7 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
     batch = replace(batch, logp_old=near, logp_ref=near.flip(1), values=near / 9, implicit_reward=near / 7)
     if "step_end" in algorithm.needs:  # a step per token; equal completions have equal steps
         batch = replace(batch, step_end=batch.mask, token_reward=(batch.tokens % 3).double() * batch.mask)
-    batch = algorithm.filtered(batch)
+    batch = algorithm.filtered(by_tokens(batch, algorithm.declared))
     psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
     if algorithm.critic is not None:  # a policy that moves, also where its critic is fitted first
         algorithm = replace(algorithm, critic=replace(algorithm.critic, pretrain=0))

@@ -79,6 +79,7 @@ def test_the_tasks_own_problems_have_the_steps_of_their_worked_answers(task: str
         else:
             work, count = "-".join(entry["answer"]), 1
         text = f"Step by step: {work}. <answer>{entry['answer']}</answer>"
+        assert columns["demonstration"] == text  # what the task shows to who learns from demonstrations
         found = steps((columns["dataset"], entry), text)
         assert [score for _, score in found] == [1.0] * count, (text, entry)
     assert len(kinds) == (3 if task == "embedded" else 2)

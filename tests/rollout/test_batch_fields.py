@@ -13,6 +13,7 @@ import policygrad as pg
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.environments import Action, Observation, Step
 from policygrad.rewards.types import RewardScores
+from policygrad.rollout.prompts import number
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.samplers.base import Sampling
 from policygrad.tasks.types import Example
@@ -51,8 +52,9 @@ def test_they_are_filled_only_where_a_part_reads_them() -> None:
     for name in ("rewards", "anchor", "demonstration", "token_reward"):
         assert getattr(batch, name) is None
     assert batch.example is not None
-    assert batch.example.tolist() == [g for g in range(3) for _ in range(4)]
-    assert run(pg.GRPO, position=5).batch.example.tolist() == [g for g in (5, 6, 7) for _ in range(4)]  # type: ignore[union-attr]
+    known = [number(Example(str(i))) for i in range(4)]  # the prompt's own, whatever its place
+    assert batch.example.tolist() == [known[i] for i in range(3) for _ in range(4)]
+    assert run(pg.GRPO, position=5).batch.example.tolist() == [known[i] for i in (1, 2, 3) for _ in range(4)]  # type: ignore[union-attr]
 
 
 def test_the_spread_of_each_reward_is_that_within_its_groups() -> None:

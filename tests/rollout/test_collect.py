@@ -93,7 +93,7 @@ def test_refill_stops_at_its_cap_and_reports() -> None:
     assert batch.weight[24:].unique().tolist() == [0.0]
 
 
-@pytest.mark.parametrize("mode", ["refill", "reweight"])
+@pytest.mark.parametrize("mode", ["refill", "reweight", "drop"])
 def test_every_prompt_solved_is_reported_and_moves_nothing(mode: Any) -> None:
     algorithm = replace(pg.CISPO, filters=(pg.DropNoSpread(mode, max_rounds=2),))
     sampler = TabularSampler(4, 3, 4)

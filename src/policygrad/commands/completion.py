@@ -11,11 +11,14 @@ import tyro
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import COMMANDS
+from policygrad.commands.compare import CompareOptions
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.evaluate import EvalOptions
 from policygrad.commands.lab import LabOptions
+from policygrad.commands.options import option_type, part_flags
 from policygrad.commands.supervised import flags as supervised_flags
 from policygrad.commands.train import flags
+from policygrad.compare.ladders import LADDERS
 from policygrad.core.algorithm import Algorithm
 from policygrad.lab.experiments import EXPERIMENTS
 from policygrad.rewards import known_rewards
@@ -36,7 +39,8 @@ SCRIPT = """# tab completion of policygrad; written by `policygrad completion {s
             train) words={train}; [ "$COMP_CWORD" -eq 2 ] && words="$words "{algorithms} ;;
             sft|reward-model) words={supervised} ;;
             eval) words={evaluate}; [ "$COMP_CWORD" -eq 2 ] && words="$words tiny" ;;
-            algorithms) words="--json --help" ;;
+            compare) words={compare}" "{algorithms} ;;
+            algorithms) words="--json --width --help" ;;
             show) words={names} ;;
             lab) words={lab}; [ "$COMP_CWORD" -eq 2 ] && words="$words control" ;;
             completion) words="bash zsh" ;;
@@ -75,7 +79,11 @@ def script(shell: str) -> str:
     """The script for bash; zsh runs the same one through its bashcompinit."""
     places = [f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt")]
     train = dict.fromkeys(
-        [*(flag for name in ALGORITHMS for flag in flags(name)), *(f"--algorithm.{p}" for p in places)]
+        [
+            *flags("grpo"),
+            *(f"--algorithm.{p}" for p in places),
+            *(flag for a in ALGORITHMS.values() for flag in part_flags(option_type(a))),
+        ]
     )
     evaluate = [f.name for f in fields(EvalOptions) if f.name not in ("model", "sampling")]
     evaluate += [f.name for f in fields(Sampling)]
@@ -86,6 +94,7 @@ def script(shell: str) -> str:
         "--config|--resume|--output|--held-out|--data|--json": [],  # a file's or folder's name, which the shell knows
         "--experiment": [*EXPERIMENTS, "none"],
         "--base": list(ALGORITHMS),
+        "--ladder": list(LADDERS),
         "--model": ["tiny"],
         "--task": list(EMBEDDED),
         "--dtype|--learner.dtype": ["fp32", "bf16"],
@@ -101,6 +110,9 @@ def script(shell: str) -> str:
         algorithms=_quoted(ALGORITHMS),
         supervised=_quoted([*supervised_flags(SFTConfig), "--help"]),
         evaluate=_quoted([f"--{name.replace('_', '-')}" for name in evaluate] + ["--help"]),
+        compare=_quoted(
+            [*(f"--{f.name.replace('_', '-')}" for f in fields(CompareOptions) if f.name != "rows"), "--help"]
+        ),
         names=_quoted([*ALGORITHMS, *part_names()]),
         lab=_quoted([*(f"--{f.name.replace('_', '-')}" for f in fields(LabOptions)), "--help"]),
     )

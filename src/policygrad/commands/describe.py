@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import shutil
 import sys
 import textwrap
@@ -11,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
-from policygrad.about import ABOUT
+from policygrad.about import ABOUT, About
 from policygrad.algorithms import ALGORITHMS
+from policygrad.commands.citations import cited, summary
 from policygrad.core.algorithm import Algorithm
 from policygrad.papers import PAPERS
+from policygrad.training.config.composed import Composed, composed
 
 Line = tuple[tuple[str, str], ...]
 """(text, rich style) pieces of one line."""
@@ -102,15 +102,6 @@ def _defaults(kind: type) -> dict[str, Any]:
     return {f.name: f.default for f in fields(kind) if f.default is not MISSING}
 
 
-def summary(part: Any) -> tuple[str, str]:
-    """(what it does, its source): the first paragraph of its docstring, and what follows `Source:` anywhere in it."""
-    doc = inspect.getdoc(part if isinstance(part, type) else type(part)) or ""
-    paragraphs = [" ".join(p.split()) for p in doc.split("\n\n")]
-    found = next((p for p in paragraphs if "Source:" in p), "")
-    source = found.partition("Source:")[2].strip().rstrip(".")
-    return paragraphs[0].partition("Source:")[0].strip(), source
-
-
 def wrapped(lead: Line, text: str, width: int, style: str = "") -> Iterator[Line]:
     """`text` after `lead`, further lines indented to where it began."""
     indent = sum(len(piece) for piece, _ in lead)
@@ -120,27 +111,54 @@ def wrapped(lead: Line, text: str, width: int, style: str = "") -> Iterator[Line
         yield ((" " * indent, ""), (row, style))
 
 
-def describe(a: Algorithm, width: int = 80) -> list[Line]:
-    """The algorithm's equation, its parts with their sources, how it differs from its parent, what it fixes, how it fails."""
+def describe(a: Algorithm, width: int = 80, budget: int | None = None) -> list[Line]:
+    """The algorithm's equation, its parts with their sources, how it differs from its parent, what it fixes, how it fails.
+
+    Of a composition of one's own: what it is beside the named algorithm it was made from. budget: see `composed`.
+    """
+    beside = composed(a, budget)
     about = ABOUT.get(a.name)
-    lines: list[Line] = [((a.name, NAME), (f"  {about.title}" if about else "", HEAD))]
-    if about:
-        lines += wrapped(((" " * (len(a.name) + 2), ""),), about.source, width, QUIET)
+    lines = _title(beside, about, width)
     lines += [(), (("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD)), ()]
     lines += _formulas(a, width)
     if a.name in PAPERS:
-        lines += [(), (("As published", HEAD),)]
+        lines += [(), ((f"{a.name} as published" if beside.swaps else "As published", HEAD),)]
         lines += [row for text in PAPERS[a.name].objective.split("\n") for row in wrapped((("  ", ""),), text, width)]
-        lines += [(), *wrapped((("Departs  ", HEAD),), PAPERS[a.name].departs or NOWHERE, width)]
-    lines += [(), (("Parts", HEAD), (" and their defaults", QUIET))]
+        of = f" ({a.name})" if beside.swaps else ""
+        lines += [(), *wrapped(((f"Departs{of}  ", HEAD),), PAPERS[a.name].departs or NOWHERE, width)]
+    lines += [(), (("Parts", HEAD), (" and their settings" if beside.changed else " and their defaults", QUIET))]
     lines += _parts(a, width)
-    if about and about.parent:
-        lines += [(), (("Differs from ", HEAD), (about.parent, NAME))]
-        for column, (theirs, mine) in difference(ALGORITHMS[about.parent], a).items():
+    parent = a.name if beside.changed else about.parent if about else None
+    if parent:
+        row = ALGORITHMS[parent] if budget is None or parent != a.name else ALGORITHMS[parent].with_budget(budget)
+        lines += [(), (("Differs from ", HEAD), (parent, NAME))]
+        for column, (theirs, mine) in difference(row, a).items():
             lines += wrapped(((f"  {column:<12}", ""),), f"{theirs} → {mine}", width)
     if about:
-        lines += [(), *wrapped((("Fixes  ", HEAD),), about.fixes, width)]
-        lines += [*wrapped((("Fails  ", HEAD),), about.fails, width)]
+        of = f" ({a.name})" if beside.swaps else ""
+        lines += [(), *wrapped(((f"Fixes{of}  ", HEAD),), about.fixes, width)]
+        lines += [*wrapped(((f"Fails{of}  ", HEAD),), about.fails, width)]
+    return lines
+
+
+def _title(beside: Composed, about: About | None, width: int) -> list[Line]:
+    """The name and the source; of a composition the named algorithm's, and each part and setting that is another with its own."""
+    if beside.swaps:
+        source = f" ({about.source})" if about else ""
+        lines: list[Line] = [((beside.name, NAME),), *wrapped((("  ", ""),), beside.base + source, width)]
+    else:
+        lines = [((beside.name, NAME), (f"  {about.title}" if about else "", HEAD))]
+        indent = " " * (len(beside.name) + 2)
+        lines += wrapped(((indent, ""),), about.source, width, QUIET) if about else []
+    for swap in beside.swaps:
+        label = COLUMNS.get(swap.field, ("", swap.field))[1]
+        for part in swap.added:
+            lines += wrapped((("  with ", ""),), f"{label} = {part_name(part, names=True)} ({cited(part)})", width)
+        if gone := swap.removed[len(swap.added) :]:
+            lines += wrapped((("  without ", ""),), f"{label} {', '.join(type(p).__name__ for p in gone)}", width)
+    for s in beside.settings:
+        told = f"{s.part}.{s.name}".lstrip(".") + f" = {number(s.mine)} instead of {number(s.theirs)}"
+        lines += wrapped((("  with ", ""),), told, width)
     return lines
 
 
@@ -163,6 +181,7 @@ def _parts(a: Algorithm, width: int) -> Iterator[Line]:
         label = "" if name == before else COLUMNS.get(name, ("", name))[1]
         before = name
         text, source = summary(part)
+        source = source if type(part).__module__.startswith("policygrad.") else cited(part)
         yield from wrapped(((f"  {label:<12}", ""),), part_name(part, names=True), width, NAME)
         yield from wrapped(((" " * 14, ""),), text, width)
         if source:
@@ -182,7 +201,17 @@ def matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, .
             parts += (a.reward_model,)  # a second trained model, as V is
         symbol, label = COLUMNS[name]
         row[f"{symbol} {label}".strip()] = tuple(part_name(p, changed=changed) for p in parts)
-    return row
+    return {**row, "also": also(a)}
+
+
+def also(a: Algorithm) -> tuple[str, ...]:
+    """What is not one gradient step, a frozen reference, a group of the usual size and π_old as the learner sees it."""
+    usual = Algorithm()
+    found = [changed_settings(a.step)] if a.step != usual.step else []
+    if a.reference is not None and a.reference != usual.reference and "logp_ref" in a.needs:
+        found.append(changed_settings(a.reference))
+    found += [f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != usual.samples_per_prompt else []
+    return (*found, *(["π_old = μ"] if a.behaviour != usual.behaviour else []))
 
 
 def difference(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str]]:
@@ -217,17 +246,3 @@ def _change(theirs: tuple[Any, ...], mine: tuple[Any, ...], *, names: bool) -> t
     write = changed_settings if names else part_name
     written = [" ".join(map(write, side)) or "–" for side in (theirs, mine)]
     return written[0], written[1]
-
-
-def describe_part(kind: type, width: int = 80) -> list[Line]:
-    """One part: its settings, its docstring whole, and which algorithms have it."""
-    lines: list[Line] = [((part_name(kind(), names=True), NAME),), ()]
-    for paragraph in re.split(r"\n\n+", inspect.getdoc(kind) or ""):
-        rows = paragraph.split("\n")
-        if any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):  # a table stays a table
-            lines += [((f"  {row}", ""),) for row in rows]
-        else:
-            lines += wrapped((("  ", ""),), " ".join(rows), width)
-        lines.append(())
-    users = [n for n, a in ALGORITHMS.items() if any(type(part) is kind for _, part in a.parts())]
-    return [*lines, *wrapped((("Used by  ", HEAD),), ", ".join(users) or "none of the named algorithms", width)]

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import shutil
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from policygrad.algorithms import ALGORITHMS, algorithm
+from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import describe as words
 from policygrad.commands.describe import HEAD, NAME, QUIET, Line
-from policygrad.commands.options import writable, write
+from policygrad.commands.lab_parts import named, tried, with_part
+from policygrad.commands.options import gathered, writable, write
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.update_rules import FirstOrder
-from policygrad.errors import ConfigError, PolicygradError
-from policygrad.training.config.parts import part_class
+from policygrad.errors import ConfigError
+from policygrad.training.config.parts import find_algorithm
 from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
@@ -45,11 +44,12 @@ class LabOptions:
     """Measures gradient estimators exactly, on problems small enough to enumerate."""
 
     algorithm: Annotated[tuple[str, ...], optional("NAME", "all of them")] = ()
-    """Which algorithms; several are allowed."""
-    part: Annotated[tuple[str, ...], optional("[FIELD=]MODULE:CLASS", "none")] = ()
-    """A part of your own, measured in `base` beside the others: a gate, an advantage, or FIELD=ratio, aggregate, …"""
+    """Which algorithms; several are allowed, your own too: mine.py:NAME, mine:NAME."""
+    part: Annotated[tuple[str, ...], optional("[FIELD=]PART[,PART]", "none")] = ()
+    """A part, or a chain of them, measured in `base` beside the others: yours, mine:MyGate or mine.py:MyGate, or ours;
+    psi=GroupMean,mine:Asym. Several are allowed, each measured alone."""
     base: str = "dr_grpo"
-    """The algorithm that a part of your own is put into."""
+    """The algorithm that a part is put into."""
     group_size: int = 4
     """G, completions per group."""
     kl: float = 0.05
@@ -80,13 +80,14 @@ def lab(args: list[str]) -> int:
         from policygrad.commands.control import control
 
         return control(args[1:])
+    args = gathered(args, "--algorithm", "--part", "--experiment")
     options = tyro.cli(LabOptions, args=args, prog="policygrad lab", config=(tyro.conf.FlagCreatePairsOff,))
     for option, path in (("--json", None if str(options.json) == "-" else options.json), ("--output", options.output)):
         if path is not None:
             writable(path, option)
-    chosen = {name: algorithm(name) for name in options.algorithm} if options.algorithm else _all(options.group_size)
+    chosen = named(options.algorithm) if options.algorithm else _all(options.group_size)
     for spec in options.part:
-        label, own = with_part(algorithm(options.base), spec)
+        label, own = with_part(find_algorithm(options.base), spec)
         tried(own, spec, options.group_size)
         chosen[spec if label in {*chosen, *ALGORITHMS} else label] = own
     from policygrad.lab.report import report
@@ -127,63 +128,9 @@ def html(found: LabReport, algorithms: Mapping[str, Algorithm]) -> str:
 def _parts(a: Algorithm) -> dict[str, tuple[str, ...]]:
     """A row of the matrix, its last columns in one."""
     row = words.matrix_row(a, changed=True)
+    del row["also"]
     step = () if a.step == FirstOrder() else (words.part_name(a.step, changed=True),)
     return row | {"and more": row.pop("shaping") + row.pop("filters") + step}
-
-
-def with_part(base: Algorithm, spec: str) -> tuple[str, Algorithm]:
-    """(its label, the algorithm with the part in it); a gate has weight() and value(), an advantage is called with Ψ and a batch.
-
-    Raises:
-        ConfigError: no such class, or one that cannot be built without arguments, or a field that there is not.
-    """
-    place, _, path = spec.rpartition("=")
-    kind = part_class(path, "command line", f"algorithm.{place or 'gate'}" if ":" in path else "part")
-    missing = [p.name for p in inspect.signature(kind).parameters.values() if p.default is p.empty]
-    if missing:
-        raise ConfigError(f"--part {spec}: {kind.__name__} needs {', '.join(missing)}: give its fields defaults")
-    part = kind()
-    place = place or ("gate" if callable(getattr(part, "weight", None)) else "psi" if callable(part) else "")
-    if not place:
-        raise ConfigError(
-            f"--part {spec}: {kind.__name__} is no gate (weight and value) and no advantage (it is not called): name its field, "
-            f"FIELD={path}"
-        )
-    if place not in ("gate", "psi", "ratio", "aggregate", "terms", "shaping", "filters", "corrections"):
-        raise ConfigError(
-            f"--part {spec}: no field {place!r} takes a part here: psi, ratio, gate, aggregate, terms, shaping, …"
-        )
-    several = isinstance(getattr(base, place), tuple)
-    changes: dict[str, Any] = {place: (part,) if several else part}
-    if place == "gate" and getattr(part, "on_policy", False):  # of no role yet
-        changes["ratio"] = None
-    label = kind.__name__
-    return label, replace(base, name=label, **changes)
-
-
-def tried(own: Algorithm, spec: str, size: int) -> None:
-    """Measures it in a world of seven completions, so that a part that fails is named with its line, before the work.
-
-    Raises:
-        ConfigError: what the part raised that is no refusal in words.
-    """
-    from policygrad.lab.groups import all_steps
-    from policygrad.lab.measurement import measure
-    from policygrad.lab.worlds import one_prompt
-
-    setting = one_prompt(2)
-    try:
-        measure(own, replace(setting, old=setting.theta), all_steps(setting, min(size, 4)))
-    except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)
-        file = inspect.getfile(part_class(spec.rpartition("=")[2], "command line", "part"))
-        mine = [frame for frame in at if frame.filename == file]
-        if isinstance(error, PolicygradError) and not mine:
-            raise  # the library's own refusal
-        where = (mine or at)[-1]
-        raise ConfigError(
-            f"--part {spec}: {type(error).__name__}: {error} ({where.filename}, line {where.lineno}, in {where.name})"
-        ) from error
 
 
 def page(found: LabReport, width: int) -> list[Line]:

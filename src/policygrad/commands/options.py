@@ -7,16 +7,16 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import summary
+from policygrad.commands.citations import summary
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.protocols import Additive
+from policygrad.core.protocols import Additive, Part
 from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.run import Draft, optional
 from policygrad.training.config.toml import from_dict
@@ -25,7 +25,7 @@ SWITCHES = ("--dry-run", "--plain", "--learner.gradient-checkpointing", "--learn
 """Flags that take no value."""
 _NUMBERS = ("name", "samples_per_prompt")
 _NO_PARTS = (*_NUMBERS, "behaviour")  # which is chosen as parts are, by a word
-
+_OWN = re.compile(r"[\w./~-]*\w:[A-Za-z_]\w*")
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
 
@@ -91,7 +91,7 @@ def _choice(info: Any) -> Any:
 
 
 def take_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
-    """(ALGORITHM, the other arguments): the first word, a known name among later ones, or `--algorithm NAME`."""
+    """(ALGORITHM, the other arguments): the first word, a known name or mine:NAME among later ones, or `--algorithm NAME`."""
     if args and not args[0].startswith("-"):
         return args[0], args[1:]
     for i, word in enumerate(args):
@@ -103,7 +103,33 @@ def take_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
         is_value = before.startswith("--") and "=" not in before and before not in SWITCHES
         if word.lower().replace("-", "_") in ALGORITHMS and not is_value:
             return word, args[:i] + args[i + 1 :]
+        if _OWN.fullmatch(word) and not is_value and not _of_rewards(args[:i]):
+            return word, args[:i] + args[i + 1 :]
     return None, args
+
+
+def _of_rewards(before: list[str]) -> bool:
+    """Whether a word after these is one more reward: they too are files and functions, any number of them."""
+    flag = next((word for word in reversed(before) if word.startswith("--")), "")
+    return flag == "--reward" or flag.startswith("--reward=")
+
+
+def gathered(args: list[str], *flags: str) -> list[str]:
+    """The arguments with each of these flags once and all its values behind it: given again, it adds to what it had."""
+    found: dict[str, list[str]] = {}
+    rest: list[str] = []
+    into = rest
+    for word in args:
+        flag, equals, value = word.partition("=")
+        if flag in flags:
+            into = found.setdefault(flag, [])
+            into += [value] if equals else []
+        elif word.startswith("-") and word != "-":
+            into = rest
+            rest.append(word)
+        else:
+            into.append(word)
+    return [*rest, *(word for flag, values in found.items() for word in (flag, *values))]
 
 
 def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]]:
@@ -144,6 +170,22 @@ def option_type(chosen: Algorithm) -> type:
         elif _has_fields(value):
             columns.append(_column(f.name, value))
     return make_dataclass("Parts", columns, frozen=True)
+
+
+def part_flags(kind: type, prefix: str = "--algorithm") -> Iterator[str]:
+    """The flags of `option_type`'s fields as the help lists them, without asking for it: completion has every algorithm's."""
+    hints = get_type_hints(kind)
+    for f in fields(kind):
+        flag = f"{prefix}.{f.name.replace('_', '-')}"
+        default = (
+            f.default if f.default is not MISSING else f.default_factory() if callable(f.default_factory) else None
+        )
+        if is_dataclass(default):
+            yield from part_flags(type(default), flag)
+        elif not any(
+            isinstance(k, type) and issubclass(k, Part) for k in get_args(hints[f.name])
+        ):  # an open part is no flag
+            yield flag if default is not True else f"{prefix}.no-{f.name.replace('_', '-')}"
 
 
 def from_options(chosen: Algorithm, options: Any) -> Algorithm:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from policygrad.commands.describe import paragraphs
+from policygrad.commands.foreign.answers import refuse_foreign
 from policygrad.commands.options import CommandOptions, printed_flags
 from policygrad.errors import ConfigError
 from policygrad.training.config.supervised import Supervised
@@ -29,6 +30,7 @@ def parse(kind: type[AnyConfig], args: list[str], words: tuple[str, ...]) -> tup
     Raises:
         ConfigError: a file that cannot be read, an unknown key, a flag that a resumed run would ignore.
     """
+    refuse_foreign(args, lambda: flags(kind), supervised=True)
     _, command = _parse(kind(), args, words)  # which files to read first
     base = kind()
     if command.resume is not None:

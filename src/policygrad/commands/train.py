@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
@@ -10,8 +11,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from policygrad.algorithms import ALGORITHMS, algorithm
+from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import describe, page_width, paragraphs
+from policygrad.commands.foreign.answers import refuse_foreign
 from policygrad.commands.options import (
     REGISTRY,
     CommandOptions,
@@ -24,6 +26,8 @@ from policygrad.commands.options import (
 )
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
+from policygrad.training.config.composed import composed
+from policygrad.training.config.parts import find_algorithm
 from policygrad.training.config.run import Draft, Options, Run, optional
 from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import dumps, load
@@ -31,7 +35,8 @@ from policygrad.training.folder import check_resumable
 
 HELP = (
     "Train a causal language model by policy gradient.",
-    f"ALGORITHM is one of {', '.join(ALGORITHMS)}; `policygrad show ALGORITHM` explains it.",
+    "ALGORITHM is a name that `policygrad algorithms` lists (`policygrad show NAME` explains it), or one of your own: "
+    "mine.py:NAME, mine:NAME.",
     "Every field of the algorithm's parts is an option, listed last. --algorithm.FIELD Part[,Part] puts other parts in "
     "their place: --algorithm.gate WeightCap, --algorithm.psi GroupMean, --algorithm.terms none. "
     "--algorithm.behaviour sampler takes what the sampler says for π_old, also where it is behind the weights.",
@@ -45,17 +50,19 @@ class TrainOptions(CommandOptions):
     """Options of `policygrad train` that are not part of the run itself."""
 
     algorithm: Annotated[tyro.conf.Positional[str | None], optional("[ALGORITHM]", "grpo")] = None
-    """The method."""
+    """The method: a name, or one of your own, module:NAME or path/to/file.py:NAME."""
     teacher: Annotated[str | None, optional("ID|DIR", "none")] = None
     """A model to learn from (distill needs one), short for --algorithm.reference.model: a folder, a hub id, a run's folder."""
 
 
 def train(args: list[str]) -> int:
     """`policygrad train [ALGORITHM] [options]`."""
+    refuse_foreign(args, lambda: flags(take_algorithm([w for w in args if not re.match(r"[\w.+]+=", w)])[0] or "grpo"))
     name, args = take_algorithm(args)
     base = _base(name, args)
     chosen, rest = choose_parts(open_budget(base.algorithm, base.sampling.max_tokens), args)
     run, command = _parse(replace(base, algorithm=chosen), rest)
+    run = renamed(run, base.algorithm)
     if command.resume is not None:
         _check_resumable(base, run, command.resume)
     if command.dry_run:
@@ -69,11 +76,20 @@ def train(args: list[str]) -> int:
     return 0
 
 
+def renamed(run: Run, base: Algorithm) -> Run:
+    """With the name of what an algorithm of one's own was changed into: no row of the matrix tells later that it was changed."""
+    if base.name in ALGORITHMS:
+        return run
+    name = composed(run.algorithm, run.sampling.max_tokens, base).name
+    return replace(run, algorithm=replace(run.algorithm, name=name))
+
+
 def dry_run(run: Run) -> str:
     """What would be done, as TOML that --config reads; the equation stands above it as comments."""
     said = [run.few_prompts, ""] if run.few_prompts else []
     run = run.resolved()
-    lines = ["".join(text for text, _ in line) for line in describe(run.algorithm, page_width() - 2)]
+    described = describe(run.algorithm, page_width() - 2, run.sampling.max_tokens)
+    lines = ["".join(text for text, _ in line) for line in described]
     for text in idle(run):
         lines += ["", *textwrap.wrap(f"Note: {text}", page_width() - 2)]
     return "\n".join([*(f"# {line}".rstrip() for line in [*said, *lines]), "", dumps(run).rstrip()])
@@ -81,7 +97,7 @@ def dry_run(run: Run) -> str:
 
 def flags(name: str) -> list[str]:
     """Every flag of `policygrad train ALGORITHM`, for tab completion."""
-    return printed_flags(lambda: _parse(Draft(algorithm=algorithm(name)), ["--help"]))
+    return printed_flags(lambda: _parse(Draft(algorithm=find_algorithm(name)), ["--help"]))
 
 
 def _shape(base: Draft) -> Any:
@@ -106,7 +122,7 @@ def _parse(base: Draft, args: list[str]) -> tuple[Run, TrainOptions]:
         registry=REGISTRY,
     )
     if parsed.command.algorithm is not None:
-        algorithm(parsed.command.algorithm)  # unknown: it says which is near
+        find_algorithm(parsed.command.algorithm)  # unknown: it says which is near
         raise ConfigError(f"{parsed.command.algorithm!r} is one algorithm too many: give one")
     options = {f.name: getattr(parsed.run, f.name) for f in fields(Options)}
     chosen = with_teacher(from_options(base.algorithm, parsed.algorithm), parsed.command.teacher)
@@ -143,7 +159,7 @@ def _base(name: str | None, args: Sequence[str]) -> Draft:
         run = load(config, run)
         if run.output is not None and Path(run.output).resolve() == Path(config).resolve().parent:
             run = replace(run, output=None)  # a run's own run.toml: do it again, in a folder of its own
-    return run if name is None else replace(run, algorithm=algorithm(name))
+    return run if name is None else replace(run, algorithm=find_algorithm(name))
 
 
 def _check_resumable(before: Draft, run: Run, folder: str) -> None:

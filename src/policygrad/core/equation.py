@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from policygrad.core.composition import Composition
+from policygrad.core.protocols import Advantage
 
 
 def written(a: Composition) -> dict[str, str]:
     """Symbol -> formula."""
     chain = "R"
     for link in a.psi:
-        formula = link.formula
-        if formula.startswith("/"):
-            chain = f"({chain}){formula}"
-        elif formula.startswith(("− ", "+ ")):
-            chain = f"{chain} {formula}"
-        else:
-            chain = chain * formula.startswith(";") + formula
+        chain = linked(chain, link)
     lines = {"Ψ": chain, "w": a.gate.formula, "c": a.aggregate.formula}
     if a.ratio is not None:
         lines["r"] = a.ratio.formula
@@ -31,3 +26,15 @@ def written(a: Composition) -> dict[str, str]:
             lines[key] = f"{lines[key]};  {part.formula}" if key in lines else part.formula
     lines["step"] = a.step.formula
     return lines
+
+
+def linked(chain: str, link: Advantage) -> str:
+    """The chain so far with one link more."""
+    formula = link.formula
+    if formula == type(link).__name__ and not link.starts:  # a part of one's own that does not say
+        return f"{formula}({chain})"
+    if formula.startswith("/"):
+        return f"({chain}){formula}"
+    if formula.startswith(("− ", "+ ")):
+        return f"{chain} {formula}"
+    return chain * formula.startswith(";") + formula

@@ -192,6 +192,9 @@ class Filter(Part):
     """Whether a group whose completions are all `dropped` is set aside and another prompt sampled in its place: the filter is
     not called then, and what cannot be refilled is given weight 0."""
 
+    resting: frozenset[int] = frozenset()
+    """The prompts, by their `Batch.example`, that a rollout shall pass over."""
+
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch:
         """The batch with another `mask`, `in_statistics` or `weight`."""

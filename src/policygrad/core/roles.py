@@ -79,6 +79,7 @@ _MEANS = {
     "where": "the tokens that count in it, or None for all",
     "rounds": "rounds of sampling that a step may take",
     "carry": "whether groups that a step has no room for begin the next one",
+    "resting": "the prompts that a rollout passes over, by number",
     "refill": "whether other prompts are sampled for what it drops",
     "dropped": "the completions it takes out",
     "uses_lr": "whether the learning rate means anything",

@@ -62,6 +62,7 @@ class Setting:
         """The algorithm in the midst of a run here: open lengths are the budget, a running mean has seen the mean reward J."""
         zero, seen = torch.zeros(1, 1).double(), self.world.objective(self.behaviour.detach())[None]
         batch = Batch(mask=zero == 0, group=torch.zeros(1).long(), reward=seen, logp_old=zero, logp_ref=zero)
+        batch = replace(batch, example=torch.zeros(1).long())
         algorithm = algorithm.with_budget(self.budget)
         return algorithm.at(algorithm.update(algorithm.init(), batch))
 
@@ -86,6 +87,8 @@ class Setting:
         if "baseline" in reads:  # the greedy completion's reward, at each completion of its prompt
             best = (world.reward * world.greedy(self.behaviour)).sum(1)
             filled["baseline"] = best.repeat_interleave(world.tree.size)
+        if "example" in reads:
+            filled["example"] = batch.group
         if "step_end" in reads:
             last = torch.arange(world.tree.length) == batch.lengths[:, None] - 1
             filled["step_end"] = world.mask & (last | ((torch.arange(world.tree.length) + 1) % STEP == 0))

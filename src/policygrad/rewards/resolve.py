@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ _BUILTIN: dict[str, RewardFunction] = {
     "worked_steps": worked_steps,
 }
 _NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
+FILE_MODULE = "policygrad_file_"
+"""Begins the names of modules that are files which no import path leads to."""
 _BEFORE = re.compile(rf"\s*({_NUMBER})\s*\*\s*(?=\S)")
 _AFTER = re.compile(rf"\s*\*\s*({_NUMBER})\s*\Z")
 
@@ -154,16 +157,20 @@ class FileFunction:
     @classmethod
     def load(cls, path: str, name: str) -> "FileFunction":
         """Execute the file (once per process) and take the function; the file's folder joins the import path."""
-        return cls(path, name, _member(_load_file(path), name, path))
+        return cls(path, name, _member(load_file(path), name, path))
 
 
-def _load_file(path: str) -> Any:
-    module_name = f"policygrad_reward_{hashlib.sha256(path.encode()).hexdigest()[:12]}"
+def load_file(path: str, what: str = "reward") -> Any:
+    """The module of a Python file, executed once per process under a name of its own: two files of one name are two modules.
+
+    what: begins the message of a refusal. Raises ConfigError: no such file, or one that raises, with its line.
+    """
+    module_name = FILE_MODULE + hashlib.sha256(path.encode()).hexdigest()[:12]
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
-        raise ConfigError(f"reward: there is no file {path}; check the path before the colon")
+        raise ConfigError(f"{what}: there is no file {path}; check the path before the colon")
     folder = str(Path(path).parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -173,6 +180,14 @@ def _load_file(path: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        kind = type(error).__name__
-        raise ConfigError(f"reward: loading {path} raised {kind}: {error}; fix that first") from error
+        raise ConfigError(f"{what}: loading {path} raised {raised(error, path)}; fix that first") from error
     return module
+
+
+def raised(error: Exception, path: str | None) -> str:
+    """`KeyError: 'x' (line 7)`: what code of a user's raised, and where in the file it did."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    if isinstance(error, SyntaxError) and error.filename == path:
+        lines = [error.lineno]
+    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {said}" + (f" (line {lines[-1]})" if lines else "")

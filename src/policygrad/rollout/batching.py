@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.ragged import Groups
+from policygrad.rollout.prompts import number
 from policygrad.rollout.trajectory import Group, Trajectory
 
 
@@ -31,7 +32,6 @@ def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Ba
     one_turn = all(len(t.segments) == 1 for t in rows)
     scored = torch.tensor([t.reward is not None for t in rows], dtype=torch.bool)
     sizes = torch.tensor([len(g.trajectories) for g in groups], dtype=torch.int64)
-    index = torch.tensor([g.start.key[3] for g in groups], dtype=torch.int64)
     batch = Batch(
         mask=(within if one_turn else padded([t.mask for t in rows])) & scored[:, None],
         group=torch.arange(len(groups)).repeat_interleave(sizes),
@@ -41,7 +41,7 @@ def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Ba
         logp_sampler=padded([t.logp for t in rows]),
         version=padded([t.version for t in rows]),
         truncated=torch.tensor([t.truncated for t in rows], dtype=torch.bool),
-        example=index.repeat_interleave(sizes),
+        example=torch.tensor([number(g.start.example) for g in groups], dtype=torch.int64).repeat_interleave(sizes),
         **_experts(groups),
     )
     if any(t.demonstration for t in rows):

@@ -45,13 +45,13 @@ class Filled:
 
 
 def fill(
-    sample: Callable[[int, int], tuple[Round, Judged]],
+    sample: Callable[[int, int], tuple[Round, Judged, int]],
     prompts: int,
     position: int,
     refilling: Filter | None,
     carried: Sequence[Group] = (),
 ) -> Filled:
-    """`prompts` groups; `sample(n, i)` plays the task's n examples from i on.
+    """`prompts` groups; `sample(n, i)` plays n of the task's examples from i on, and says which is the next.
 
     Where a filter refills, a round takes the prompts that `next_round` expects to be enough, and all of them together at most
     `rounds` times the step's. What it carries are groups that would have been trained on; they go first, and a step samples one
@@ -63,8 +63,8 @@ def fill(
     left = prompts * (refilling.rounds if refilling else 1)
     while (missing := prompts - begun - len(good)) > 0 and left > 0:
         count = min(next_round(missing, len(good), len(good) + len(aside), prompts), left)
-        found, said = sample(count, position)
-        position, left, judged = position + count, left - count, judged | said
+        found, said, position = sample(count, position)
+        left, judged = left - count, judged | said
         rounds.append(found)
         for group, out in zip(found.groups, found.aside, strict=True):
             (aside if out else good).append(group)

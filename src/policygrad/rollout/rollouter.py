@@ -21,6 +21,7 @@ from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.filling import Round, fill
 from policygrad.rollout.greedy import with_baseline
 from policygrad.rollout.judging import Judged, Score, ScoreSteps, judge, judge_steps, marks_of
+from policygrad.rollout.prompts import ALL_SOLVED, upcoming
 from policygrad.rollout.reasoning_steps import with_steps
 from policygrad.rollout.trajectory import EVALUATE, TRAIN, Group, Start
 from policygrad.rollout.turns import with_turns
@@ -112,13 +113,16 @@ class Rollouter:
         refilling = next((part for part in algorithm.filters if part.refill), None)
         worth = "token_reward" in algorithm.declared or "step_end" not in algorithm.declared
 
-        def sample(count: int, position: int) -> tuple[Round, Judged]:
-            indices = range(position, position + count)
-            starts = [self._start(i, self.examples(i), sampling, TRAIN, step) for i in indices]
+        resting = frozenset[int]().union(*(part.resting for part in algorithm.filters))
+
+        def sample(count: int, position: int) -> tuple[Round, Judged, int]:
+            chosen, again = upcoming(self.examples, count, position, resting)
+            starts = [self._start(i, example, sampling, TRAIN, step) for i, example in chosen]
             groups, said = judge(self.play(starts, samples, sampling), self.score)
             groups, of_steps = judge_steps(groups, self.score_steps, self.tokenizer.decode, worth=worth)
             batch = to_batch(groups)
-            return Round(groups, batch, _flat(groups, batch, refilling, evaluate)), said | of_steps
+            said |= Judged(messages=(ALL_SOLVED,) * again)
+            return Round(groups, batch, _flat(groups, batch, refilling, evaluate)), said | of_steps, chosen[-1][0] + 1
 
         found = fill(sample, prompts, position, refilling, carried)
         kept, rounds, judged = found.kept, found.rounds, found.judged

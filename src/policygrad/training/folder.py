@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from policygrad.errors import RunError
@@ -32,7 +33,8 @@ def new_folder(output: str | None, kind: str) -> Path:
         if folder.exists() and any(folder.iterdir()):
             raise RunError(f"{folder} is not empty: go on with it by --resume {folder}, or choose another --output")
         return folder
+    name = re.sub(r"[^\w.+-]", "_", kind).lstrip(".") or "run"  # an algorithm of a user's own may be called anything
     number = 1
-    while (folder := Path("runs") / f"{kind}-{number}").exists():
+    while (folder := Path("runs") / f"{name}-{number}").exists():
         number += 1
     return folder

@@ -30,7 +30,8 @@ def rows_of(done: Done) -> list[dict[str, Any]]:
     Where answers are looked at in steps, also each step's [tokens up to its end, advantage].
     """
     batch, rollout = done.batch, done.rollout
-    counted, rewards = rollout.batch.counted.tolist(), _rewards(rollout.batch).tolist()
+    judged = rollout.batch.counted | (rollout.batch.mask & ~rollout.batch.own).any(1)  # demonstrations may stand apart
+    counted, rewards = judged.tolist(), _rewards(rollout.batch).tolist()
     advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(counted)
     truncated = batch.truncated.tolist() if batch.truncated is not None else [False] * len(counted)
     rows: list[dict[str, Any]] = [

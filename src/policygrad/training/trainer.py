@@ -23,6 +23,7 @@ from policygrad.samplers.base import Sampler
 from policygrad.tasks.types import Example
 from policygrad.trackers import RunInfo, Tracker, change
 from policygrad.training.callbacks import Callback
+from policygrad.training.config.composed import Composed, composed
 from policygrad.training.config.run import Run
 from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import algorithm_to_dict, load
@@ -134,7 +135,11 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     @property
     def name(self) -> str:
-        return self.config.algorithm.name
+        return self._composed.name
+
+    @property
+    def _composed(self) -> Composed:
+        return composed(self.config.algorithm, self.config.sampling.max_tokens)
 
     def build(self, stack: ExitStack) -> None:
         run = self.config
@@ -252,7 +257,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         if self._few_prompts:
             self.trackers.note(self._few_prompts)
         return RunInfo(
-            f"policygrad · {run.algorithm.name} on {run.named('task')}",
+            f"policygrad · {self._composed.title} on {run.named('task')}",
             facts,
             run.steps,
             first_step=progress.step + 1,

@@ -31,13 +31,16 @@ def weights(gate: Gate, ratios: tuple[float, ...], sign: int) -> tuple[float, ..
 
 
 def tokens_apart(ratio: Tensor) -> Batch:
-    """As many completions of one token as there are ratios [n, 1]; π_old gave each e^{-3}, so that r may reach 20."""
+    """As many completions of one token as there are ratios [n, 1]; π_old gave each e^{-3}, so that r may reach 20, and a
+    gate that chooses among tokens has chosen none."""
     n = len(ratio)
     return Batch(
         mask=torch.ones(n, 1, dtype=torch.bool),
         group=torch.arange(n),
         reward=torch.zeros(n, dtype=ratio.dtype),
         logp_old=torch.full_like(ratio, -3.0),
+        selected=torch.zeros(n, 1, dtype=torch.bool),
+        demonstration=torch.zeros(n, dtype=torch.bool),
     )
 
 

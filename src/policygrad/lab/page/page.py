@@ -44,7 +44,9 @@ def page(
 
     findings = [with_own_gates(f, algorithms) if f.name == "gate_weights" else f for f in found.findings]
     web = files("policygrad.lab.page") / "web"
-    html, style, script = ((web / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    html, style, plots, script = (
+        (web / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "plots.js", "page.js")
+    )
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["typeset"] = typeset
     told = found.to_dict()
@@ -55,8 +57,8 @@ def page(
     ]
     return environment.from_string(html).render(
         style=style,
-        script=script,
-        data=_embedded({"algorithms": _rows(told, algorithms), "families": FAMILIES, "plots": _plots(findings)}),
+        script=f"{plots}\n{script}",
+        data=embedded({"algorithms": _rows(told, algorithms), "families": FAMILIES, "plots": _plots(findings)}),
         found=found,
         figures=FIGURES,
         columns=columns,
@@ -115,7 +117,7 @@ def _plots(findings: Sequence[Finding]) -> dict[str, Any]:
     return {name: plot.drawn(finding) for name, (plot, finding) in plots.items() if plot is not None}
 
 
-def _embedded(data: Any) -> str:
+def embedded(data: Any) -> str:
     """JSON that may stand in a script element: no `</script>` can be in it."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

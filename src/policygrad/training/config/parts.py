@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import is_dataclass
-from importlib import import_module
+from dataclasses import is_dataclass, replace
 
 import policygrad
+from policygrad.algorithms import algorithm
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.roles import ROLES
 from policygrad.errors import ConfigError
+from policygrad.training.config.own import assigned, is_own, load_own, location
 
 _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts go into
     "advantages": "psi",
     "baselines": "psi",
     "corrections": "corrections",
     "critic": "critic",
+    "curriculum": "filters",
     "distillation": "psi",
     "dual_descent": "step",
     "values": "psi",
@@ -67,23 +70,25 @@ def part_names(place: str | None = None) -> list[str]:
 
 
 def part_class(name: str, where: str, dotted: str) -> type:
-    """The class of a part by its policygrad name, or `module:Class`.
+    """The class of a part by its policygrad name, or `module:Class`, or `path/to/file.py:Class`.
 
     Raises:
         ConfigError: no such class, or not a dataclass.
     """
-    if ":" in name:
-        from policygrad.rewards.resolve import look_here
-
-        module, _, qualname = name.partition(":")
-        look_here(module)
+    if is_own(name):
+        script = (
+            "; it was defined in a script: move the class to a module of its own"
+            if name.startswith("__main__:")
+            else ""
+        )
         try:
-            kind = getattr(import_module(module), qualname)
-        except (ImportError, AttributeError) as error:
-            script = (
-                "; it was defined in a script: move the class to a module of its own" if module == "__main__" else ""
+            kind = load_own(name, f"{where}: {dotted}: cannot import the part {name!r}")
+        except ConfigError as error:
+            raise ConfigError(f"{error}{script}") from error
+        if isinstance(kind, Algorithm):
+            raise ConfigError(
+                f"{where}: {dotted}: {name!r} ({assigned(name)}) is a whole algorithm, not a part: --algorithm {name}"
             )
-            raise ConfigError(f"{where}: {dotted}: cannot import the part {name!r}: {error}{script}") from error
         if not (isinstance(kind, type) and is_dataclass(kind)):
             raise ConfigError(f"{where}: {dotted}: {name!r} is not a part: a part is a dataclass")
         return kind
@@ -94,8 +99,32 @@ def part_class(name: str, where: str, dotted: str) -> type:
             if difflib.get_close_matches(name, part_names(), 1, 0.5)
             else nearest(name, known)
         )
-        raise ConfigError(f"{where}: {dotted}: no part is called {name!r}: {hint}; your own is module:Class")
+        raise ConfigError(
+            f"{where}: {dotted}: no part is called {name!r}: {hint}; your own is module:Class or file.py:Class"
+        )
     return getattr(policygrad, name)  # type: ignore[no-any-return]
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """The named algorithm, or one of a user's own: `module:NAME`, `path/to/file.py:NAME`.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest known one; no such module, file or attribute; no algorithm.
+    """
+    if not is_own(name):
+        return algorithm(name)
+    found = load_own(name, f"algorithm {name!r}", Algorithm)
+    if isinstance(found, type) and is_dataclass(found):
+        field = next((field for field, role in ROLES.items() if issubclass(found, role.bases)), "FIELD")
+        raise ConfigError(
+            f"algorithm {name!r}: {location(found) or name} is a part, not an algorithm: put it into one, "
+            f"--algorithm.{field} {name}, or in the file NAME = dataclasses.replace(policygrad.GRPO, {field}=…)"
+        )
+    if not isinstance(found, Algorithm):
+        raise ConfigError(
+            f"algorithm {name!r} ({assigned(name)}) is {type(found).__name__}, not a policygrad.Algorithm"
+        )
+    return replace(found, name=name.rpartition(":")[2]) if found.name == Algorithm().name else found
 
 
 def _place(kind: type) -> str | None:

@@ -1,7 +1,7 @@
 """A run's configuration as TOML, both ways. An unknown key is an error that names the nearest known one.
 
-A part of the algorithm is a table whose `part` names its class (`policygrad.Clip`, or `module:Class` of one's own); without
-`part` the table changes fields of the part that is there. "none" stands for no part.
+A part of the algorithm is a table whose `part` names its class (`Clip`, or `module:Class`, `path/to/file.py:Class` of one's own);
+without `part` the table changes fields of the part that is there. "none" stands for no part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import policygrad
 from policygrad.algorithms import algorithm as named
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
-from policygrad.training.config.parts import check_place, nearest, part_class, part_names
+from policygrad.training.config.own import address
+from policygrad.training.config.parts import check_place, find_algorithm, nearest, part_class, part_names
 from policygrad.training.config.run import OBJECT, Draft, Run
 from policygrad.training.config.supervised import Supervised
 
@@ -86,7 +87,7 @@ def _algorithm(algorithm: Algorithm) -> dict[str, Any]:
 def _part(part: Any) -> dict[str, Any]:
     kind = type(part)
     own = getattr(policygrad, kind.__name__, None) is not kind
-    name = f"{kind.__module__}:{kind.__qualname__}" if own else kind.__name__
+    name = address(kind) if own else kind.__name__
     values = {f.name: getattr(part, f.name) for f in fields(part)}
     return {"part": name, **{k: _field(v) for k, v in values.items()}}
 
@@ -178,7 +179,7 @@ def _type_name(kind: Any) -> str:
 
 def _read_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> Algorithm:
     if isinstance(value, str):
-        return _build(lambda: named(value), where, dotted)  # type: ignore[no-any-return]
+        return _build(lambda: find_algorithm(value), where, dotted)  # type: ignore[no-any-return]
     value = dict(_table(value, where, dotted))
     name = value.get("name")
     if isinstance(name, str) and name != current.name:

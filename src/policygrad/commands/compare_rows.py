@@ -1,0 +1,217 @@
+"""What `policygrad compare` was asked for, as rows: each one's words layered, tried by a dry run, and its facts noted."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from policygrad.compare.ladders import Ladder
+from policygrad.compare.overrides import OVERRIDES
+from policygrad.compare.plan import Row
+from policygrad.compare.words import layered, names
+from policygrad.core.trust_region import TrustRegion
+from policygrad.errors import ConfigError
+from policygrad.training.config.run import Run
+from policygrad.training.config.toml import from_dict
+
+OURS = ("--seed", "--output", "--resume", "--tokens", "--stop-after", "--dry-run", "--plain")
+"""Options of train that a comparison sets itself."""
+PROBLEMS, SAMPLES = 256, 2
+EVALUATED = 0.25
+"""Completions drawn for the curve, as a share of those that are trained on at least: some tenth of a run's seconds, for evaluating
+samples and does not train."""
+USUAL = (
+    "--evaluation.problems",
+    f"{PROBLEMS}",
+    "--evaluation.samples",
+    f"{SAMPLES}",
+    "--checkpoint.every",
+    "10",
+    "--checkpoint.keep",
+    "1",
+)
+STEPS = 1000
+LABEL = re.compile(r"[A-Za-z0-9_][\w.+-]*")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A row as it was spelled."""
+
+    label: str
+    words: tuple[str, ...]
+    change: str = ""
+
+
+def rows_of(
+    specs: Sequence[str],
+    ladder: Ladder | None,
+    common: Sequence[str],
+    options: Sequence[str],
+    *,
+    lr_grid: tuple[float, ...],
+    delta_grid: tuple[float, ...],
+    tokens: int,
+    overrides: bool,
+) -> tuple[Row, ...]:
+    """The rows of a plan. Later layers win: the ladder's setting, an override, what all rows are given, the row, its options.
+
+    Raises:
+        ConfigError: what train would refuse, with the row's name; a label twice; options for a row that there is not.
+    """
+    asked = [Asked(*rung) for rung in ladder.rows()] if ladder else []
+    asked += [_asked(spec) for spec in specs]
+    labels = [row.label for row in asked]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        raise ConfigError(f"two rows are called {twice[0]!r}: give one another name, 'LABEL={twice[0]} …'")
+    own = _own(options, labels)
+    setting = ladder.setting if ladder else ()
+    if "--lr" in names(common) and lr_grid:
+        raise ConfigError("--lr for all rows leaves nothing to choose from --lr-grid: leave one of the two out")
+    rows = []
+    for row in asked:
+        override = (
+            OVERRIDES.get(row.words[0])
+            if overrides and not {"--task", "--model"} & names([*common, *setting])
+            else None
+        )
+        layers = (setting, override.options if override else (), common, row.words[1:], own.get(row.label, ()))
+        for layer in layers:
+            if layer and not layer[0].startswith("--"):
+                raise ConfigError(
+                    f"the row {row.label}: {layer[0]!r} is no option; another row is another word of its own"
+                )
+        words = layered(row.words[:1], *layers)
+        _check(row.label, words)
+        rows.append(_row(row, words, override.reason if override else "", lr_grid, delta_grid, tokens))
+    return tuple(rows)
+
+
+def _row(
+    asked: Asked,
+    words: tuple[str, ...],
+    reason: str,
+    lr_grid: tuple[float, ...],
+    delta_grid: tuple[float, ...],
+    tokens: int,
+) -> Row:
+    """The row with its knob, how often it is evaluated, and its facts."""
+    words = layered(words[:1], USUAL, words[1:])
+    run = resolved(asked.label, words)
+    if not run.evaluation.problems:
+        raise ConfigError(
+            f"the row {asked.label} has no held-out problems to be compared on: --evaluation.problems above 0"
+        )
+    answers = run.prompts_per_step * run.group_size
+    every = math.ceil(run.evaluation.problems * run.evaluation.samples / (EVALUATED * answers))
+    steps = max(STEPS, tokens // answers + 1)  # the tokens end a run, not its steps
+    words = layered(words[:1], ("--evaluation.every", str(every), "--steps", str(steps)), words[1:])
+    knob, grid = _knob(run, words, lr_grid, delta_grid)
+    tried = resolved(asked.label, (*words, knob, f"{grid[0]:g}") if grid else words)
+    return Row(
+        label=asked.label,
+        words=words,
+        algorithm=run.algorithm.name,
+        knob=knob,
+        grid=grid,
+        measure=measure(tried),
+        settings=settings(tried),
+        change=asked.change,
+        reason=reason,
+    )
+
+
+def _knob(
+    run: Run, words: Sequence[str], lr_grid: tuple[float, ...], delta_grid: tuple[float, ...]
+) -> tuple[str, tuple[float, ...]]:
+    """What is tuned of a row: its learning rate, or how far its trust region reaches; nothing that its words set."""
+    step, set_ = run.algorithm.step, names(words)
+    if step.uses_lr:
+        return ("--lr", lr_grid) if "--lr" not in set_ else ("", ())
+    delta = "--algorithm.step.delta"
+    return (delta, delta_grid) if isinstance(step, TrustRegion) and delta not in set_ else ("", ())
+
+
+def resolved(label: str, words: Sequence[str]) -> Run:
+    """The run that `policygrad train WORDS` would be, by its own dry run.
+
+    Raises:
+        ConfigError: it is refused; with the row's name.
+    """
+    from policygrad.commands.train import train
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            train([*words, "--dry-run"])
+    except ConfigError as error:
+        raise ConfigError(f"the row {label}: {error}") from error
+    return from_dict(tomllib.loads(said.getvalue()), Run(), f"the row {label}")
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """What a held-out score of the run is of."""
+    return {
+        "model": run.model,
+        "task": run.task,
+        "held_out": run.held_out or "",
+        "reward": ", ".join(run.reward),
+        "max_tokens": run.sampling.max_tokens,
+        "temperature": run.sampling.temperature,
+        "problems": run.evaluation.problems,
+        "samples": run.evaluation.samples,
+    }
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """What a reader has to know of the run besides its equation."""
+    return {
+        "updates_per_rollout": run.algorithm.step.updates,
+        "samples_per_prompt": run.group_size,
+        "prompts_per_step": run.prompts_per_step,
+        "evaluated_every": run.evaluation.every,
+        "lr": run.lr,
+    }
+
+
+def _asked(spec: str) -> Asked:
+    """`grpo`, `LABEL=grpo`, `LABEL=grpo --options`, `mine.py:ALGORITHM`."""
+    words = shlex.split(spec)
+    if not words or words[0].startswith("-"):
+        raise ConfigError(f"a row is an algorithm's name or 'LABEL=ALGORITHM --options', not {spec!r}")
+    label, equals, first = words[0].partition("=")
+    if not equals:
+        label, first = words[0].rpartition(":")[2], words[0]
+    if not LABEL.fullmatch(label):
+        raise ConfigError(
+            f"the label {label!r} of the row {spec!r} names a folder: letters, digits and . _ + - make one"
+        )
+    return Asked(label, (first, *words[1:]))
+
+
+def _own(options: Sequence[str], labels: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    """Options of single rows, by label."""
+    found: dict[str, tuple[str, ...]] = {}
+    for spec in options:
+        label, equals, text = spec.partition("=")
+        if not equals or label not in labels:
+            raise ConfigError(
+                f"--options {spec!r}: write LABEL='--option value', with a label among {', '.join(labels)}"
+            )
+        found[label] = layered(found.get(label, ()), shlex.split(text))
+    return found
+
+
+def _check(label: str, words: Sequence[str]) -> None:
+    if taken := [option for option in OURS if option in names(words)]:
+        ways = {"--seed": "--seeds", "--tokens": "--budget-tokens", "--output": "--output of compare"}
+        raise ConfigError(
+            f"the row {label} has {taken[0]}, which the comparison sets for every run: {ways.get(taken[0], 'leave it out')}"
+        )

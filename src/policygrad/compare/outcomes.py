@@ -1,0 +1,125 @@
+"""What a finished run's folder says: its learning curve over tokens, updates and seconds, and what it cost."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from policygrad.errors import RunError
+
+AXES = {"tokens": "sampled tokens", "updates": "updates", "seconds": "seconds of training"}
+"""What a curve may be drawn over. Seconds are those of rollouts and updates: evaluations, loading and checkpoints are left out."""
+LAST = 0.2
+"""The share of a run's last steps over which what it was like at its end is averaged."""
+SIGNS = {
+    "completions/mean_length": "length",
+    "completions/truncated_ratio": "truncated",
+    "entropy": "entropy",
+    "clip_ratio/low": "clipped_low",
+    "clip_ratio/high": "clipped_high",
+}
+"""Metrics of a step -> what they are called at a run's end."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run. The curve's lists go together; their first point is before training."""
+
+    tokens: tuple[float, ...]
+    updates: tuple[float, ...]
+    seconds: tuple[float, ...]
+    score: tuple[float, ...]
+    """Held-out means."""
+    error: float
+    """Standard error of the last one over the held-out problems; 0 where it is not known."""
+    steps: int
+    signs: Mapping[str, float] = field(default_factory=dict)
+    """What its last steps were like: length [tokens], share cut off, entropy [nats], shares clipped."""
+    cost: Mapping[str, float] = field(default_factory=dict)
+    """CPU seconds, seconds on the clock and MiB of the whole command, evaluations included."""
+
+    @property
+    def before(self) -> float:
+        return self.score[0]
+
+    @property
+    def after(self) -> float:
+        return self.score[-1]
+
+    def axis(self, name: str) -> tuple[float, ...]:
+        """One of `AXES`."""
+        return getattr(self, name)  # type: ignore[no-any-return]
+
+
+def finished(folder: Path) -> bool:
+    """Whether a run is at its end."""
+    return (folder / "result.json").is_file()
+
+
+def read(folder: Path) -> Outcome:
+    """A finished run.
+
+    Raises:
+        RunError: the run has no held-out scores, or files that are no run's.
+    """
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        steps = {row["step"]: row for row in rows if "tokens/sampled" in row}
+        scores = {row["step"]: row for row in rows if row.get("held_out") is not None}
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"{folder} cannot be read as a finished run: {error}") from error
+    last = result.get("steps", max(steps, default=0))
+    if 0 not in scores or last not in scores:
+        raise RunError(f"{folder} has no held-out score before or after training: see the notes in {_log(folder)}")
+    at = {0: (0.0, 0.0, 0.0)} | _totals(steps)
+    points = sorted(step for step in scores if step in at)
+    tokens, updates, seconds = zip(*(at[step] for step in points), strict=True)
+    return Outcome(
+        tokens=tokens,
+        updates=updates,
+        seconds=seconds,
+        score=tuple(float(scores[step]["held_out"]) for step in points),
+        error=float(scores[points[-1]].get("held_out_stderr") or 0.0),
+        steps=int(last),
+        signs=_signs([steps[step] for step in sorted(steps)]),
+        cost=cost(folder),
+    )
+
+
+def cost(folder: Path) -> dict[str, float]:
+    """What the run's processes took, as the runner wrote it down; empty where nobody did."""
+    path = folder.with_name(folder.name + ".cost.json")
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _log(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".log")
+
+
+def _totals(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[float, float, float]]:
+    """Tokens, updates and seconds up to and with every step."""
+    totals, tokens, updates, seconds = {}, 0.0, 0.0, 0.0
+    for step in sorted(steps):
+        row = steps[step]
+        tokens += row["tokens/sampled"]
+        updates += row.get("updates/taken") or 0.0
+        seconds += (row.get("time/rollout") or 0.0) + (row.get("time/update") or 0.0)
+        totals[step] = (tokens, updates, seconds)
+    return totals
+
+
+def _signs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over the last fifth of the steps, of those metrics that they have."""
+    tail = rows[-math.ceil(LAST * len(rows)) :] if rows else ()
+    found = {}
+    for metric, name in SIGNS.items():
+        values = [row[metric] for row in tail if row.get(metric) is not None]
+        if values:
+            found[name] = sum(values) / len(values)
+    return found

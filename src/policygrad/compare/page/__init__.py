@@ -1,0 +1,1 @@
+"""A comparison as one HTML page with interactive plots. It reads the report; nothing else reads it."""

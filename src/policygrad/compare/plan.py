@@ -1,0 +1,180 @@
+"""What is compared: rows, seeds, learning rates, the runs that follow from them, and the folder that holds it all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from policygrad.checkpoint.disk import write_atomically
+from policygrad.errors import RunError
+
+FILE = "plan.json"
+TUNING = 1000
+"""The first of the seeds that learning rates are chosen on; the reported ones begin at 0."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of those that are compared: words of `policygrad train`, and what they come to."""
+
+    label: str
+    words: tuple[str, ...]
+    """The algorithm and its options, without what differs from run to run."""
+    algorithm: str
+    """Its name, as the run calls it."""
+    knob: str = ""
+    """The option that is tuned; empty where there is none, or the words set it."""
+    grid: tuple[float, ...] = ()
+    """The knob's values; of one there is nothing to choose."""
+    measure: Mapping[str, Any] = field(default_factory=dict)
+    """What its held-out score is of: rows that differ here are never compared by score."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What a reader of a comparison has to know besides: updates per rollout, samples per prompt, …"""
+    change: str = ""
+    """What it adds to the row before, on a ladder."""
+    reason: str = ""
+    """Why its options are not the algorithm's own, where they were chosen for it."""
+
+    @property
+    def tuned(self) -> bool:
+        return len(self.grid) > 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    row: str
+    value: float | None
+    """Of the row's knob; None = the default."""
+    seed: int
+
+    @property
+    def tuning(self) -> bool:
+        """Whether it serves the choice of a value alone."""
+        return self.seed >= TUNING
+
+    @property
+    def folder(self) -> str:
+        """Where it lies in the comparison's folder."""
+        return f"runs/{self.row}/{'default' if self.value is None else f'{self.value:g}'}/seed-{self.seed}"
+
+    def __str__(self) -> str:
+        value = "" if self.value is None else f" at {self.value:g}"
+        return f"{self.row}{value}, seed {self.seed}{' (tuning)' if self.tuning else ''}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A comparison, before anything has run."""
+
+    rows: tuple[Row, ...]
+    tokens: int
+    """Sampled tokens of every run, its budget."""
+    seeds: tuple[int, ...]
+    """Reported."""
+    tuning_seeds: tuple[int, ...]
+    """On which values of the grid are compared; never reported."""
+    command: str
+    """What was typed."""
+    version: str
+    ladder: Mapping[str, Any] = field(default_factory=dict)
+    """Of which method, and why so, where the rows are a ladder's."""
+
+    def row(self, label: str) -> Row:
+        return next(row for row in self.rows if row.label == label)
+
+    def tuning(self) -> list[Job]:
+        """Every value of every grid on the tuning seeds; seed by seed, so that all rows get on alike."""
+        return [
+            Job(row.label, value, seed)
+            for seed in self.tuning_seeds
+            for row in self.rows
+            if row.tuned
+            for value in row.grid
+        ]
+
+    def reported(self, chosen: Mapping[str, float | None]) -> list[Job]:
+        """The runs that are reported, at the value chosen for each row; rows without one are left out."""
+        return [
+            Job(row.label, chosen[row.label], seed) for seed in self.seeds for row in self.rows if row.label in chosen
+        ]
+
+    def train_words(self, job: Job) -> tuple[str, ...]:
+        """What follows `policygrad`."""
+        row = self.row(job.row)
+        tuned = () if job.value is None else (row.knob, f"{job.value:g}")
+        return ("train", *row.words, *tuned, "--tokens", str(self.tokens), "--seed", str(job.seed))
+
+    def to_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]  # tuples as lists, as a file gives them
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Raises KeyError or TypeError for what is no plan."""
+        each: list[dict[str, Any]] = [
+            {k: tuple(v) if k in ("words", "grid") else v for k, v in row.items()} for row in data["rows"]
+        ]
+        rows = tuple(Row(**row) for row in each)
+        rest: dict[str, Any] = {k: tuple(v) if k.endswith("seeds") else v for k, v in data.items() if k != "rows"}
+        return cls(rows=rows, **rest)
+
+
+def read(folder: Path) -> Plan:
+    """The plan in a comparison's folder. Raises RunError where there is none."""
+    path = folder / FILE
+    try:
+        return Plan.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise RunError(
+            f"{folder} holds no comparison, {path} cannot be read ({error.strerror}): a comparison's folder is what --output named"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is no plan of a comparison ({error}): take another folder, --output DIR") from error
+
+
+def open_folder(folder: Path, plan: Plan) -> Plan:
+    """Begins a comparison in a new folder, or goes on with the one there, if it is the same; returns the plan that counts.
+
+    Raises:
+        RunError: another comparison is in it, with what differs, or something else is.
+    """
+    if (folder / FILE).exists():
+        there = read(folder)
+        if differ := _differ(there, plan):
+            raise RunError(
+                f"{folder} holds another comparison, they differ in {', '.join(differ)}: go on with it by --resume {folder}, or "
+                "take another folder, --output DIR"
+            )
+        return there
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder} is not empty and holds no comparison: take another folder, --output DIR")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / FILE, json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n")
+    return plan
+
+
+def next_folder(labels: Sequence[str], ladder: str | None) -> Path:
+    """comparisons/NAME-N, the next free one."""
+    name = f"{ladder}-ladder" if ladder else "-".join(labels) if len(labels) <= 4 else f"{len(labels)}-rows"
+    number = 1
+    while (folder := Path("comparisons") / f"{name}-{number}").exists():
+        number += 1
+    return folder
+
+
+def _differ(there: Plan, plan: Plan) -> list[str]:
+    """Names of the fields in which two plans differ, the words of the command and the version aside."""
+    names = [f.name for f in fields(Plan) if f.name not in ("command", "version", "rows")]
+    old, new = there.to_dict(), plan.to_dict()
+    found = [name.replace("_", " ") for name in names if old[name] != new[name]]
+    if [row.label for row in there.rows] != [row.label for row in plan.rows]:
+        return ["the rows", *found]
+    return [*(f"the row {a.label}" for a, b in _pairs(there.rows, plan.rows) if asdict(a) != asdict(b)), *found]
+
+
+def _pairs(old: Iterable[Row], new: Iterable[Row]) -> Iterable[tuple[Row, Row]]:
+    return zip(old, new, strict=True)

@@ -1,0 +1,127 @@
+"""What a run is called: a changed part is in the name, a changed setting beside it, and neither under another's citation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import policygrad as pg
+from doubles.own_file import TEXT
+from policygrad.algorithms import ALGORITHMS
+from policygrad.commands.describe import describe
+from policygrad.training.config.composed import composed
+from policygrad.training.folder import new_folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "title"),
+    [
+        (pg.GRPO, "grpo", "grpo"),
+        (replace(pg.GRPO, gate=pg.WeightCap()), "grpo+WeightCap", "grpo+WeightCap"),
+        (replace(pg.GRPO, terms=()), "grpo-KLToReference", "grpo-KLToReference"),
+        (replace(pg.GRPO, psi=(pg.GroupMean(),)), "grpo-GroupStd", "grpo-GroupStd"),
+        (replace(pg.GRPO, psi=(pg.LeaveOneOut(),)), "grpo+LeaveOneOut-GroupStd", "grpo+LeaveOneOut-GroupStd"),
+        (replace(pg.GRPO, psi=(pg.GroupStd(), pg.GroupMean())), "grpo+reordered", "grpo+reordered"),
+        (replace(pg.GRPO, gate=pg.Clip(0.2, 0.3)), "grpo", "grpo (Clip.high = 0.3)"),
+        (replace(pg.GRPO, gate=pg.Clip(0.1, 0.3)), "grpo", "grpo (Clip.low = 0.1, Clip.high = 0.3)"),
+        (replace(pg.DAPO, terms=(pg.KLToReference(),)), "dapo+KLToReference", "dapo+KLToReference"),
+        (replace(pg.GRPO, samples_per_prompt=3), "grpo", "grpo"),
+        (replace(pg.GRPO, behaviour="sampler"), "grpo", "grpo (behaviour = sampler)"),
+        (replace(pg.PPO, critic=replace(pg.PPO.critic, lr=1e-3)), "ppo", "ppo"),
+        (replace(pg.DR_GRPO, aggregate=pg.FixedLength(55)), "dr_grpo", "dr_grpo (FixedLength.length = 55)"),
+        (replace(pg.GRPO, name="mine", terms=()), "mine", "mine"),
+    ],
+)  # fmt: skip
+def test_names(changed: pg.Algorithm, name: str, title: str) -> None:
+    assert (composed(changed, 32).name, composed(changed, 32).title) == (name, title)
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_a_row_as_a_run_resolves_it_is_that_row(name: str) -> None:
+    """The budget, the group and the learning rates that a run fills in change no name; nor does an open length elsewhere."""
+    run = pg.Run(algorithm=ALGORITHMS[name]).resolved()
+    assert composed(run.algorithm, run.sampling.max_tokens).title == name
+    assert composed(run.algorithm).title == name
+
+
+PARTS = {
+    "gate": [pg.Clip(), pg.WeightCap(), pg.SoftGate()],
+    "aggregate": [pg.TokenMean(), pg.SequenceMean()],
+    "psi": [pg.GRPO.psi, (pg.LeaveOneOut(),)],
+    "terms": [pg.GRPO.terms, (pg.Entropy(),)],
+}
+
+
+@given(st.fixed_dictionaries({name: st.sampled_from(values) for name, values in PARTS.items()}))
+def test_no_composition_of_other_parts_has_the_plain_name(parts: dict[str, Any]) -> None:
+    a = replace(pg.GRPO, **parts)
+    same = all(
+        [type(p) for field, p in a.parts() if field == name]
+        == [type(p) for field, p in pg.GRPO.parts() if field == name]
+        for name in parts
+    )
+    assert (composed(a).name == "grpo") == same
+
+
+def test_a_long_name_stays_a_folders() -> None:
+    a = replace(
+        pg.DAPO, filters=(), shaping=(), ratio=pg.Sequence(), gate=pg.DualClip(), psi=(pg.LeaveOneOut(), pg.BatchStd())
+    )
+    assert len(composed(a).name) <= 70
+    assert composed(a).name.endswith("more")
+
+
+def shown(a: pg.Algorithm, budget: int | None = None) -> str:
+    return " ".join(" ".join("".join(text for text, _ in line) for line in describe(a, 80, budget)).split())
+
+
+def test_another_part_is_cited_and_not_the_row_alone() -> None:
+    text = shown(replace(pg.GRPO, gate=pg.WeightCap(0.0, 4.0), terms=()))
+    assert text.startswith(
+        "grpo+WeightCap-KLToReference grpo (Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, eq. 3 and 4) with gate = "
+        "WeightCap(low=0, high=4) (MiniMax-M1 2025 (CISPO), eq. 4 and 5) without terms KLToReference"
+    )
+    assert "grpo as published J = " in text
+    assert "Differs from grpo gate Clip(0.2, 0.2) → WeightCap(0, 4)" in text
+    assert "Fixes (grpo)" in text
+
+
+def test_another_setting_is_told() -> None:
+    text = shown(replace(pg.GRPO, terms=(pg.KLToReference(0.1),)))
+    assert text.startswith("grpo Group relative policy optimisation Shao et al.")
+    assert "with KLToReference.beta = 0.1 instead of 0.04" in text
+    assert "Differs from grpo terms KLToReference(beta=0.04) → KLToReference(beta=0.1)" in text
+    resolved = pg.Run(algorithm=pg.DR_GRPO).resolved()
+    assert "instead of" not in shown(resolved.algorithm, resolved.sampling.max_tokens)
+
+
+def test_dry_run_says_so(run_command: Any) -> None:
+    _, out, _ = run_command("train", "grpo", "--algorithm.gate", "WeightCap", "--dry-run")
+    assert out.startswith("# grpo+WeightCap\n#   grpo (Shao et al. 2024")
+    assert 'name = "grpo"' in out  # what --config and --resume begin with
+    _, out, _ = run_command("train", "dr_grpo", "--dry-run")
+    assert out.startswith("# dr_grpo  GRPO done right")
+
+
+def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert str(new_folder(None, "grpo+WeightCap")) == "runs/grpo+WeightCap-1"
+    assert str(new_folder(None, "my/own: π")) == "runs/my_own__π-1"
+    assert str(new_folder(None, "../..")) == "runs/_..-1"
+    assert str(new_folder(None, "")) == "runs/run-1"
+
+
+def test_ones_own_part_is_cited_by_its_place(run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_file.py").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    words = ("--algorithm.gate", "own_file.py:Tent", "--algorithm.psi", "GroupMean,own_file.py:Asym", "--dry-run")
+    code, out, err = run_command("train", "dr_grpo", *words)
+    assert code == 0, err
+    assert "# dr_grpo+Asym+Tent\n" in out
+    assert "with gate = Tent(width=0.5, sharp=False) (your own, own_file.py:10)" in out
+    assert "with advantage = Asym (nobody 2020, eq. 3)" in out

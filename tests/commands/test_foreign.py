@@ -1,0 +1,89 @@
+"""Options of other libraries: each is answered with an option that exists, and none of ours is taken for theirs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from policygrad.commands.foreign.answers import LIBRARIES, answers, refuse_foreign
+from policygrad.commands.foreign.supervised import SUPERVISED
+from policygrad.commands.supervised import flags as supervised_flags
+from policygrad.commands.train import flags
+from policygrad.errors import ConfigError
+from policygrad.training.config.parts import part_names
+from policygrad.training.config.supervised import SFTConfig
+
+NAMES = [(library, name) for library, names in LIBRARIES.items() for name in names]
+
+
+@pytest.fixture(scope="module")
+def ours() -> set[str]:
+    """Options of `train` with the parts of very different algorithms, and of parts that only --algorithm.FIELD puts in."""
+    found = {flag for name in ("grpo", "ppo", "rloo", "dapo", "a2c", "sapo", "vapo") for flag in flags(name)}
+    fields = ("gate", "psi", "ratio", "aggregate", "terms", "shaping", "filters", "corrections")
+    found |= {f"--algorithm.{field}" for field in fields}
+    return found | {"--algorithm.gate.c", "--algorithm.corrections.truncated-is.cap"}  # of DualClip, TruncatedIS
+
+
+def test_every_answer_is_an_option_that_exists(ours: set[str]) -> None:
+    for library, name in NAMES:
+        answer = LIBRARIES[library][name]
+        assert answer.flag or answer.note, name
+        for flag in re.findall(r"--[a-z][\w.-]*[a-z]", f"{answer.flag} {answer.note}".replace("--algorithm.FIELD", "")):
+            assert flag in ours, f"{library}: {name} is answered with {flag}"
+        for part in re.findall(r"--algorithm\.\w+ ([A-Z]\w+)", answer.flag):
+            assert part in part_names()
+    known = set(supervised_flags(SFTConfig))
+    for answer in SUPERVISED.values():
+        assert set(re.findall(r"--[a-z][\w.-]*[a-z]", answer.flag)) <= known
+
+
+def test_none_of_ours_is_taken_for_theirs(ours: set[str]) -> None:
+    for flag in ours | set(supervised_flags(SFTConfig)):
+        for word in (flag, f"{flag}=1", flag.replace("-", "_").replace("__", "--", 1)):
+            refuse_foreign([word, "1"], lambda: ours)
+            refuse_foreign([word, "1"], lambda: ours, supervised=True)
+    assert not answers("steps")
+
+
+def test_each_is_refused_by_name(ours: set[str]) -> None:
+    for library, name in NAMES:
+        word = f"{name}=1" if library == "verl" else f"--{name.replace('_', '-')}"
+        with pytest.raises(ConfigError) as refused:
+            refuse_foreign(["ppo", word, "--dry-run"], lambda: ours)
+        assert library in str(refused.value)
+        assert LIBRARIES[library][name].flag in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("train --num-generations 16", "--num-generations is TRL's; here it is --samples-per-prompt 16"),
+        ("train --num_generations=16", "here it is --samples-per-prompt 16"),
+        ("train grpo --max-completion-length 64", "here it is --max-tokens 64"),
+        ("train grpo --epsilon 0.1", "--algorithm.gate.low and --algorithm.gate.high"),
+        ("train --gamma 0.9", "TRL and OpenRLHF's; here it is --algorithm.psi.gae.gamma 0.9; the algorithm as it is has no part"),
+        ("train --bf16 true", "here it is --learner.dtype bf16 ("),
+        ("train actor_rollout_ref.actor.clip_ratio_low=0.2", "here it is --algorithm.gate.low 0.2"),
+        ("train grpo +actor_rollout_ref.rollout.n=5", "here it is --samples-per-prompt 5"),
+        ("train grpo trainer.project_name=x", "trainer.project_name is verl's, and there is no such option here"),
+        ("train algorithm.adv_estimator=grpo", "here it is ALGORITHM, the first word after `train`"),
+        ("train --use-vllm", "there is no such option here (another sampler"),
+        ("train --n_samples_per_prompt 4 --eps_clip 0.2", "options of other libraries:\n  --n_samples_per_prompt is OpenRLHF's"),
+        ("sft --data x --num-train-epochs 3", "here it is --epochs 3"),
+        ("sft --data x --learning-rate 1e-5", "here it is --lr 1e-5"),
+        ("reward-model --data x --train_batch_size 8", "OpenRLHF's; here it is --batch-size ("),
+        ("sft --data x --num-generations 4", "means nothing here: it is of reinforcement learning"),
+    ],
+)  # fmt: skip
+def test_answers(run_command: Any, command: str, says: str) -> None:
+    code, _, err = run_command(*command.split())
+    assert code == 2
+    assert says in err
+
+
+def test_ours_with_values_that_look_like_theirs_pass(run_command: Any) -> None:
+    code, _, err = run_command("train", "--task", "data.jsonl", "--output", "trainer.x", "--dry-run")
+    assert code == 0, err

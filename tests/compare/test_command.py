@@ -1,0 +1,199 @@
+"""`policygrad compare` as it is typed: rows, layers of options, what is tuned, what is refused; and one comparison for real."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import policygrad as pg
+from doubles.files import write_rows
+from policygrad.algorithms import ALGORITHMS
+from policygrad.commands import compare as command
+from policygrad.commands.compare_rows import EVALUATED, resolved, rows_of
+from policygrad.compare.ladders import LADDERS
+from policygrad.compare.overrides import OVERRIDES
+from policygrad.compare.plan import Row, read
+from policygrad.compare.words import layered, names
+from policygrad.errors import ConfigError
+
+
+def rows(*specs: str, common: tuple[str, ...] = (), options: tuple[str, ...] = (), **changes: Any) -> dict[str, Row]:
+    given = {"lr_grid": (), "delta_grid": (), "tokens": 250_000, "overrides": True} | changes
+    ladder = given.pop("ladder", None)
+    return {row.label: row for row in rows_of(specs, ladder, common, options, **given)}
+
+
+def words(run_command: Any, *args: str) -> list[str]:
+    code, out, err = run_command("compare", *args, "--dry-run")
+    assert code == 0, err
+    return [line for line in out.splitlines() if not line.startswith("#")]
+
+
+def test_layers_replace_by_option() -> None:
+    assert layered(("grpo", "--a", "1", "--b"), ("--a=2",), ("--c", "x", "y")) == (
+        "grpo",
+        "--a=2",
+        "--b",
+        "--c",
+        "x",
+        "y",
+    )
+    assert layered(("--max_tokens", "5"), ("--max-tokens", "6")) == ("--max-tokens", "6")
+    assert names(("grpo", "--a_b=1", "--c", "-1")) == {"--a-b", "--c"}
+
+
+def test_rows_labels_and_layers() -> None:
+    found = rows(
+        "grpo",
+        "tight=grpo --algorithm.gate.high 0.1",
+        common=("--prompts-per-step", "16"),
+        options=("grpo=--samples-per-prompt 4", "grpo=--temperature 0.9"),
+    )
+    assert list(found) == ["grpo", "tight"]
+    assert found["tight"].words[0] == "grpo"
+    assert "--algorithm.gate.high" in found["tight"].words
+    assert found["grpo"].settings["samples_per_prompt"] == 4
+    assert found["tight"].settings["samples_per_prompt"] == 8
+    assert {row.settings["prompts_per_step"] for row in found.values()} == {16}
+    assert found["grpo"].measure["temperature"] == 0.9
+    assert found["grpo"].measure != found["tight"].measure
+
+
+def test_evaluations_cost_at_most_their_share() -> None:
+    for row in rows("grpo", "vapo", "rloo", "ppo").values():
+        run = resolved(row.label, row.words)
+        evaluated = run.evaluation.problems * run.evaluation.samples
+        trained = run.prompts_per_step * run.group_size * run.evaluation.every
+        assert evaluated <= EVALUATED * trained
+        assert run.steps >= 1000
+    assert resolved("own", rows("grpo", common=("--evaluation.every", "1"))["grpo"].words).evaluation.every == 1
+
+
+def test_what_is_tuned() -> None:
+    grids = {"lr_grid": (1e-4, 1e-3), "delta_grid": (0.01, 0.03)}
+    found = rows("grpo", "trpo", "fixed=grpo --lr 1e-3", **grids)
+    assert (found["grpo"].knob, found["grpo"].grid) == ("--lr", (1e-4, 1e-3))
+    assert (found["trpo"].knob, found["trpo"].grid) == ("--algorithm.step.delta", (0.01, 0.03))
+    assert (found["fixed"].knob, found["fixed"].grid) == ("", ())
+    assert not rows("trpo", lr_grid=(1e-4, 1e-3))["trpo"].tuned
+    with pytest.raises(ConfigError, match="--lr for all rows leaves nothing to choose"):
+        rows("grpo", common=("--lr", "1e-3"), **grids)
+
+
+def test_what_short_answers_need_is_said_and_can_be_left_out() -> None:
+    found = rows("vapo", "grpo")
+    assert found["vapo"].reason == OVERRIDES["vapo"].reason
+    assert set(OVERRIDES["vapo"].options) <= set(found["vapo"].words)
+    assert found["grpo"].reason == ""
+    for plain in (rows("vapo", overrides=False), rows("vapo", common=("--task", "embedded_steps"))):
+        assert plain["vapo"].reason == ""
+        assert "0.5" not in plain["vapo"].words
+    assert set(OVERRIDES) <= set(ALGORITHMS)
+
+
+def test_an_algorithm_of_ones_own_parts() -> None:
+    found = rows("soft=dr_grpo --algorithm.gate SoftGate --algorithm.gate.tau-pos 2", lr_grid=(1e-3,))
+    run = resolved("soft", (*found["soft"].words, "--lr", "1e-3"))
+    assert run.algorithm.gate == pg.SoftGate(2.0, 1.05)
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ((), "nothing to compare"),
+        (("grpo", "grpo"), "two rows are called 'grpo'"),
+        (("grpoo",), "the row grpoo: unknown algorithm 'grpoo': did you mean 'grpo'?"),
+        (("grpo", "--", "--seed", "3"), "the row grpo has --seed, which the comparison sets for every run: --seeds"),
+        (("grpo", "--", "--evaluation.problems", "0"), "no held-out problems to be compared on"),
+        (("grpo", "--", "dapo"), "'dapo' is no option"),
+        (("a b",), "'b' is no option"),
+        (("../x=grpo",), "names a folder"),
+        (("grpo", "--options", "ppo=--lr 1"), "with a label among grpo"),
+        (("grpo", "--lr-grid", "1e-3;1e-4"), "numbers with commas between them"),
+        (("grpo", "--lr-grid", "0,1e-4"), "every value must be above 0"),
+        (("grpo", "--seeds", "0"), "--seeds must be at least 1"),
+        (("grpo", "--seeds", "1001"), "at most 1000"),
+        (("grpo", "--threshold", "1.5"), "share of the way"),
+        (("--ladder", "gspo"), "unknown ladder 'gspo': there is dapo"),
+        (("grpo", "--resume", "x"), "--resume goes on with what plan.json"),
+        (("--resume", "nowhere"), "holds no comparison"),
+        (("grpo", "--json", "nowhere/x.json"), "there is no folder nowhere"),
+    ],
+)
+def test_refusals(run_command: Any, args: tuple[str, ...], reason: str) -> None:
+    code, _, err = run_command("compare", *args)
+    assert code == 2
+    assert reason in err
+
+
+def test_dry_run_says_every_command(run_command: Any) -> None:
+    told = words(run_command, "grpo", "trpo", "--seeds", "2", "--lr-grid", "1e-4,1e-3", "--budget-tokens", "1000")
+    assert len(told) == 2 * 2 + 2 * 2
+    assert all("--tokens 1000" in line for line in told)
+    assert sum("the best of 0.0001, 0.001" in line for line in told) == 2
+    assert not Path("comparisons").exists()
+
+
+@pytest.mark.parametrize("name", LADDERS)
+def test_a_ladder_ends_at_its_method(name: str) -> None:
+    """Every rung is another algorithm than the one below, and the last is the method itself."""
+    ladder = LADDERS[name]
+    found = list(rows(ladder=ladder).values())
+    made = [resolved(row.label, row.words).algorithm for row in found]
+    assert len(made) == len(ladder.rungs) >= 2
+    assert all(a != b for a, b in pairwise(made))
+    own = resolved("own", (name, *ladder.setting)).algorithm
+    assert replace(made[-1], name=own.name, step=own.step) == own
+    assert {row.measure["task"] for row in found} == {"embedded_steps"}
+    assert all(row.change for row in found)
+    assert {row.settings["updates_per_rollout"] for row in found} == {16}
+
+
+def test_the_dapo_ladder_is_in_the_published_order() -> None:
+    labels = [rung.label for rung in LADDERS["dapo"].rungs]
+    assert labels == ["naive_grpo", "overlong_mask", "clip_higher", "soft_penalty", "token_mean", "dynamic_sampling"]
+    assert [rung.published for rung in LADDERS["dapo"].rungs] == ["30", "36", "38", "41", "42", "50"]
+
+
+@pytest.mark.slow
+def test_a_comparison_for_real(
+    run_command: Any, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows, two seeds, processes; then again, when nothing is left to do."""
+    sums = [{"prompt": f"{i} + {j} =\n", "answer": str(i + j)} for i in range(6) for j in range(8)]
+    (tmp_path / "mine.py").write_text(
+        "def digits(prompts, completions, **columns):\n    return [float(c[:1].isdigit()) for c in completions]\n"
+    )
+    task = write_rows(tmp_path / "sums.jsonl", sums)
+    monkeypatch.chdir(tmp_path)
+    common = ["--", "--model", str(random_model), "--task", task, "--reward", f"{tmp_path / 'mine.py'}:digits"]
+    common += ["--prompts-per-step", "4", "--max-tokens", "6", "--evaluation.problems", "3", "--evaluation.every", "1"]
+    args = ["dr_grpo", "fixed=rloo --lr 1e-3", "--seeds", "2", "--lr-grid", "3e-3"]
+    args += ["--budget-tokens", "300", "--jobs", "2", "--threads", "1", "--output", "c", "--json", "c.json"]
+    code, out, err = run_command("compare", *args, *common)
+    assert code == 0, err
+    told = json.loads(Path("c.json").read_text())
+    assert [len(row["runs"]) for row in told["rows"]] == [2, 2]
+    assert told["rows"][0]["value"] == 3e-3
+    assert told["rows"][1]["knob"] == ""
+    run = told["rows"][0]["runs"][0]
+    assert run["tokens"] >= 300
+    assert run["updates"] >= 1
+    assert run["cost"]["cpu_seconds"] > 0
+    assert len(run["curve"]["score"]) >= 3
+    assert "P(row above column)" in out
+    assert (Path("c") / "comparison.html").stat().st_size > 10_000
+    assert read(Path("c")).seeds == (0, 1)
+    assert not list(Path("c").rglob("checkpoints"))
+    before = {path: path.stat().st_mtime_ns for path in Path("c").rglob("metrics.jsonl")}
+    code, again, err = run_command("compare", "--resume", "c", "--json", "-")
+    assert code == 0, err
+    assert "0 of 4 runs to do" in err
+    assert json.loads(again)["rows"] == told["rows"]
+    assert before == {path: path.stat().st_mtime_ns for path in Path("c").rglob("metrics.jsonl")}
+    assert command._cores() >= 1

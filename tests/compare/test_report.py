@@ -1,0 +1,199 @@
+"""What a comparison reports: figures at equal points, thresholds, pairs, and the sentences about what it cannot tell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doubles.comparison import MEASURE, StubRunner, plan, row
+from policygrad.commands.compare_table import table
+from policygrad.compare.outcomes import Outcome
+from policygrad.compare.plan import TUNING, Job
+from policygrad.compare.report import Report, report
+from policygrad.compare.work import Results, Work
+from policygrad.errors import ConfigError
+
+GRID = (1e-4, 1e-3)
+
+
+def outcome(after: float, tokens: float = 100.0, updates: float = 10.0, seconds: float = 20.0) -> Outcome:
+    """A curve that is 0.2 before, and half of the way at half of everything."""
+    half = (0.2 + after) / 2
+    score = (0.2, half, after)
+    return Outcome((0.0, tokens / 2, tokens), (0.0, updates / 2, updates), (0.0, seconds / 2, seconds), score, 0.01, 5)
+
+
+def by_hand(
+    rows: dict[str, list[Outcome]], share: float = 0.8, ladder: dict[str, str] | None = None, **changes: Any
+) -> Report:
+    found = plan(
+        *(row(label, **changes.get(label, {})) for label in rows), seeds=max(map(len, rows.values())), ladder=ladder
+    )
+    outcomes = {Job(label, None, seed): o for label, runs in rows.items() for seed, o in enumerate(runs)}
+    return report(found, Results(outcomes, {}, dict.fromkeys(rows)), share)
+
+
+def carried_out(folder: Path, **fails: Any) -> Report:
+    found = plan(row("grpo", GRID), row("ppo", updates=4), row("slow"), seeds=3)
+    runner = StubRunner({"grpo": 0.9, "ppo": 0.8, "slow": 0.4}, **fails)
+    return report(found, Work(found, folder, runner, 1, lambda text: None).do())
+
+
+def text(found: Report, width: int = 100) -> list[str]:
+    return ["".join(piece for piece, _ in line) for line in table(found, width)]
+
+
+def test_equal_tokens_updates_and_seconds_by_hand() -> None:
+    found = by_hand({"short": [outcome(0.6)], "long": [outcome(1.0, tokens=400.0, updates=40.0, seconds=10.0)]})
+    (kind,) = found.kinds
+    assert kind.equal == {"tokens": 100.0, "updates": 10.0, "seconds": 10.0}
+    short, long = (found.row(label).summary for label in ("short", "long"))
+    assert short is not None
+    assert long is not None
+    assert short.equal["tokens"].value == pytest.approx(0.6)
+    assert long.equal["tokens"].value == pytest.approx(0.4)  # a quarter of its way from 0.2 to 1.0
+    assert long.equal["updates"].value == pytest.approx(0.4)
+    assert long.equal["seconds"].value == pytest.approx(1.0)
+    assert short.equal["seconds"].value == pytest.approx(0.4)
+    assert long.final.value == 1.0
+    assert short.area.value == pytest.approx(0.4)
+    assert long.area.value == pytest.approx(0.3)
+    above = found.pairs[0].probability
+    assert (above["tokens"].value, above["seconds"].value, above["area"].value) == (1.0, 0.0, 1.0)
+
+
+def test_the_threshold_by_hand() -> None:
+    found = by_hand({"a": [outcome(1.0)] * 3, "b": [outcome(0.6), outcome(0.9), outcome(0.9)]})
+    assert found.kinds[0].threshold == pytest.approx(0.2 + 0.8 * 0.8)
+    a, b = (found.row(label).summary for label in ("a", "b"))
+    assert a is not None
+    assert b is not None
+    assert a.reach["tokens"].median == pytest.approx(80.0)
+    assert a.reach["updates"].median == pytest.approx(8.0)
+    assert b.reach["tokens"].each[0] is None
+    assert b.reach["tokens"].reached == 2
+    assert b.reach["tokens"].median == pytest.approx(
+        100 * 0.64 / 0.7
+    )  # the middle of two that arrive and one that does not
+    assert "2 of 3" in "\n".join(text(found))
+    flat = by_hand({"a": [outcome(0.2)]})
+    assert flat.kinds[0].threshold is None
+    assert "No row's score rose" in "\n".join(text(flat))
+    with pytest.raises(ConfigError, match="share of the way"):
+        by_hand({"a": [outcome(0.6)]}, share=1.5)
+
+
+def test_rows_on_other_problems_are_not_compared() -> None:
+    other = {"measure": MEASURE | {"task": "embedded_steps"}}
+    found = by_hand({"a": [outcome(0.6)], "b": [outcome(0.9)], "c": [outcome(0.8)]}, c=other)
+    assert [kind.labels for kind in found.kinds] == [("a", "b"), ("c",)]
+    assert [(pair.first, pair.second) for pair in found.pairs] == [("a", "b")]
+    assert found.kinds[0].threshold != found.kinds[1].threshold
+    assert any("compared only among their own kind" in text and "embedded_steps" in text for text in found.differs)
+
+
+def test_the_same_runs_are_called_so() -> None:
+    found = by_hand({"gspo": [outcome(0.6)], "sapo": [outcome(0.6)], "dapo": [outcome(0.7)]})
+    assert any("to the digit" in text and "gspo = sapo." in text for text in found.limits)
+
+
+def test_the_sentences(tmp_path: Path) -> None:
+    found = carried_out(tmp_path)
+    differs, limits = " ".join(found.differs), " ".join(found.limits)
+    assert "At 12,000 tokens, which every run reaches, grpo is highest, 0." in found.says[0]
+    assert found.says[0].endswith("not told apart from it: ppo, slow.")  # three seeds cannot do it
+    assert "With 3 seeds each, equal rows are wholly separated in 10% of cases" in limits
+    assert "Updates per rollout: 1 (grpo, slow), 4 (ppo)." in differs
+    assert (
+        "Learning rates, where there was a choice each row's best on the tuning seeds: 0.001 (grpo), 0.0003 (ppo, slow)."
+        in differs
+    )
+    assert "Intervals are over 3 seeds" in limits
+    assert "arXiv:2603.19335" in limits
+    assert "Best at the edge of its grid, so that a wider one might do better: grpo (largest)." in limits
+    assert "Not tuned, for it has no such option or its options set it: ppo, slow." in limits
+    assert "not whole" not in limits
+    assert found.tuning_seeds == (TUNING, TUNING + 1)
+    untuned = by_hand({"a": [outcome(0.6)], "b": [outcome(0.7)]})
+    assert "No learning rate was chosen" in " ".join(untuned.limits)
+    assert untuned.tuning_seeds == ()
+
+
+def test_orders_that_turn_around() -> None:
+    """Ahead at equal tokens, behind at equal updates: nine runs each, so that both are apart."""
+    many = [outcome(0.8 + i / 1000, updates=40.0) for i in range(9)]
+    found = by_hand({"many": many, "few": [outcome(0.6 + i / 1000) for i in range(9)]})
+    assert (
+        "Of 1 pairs that are apart at equal tokens and at equal updates, 1 is in the opposite order" in found.says[-1]
+    )
+    assert "many and few" in found.says[-1]
+
+
+def test_a_ladder_is_told_rung_by_rung() -> None:
+    rungs = {"a": {"change": "the base"}, "b": {"change": "adds a mask"}}
+    found = by_hand({"a": [outcome(0.6)] * 4, "b": [outcome(0.9)] * 4}, ladder={"source": "x", "why": "y"}, **rungs)
+    assert found.says[-1] == "b (adds a mask): +0.300 at equal tokens, apart from a."
+    assert found.differs[-1] == "y"
+
+
+def test_failures_are_told_and_not_hidden(tmp_path: Path) -> None:
+    found = carried_out(tmp_path, fails=lambda words: words[1] == "ppo" or (words[1] == "grpo" and words[-1] == "2"))
+    ppo, grpo = found.row("ppo"), found.row("grpo")
+    assert ppo.summary is None
+    assert len(ppo.failed) == 3
+    assert len(grpo.runs) == 2
+    assert "of 3 seeds there are grpo 2, ppo 0" in " ".join(found.limits)
+    assert not any("ppo" in (pair.first, pair.second) for pair in found.pairs)
+    shown = "\n".join(text(found))
+    assert "failed  ppo, seed 0: NaN in the loss" in shown
+    assert "failed  grpo at 0.001, seed 2" in shown
+
+
+def test_a_row_whose_tuning_failed_altogether(tmp_path: Path) -> None:
+    found = carried_out(tmp_path, fails=lambda words: "--lr" in words)
+    assert found.row("grpo").summary is None
+    assert found.row("grpo").value is None
+    assert all(tried.mean is None for tried in found.row("grpo").tuning)
+    assert "\n".join(text(found))
+
+
+@pytest.mark.parametrize("width", [50, 80, 100, 200])
+def test_the_table_fits(tmp_path: Path, width: int) -> None:
+    found = carried_out(tmp_path)
+    assert max(map(len, text(found, width))) <= width
+    whole = "\n".join(text(found, width))
+    for word in (
+        "grpo",
+        "ppo",
+        "slow",
+        "equal tokens",
+        "equal seconds",
+        "P(row above column)",
+        "What cannot be concluded",
+    ):
+        assert word in whole
+
+
+def test_the_report_is_json(tmp_path: Path) -> None:
+    found = carried_out(tmp_path)
+    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    (grpo, *_) = told["rows"]
+    assert grpo["words"] == "grpo --lr 0.001"
+    assert grpo["runs"][0]["command"] == "policygrad train grpo --lr 0.001 --tokens 12000 --seed 0"
+    assert len(grpo["summary"]["curves"]["tokens"]["value"]) == len(told["axes"]["tokens"])
+    assert {pair["first"] for pair in told["pairs"]} == {"grpo", "ppo"}
+    assert 0 <= told["pairs"][0]["probability"]["area"]["low"] <= 1
+
+
+def test_a_curve_ends_where_its_shortest_run_does() -> None:
+    found = by_hand({"a": [outcome(0.6), outcome(0.6, tokens=60.0)], "b": [outcome(0.7)]})
+    summary = found.row("a").summary
+    assert summary is not None
+    there = [
+        x for x, value in zip(found.axes["tokens"], summary.curves["tokens"].value, strict=True) if value is not None
+    ]
+    assert max(there) == 60.0
+    assert found.axes["tokens"][-1] == 100.0

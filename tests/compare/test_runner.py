@@ -1,0 +1,121 @@
+"""Runs as processes: a small program stands in for `policygrad`, so that stopping, killing and failing take no model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from policygrad.compare.outcomes import cost, finished
+from policygrad.compare.runner import Processes, locked
+from policygrad.errors import RunError
+
+PROGRAM = """
+import json, os, pathlib, signal, sys, time
+words = sys.argv[1:]
+go_on = "--resume" in words
+folder = pathlib.Path(words[words.index("--resume" if go_on else "--output") + 1])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "run.toml").write_text("")
+print("words:", *words, os.environ["OMP_NUM_THREADS"], flush=True)
+if "fails" in words:
+    sys.exit("error: the learning rate is too high")
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+(folder / "began").touch()
+while "waits" in words and not go_on and not stopped:
+    time.sleep(0.01)
+if not stopped:
+    (folder / "result.json").write_text(json.dumps({"go_on": go_on}))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> tuple[str, str]:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return (sys.executable, str(path))
+
+
+def until_there(path: Path) -> None:
+    for _ in range(3000):
+        if path.exists():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{path} never came")
+
+
+def test_a_run_its_log_and_its_cost(tmp_path: Path, program: tuple[str, str]) -> None:
+    folder = tmp_path / "c" / "runs" / "grpo" / "seed-0"
+    Processes(3, program)(["train", "grpo"], folder)
+    assert finished(folder)
+    assert (folder.parent / "seed-0.log").read_text() == f"words: train grpo --output {folder} --plain 3\n"
+    used = cost(folder)
+    assert used["cpu_seconds"] >= 0  # to a tenth
+    assert used["peak_mib"] > 1
+    assert used["threads"] == 3
+    assert used["processes"] == 1
+    Processes(3, program)(["train", "grpo"], folder)  # finished: not run again
+    assert cost(folder) == used
+
+
+def test_a_failure_names_the_command_and_the_end_of_the_log(tmp_path: Path, program: tuple[str, str]) -> None:
+    with pytest.raises(
+        RunError, match=r"policygrad fails --output \S+ ended with code 1:\n(.|\n)*the learning rate is too high"
+    ):
+        Processes(1, program)(["fails"], tmp_path / "run")
+    with pytest.raises(RunError, match="train --resume"):  # what it left is gone on with
+        Processes(1, (*program, "fails"))(["train"], tmp_path / "run")
+
+
+def test_stopping_leaves_a_run_that_goes_on(tmp_path: Path, program: tuple[str, str]) -> None:
+    folder, processes = tmp_path / "run", Processes(1, program)
+    thread = threading.Thread(target=processes, args=(["waits"], folder))
+    thread.start()
+    until_there(folder / "began")
+    processes.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not finished(folder)
+    processes(["waits"], folder)  # and begins nothing any more
+    assert not finished(folder)
+    Processes(1, program)(["waits"], folder)
+    assert json.loads((folder / "result.json").read_text()) == {"go_on": True}
+    assert cost(folder)["processes"] == 2
+
+
+def test_a_run_that_outlived_its_comparison_is_waited_for(tmp_path: Path, program: tuple[str, str]) -> None:
+    """As after kill -9 of the comparison: the process holds its run's lock by itself."""
+    folder = tmp_path / "run"
+    with locked(tmp_path / "run.lock") as lock:
+        orphan = subprocess.Popen(
+            [*program, "waits", "--output", str(folder)],
+            pass_fds=(lock.fileno(),),
+            env={"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+        )
+    until_there(folder / "began")
+    with pytest.raises(RunError, match="another process is at work"), locked(tmp_path / "run.lock"):
+        pass
+    thread = threading.Thread(target=Processes(1, program), args=(["waits"], folder))
+    thread.start()
+    (folder / "result.json").write_text("{}")  # it comes to its end by itself
+    orphan.kill()
+    orphan.wait()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not (tmp_path / "run.log").exists()  # nothing was run a second time
+
+
+def test_what_never_began_is_begun_anew(tmp_path: Path, program: tuple[str, str]) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".run.toml.tmp").touch()
+    Processes(1, program)(["train"], folder)
+    assert json.loads((folder / "result.json").read_text()) == {"go_on": False}
+    assert not (folder / ".run.toml.tmp").exists()

@@ -1,0 +1,146 @@
+"""scripts/measure_algorithms.py, a caller of compare; and the pages that are made of what it leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import measure_algorithms
+import measure_control
+from doubles.comparison import MEASURE, StubRunner, plan, row
+from pages import measured
+from pages.curves import curves
+from policygrad.algorithms import ALGORITHMS
+from policygrad.compare.ladders import LADDERS
+from policygrad.compare.report import report
+from policygrad.compare.work import Work
+
+GRID = (3e-4, 1e-3)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A comparison of some rows of the matrix, one on another task and one that failed."""
+    rows = [row("grpo", GRID), row("ppo", GRID), row("trpo"), row("vapo", GRID)]
+    rows.append(row("vineppo", GRID, measure=MEASURE | {"task": "embedded_steps"}))
+    runner = StubRunner({"grpo": 0.9, "ppo": 0.7, "trpo": 0.5}, fails=lambda words: words[1] == "vapo")
+    made = plan(*rows, seeds=5)
+    return report(made, Work(made, tmp_path_factory.mktemp("c"), runner, 1, lambda text: None).do()).to_dict()
+
+
+@pytest.fixture(scope="module")
+def ladder(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    rungs = LADDERS["dapo"].rows()
+    made = plan(*(row(label, change=says) for label, _, says in rungs), seeds=5, ladder=LADDERS["dapo"].to_dict())
+    runner = StubRunner({label: 0.5 + 0.05 * i for i, (label, _, _) in enumerate(rungs)})
+    return report(made, Work(made, tmp_path_factory.mktemp("l"), runner, 1, lambda text: None).do()).to_dict()
+
+
+def test_the_page_has_every_algorithm_measured_or_not(found: dict[str, Any], ladder: dict[str, Any]) -> None:
+    text = measured.measured_page(found | {"left_out": {"prorl": "it needs more"}}, {"dapo": ladder})
+    for name in ALGORITHMS:
+        assert f"[`{name}`](algorithms/{name}.md)" in text
+    (grpo,) = re.findall(r"^\| \[`grpo`\].*\[0\..*$", text, re.MULTILINE)
+    assert "0.001\\*" in grpo
+    assert "2 / 0 / 0" in grpo
+    assert "- [`prorl`](algorithms/prorl.md): it needs more" in text
+    assert "- [`dapo`](algorithms/dapo.md): not measured yet" in text
+    assert "- [`vapo`](algorithms/vapo.md): every run failed: NaN in the loss" in text
+    assert "On the task `embedded_steps`; all rows are compared at 12,000 tokens" in text
+    assert "| `naive_grpo` |" in text
+    assert "| 50 |" in text  # the published figure of the last rung
+    assert all(sentence in text for sentence in [*found["says"], *found["limits"], *ladder["says"]])
+    assert "Not measured yet" not in text
+
+
+def test_before_anything_was_measured_the_page_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    text = measured.measured_page()
+    assert "Not measured yet" in text
+    assert "python scripts/measure_algorithms.py --ladder dapo" in text
+    assert measured.row_of("grpo") is None
+    assert "Not measured yet" in curves(None)
+
+
+def test_a_sentence_for_an_algorithms_page(found: dict[str, Any]) -> None:
+    told = measured.summary_sentence(found["rows"][0])
+    assert "(5 seeds, lr 0.001, 12k sampled tokens in 12 updates" in told
+    assert "`policygrad train grpo --lr 0.001 --tokens 12000 --seed 0`" in told
+
+
+def test_standings_count_every_other_row_once(found: dict[str, Any]) -> None:
+    counts = {label: measured.standing(found, label) for label in ("grpo", "ppo", "trpo", "vineppo")}
+    assert counts == {"grpo": "2 / 0 / 0", "ppo": "1 / 0 / 1", "trpo": "0 / 0 / 2", "vineppo": "0 / 0 / 0"}
+
+
+def test_the_curves_are_a_picture_of_its_own(found: dict[str, Any]) -> None:
+    svg = ElementTree.fromstring(curves(found))
+    names = [node.text for node in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"grpo", "ppo", "trpo", "vineppo"} <= set(names)
+    paths = [node.get("class") for node in svg.iter("{http://www.w3.org/2000/svg}path")]
+    assert (paths.count("curve"), paths.count("band"), paths.count("beside")) == (4, 4, 3)
+    assert "href" not in curves(found)
+
+
+def test_the_script_hands_every_row_on_and_keeps_the_report(tmp_path: Path, found: dict[str, Any], capsys: Any) -> None:
+    asked: list[list[str]] = []
+
+    def compare(words: list[str]) -> int:
+        asked.append(words)
+        folder = Path(words[words.index("--output") + 1])
+        folder.mkdir(parents=True)
+        (folder / "comparison.json").write_text(json.dumps(found))
+        (folder / "comparison.html").write_text("<!doctype html>")
+        return 1  # some runs failed: what there is counts
+
+    code = measure_algorithms.main(["--", "--jobs", "2"], compare, tmp_path / "results", tmp_path / "work")
+    assert code == 1
+    (words,) = asked
+    there, left_out = measure_algorithms.measurable(list(ALGORITHMS))
+    assert words[: len(there)] == there
+    assert set(there) | set(left_out) == set(ALGORITHMS)
+    assert words[-2:] == ["--jobs", "2"]
+    assert words[words.index("--lr-grid") + 1] == measure_algorithms.LR_GRID
+    kept = json.loads((tmp_path / "results" / "algorithms.json").read_text())
+    assert kept == found | {"left_out": left_out}
+    assert (
+        sum(line.startswith('{"label"') for line in (tmp_path / "results" / "algorithms.json").read_text().splitlines())
+        == 5
+    )
+    assert (tmp_path / "results" / "algorithms.html").exists()
+    measure_algorithms.main(["--ladder", "dapo"], compare, tmp_path / "results", tmp_path / "work")
+    assert asked[1][:2] == ["--ladder", "dapo"]
+    assert (tmp_path / "results" / "ladder-dapo.json").exists()
+
+
+def test_a_try_or_a_stop_leaves_the_results_alone(tmp_path: Path) -> None:
+    def compare(words: list[str]) -> int:
+        Path(words[words.index("--output") + 1]).mkdir(parents=True)
+        return 130
+
+    assert measure_algorithms.main(["--only", "grpo"], compare, tmp_path / "results", tmp_path / "work") == 130
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_refused_row_is_left_out_with_its_reason() -> None:
+    there, left_out = measure_algorithms.measurable(["grpo", "no_such"])
+    assert there == ["grpo"]
+    assert left_out["no_such"].startswith("unknown algorithm 'no_such'")
+
+
+def test_lines_of_control_runs_are_appended_and_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "results.jsonl"
+    assert measure_control.results(path) == []
+    for name in ("ppo", "trpo"):
+        measure_control.append({"name": name, "seed": 0}, path)
+    assert [r["name"] for r in measure_control.results(path)] == ["ppo", "trpo"]
+    measure_control.forget(["ppo"], path)
+    assert [r["name"] for r in measure_control.results(path)] == ["trpo"]
+    path.write_text(path.read_text() + '{"name": "gr')
+    with pytest.raises(measure_control.MeasureError, match=r"line 2 is no JSON"):
+        measure_control.results(path)

@@ -1,0 +1,93 @@
+"""A comparison without a model: rows as a plan has them, and a runner that writes what a run of theirs would leave."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from policygrad.compare.plan import TUNING, Plan, Row
+from policygrad.errors import RunError
+
+MEASURE = {"model": "tiny", "task": "embedded", "max_tokens": 32, "problems": 256, "samples": 2}
+STEPS, EVERY, TOKENS = 12, 4, 1000
+"""Of a run of the stub: steps, steps between evaluations, sampled tokens a step."""
+
+
+def row(label: str, grid: Sequence[float] = (), updates: int = 1, **changes: Any) -> Row:
+    settings = {"updates_per_rollout": updates, "samples_per_prompt": 8, "prompts_per_step": 64, "lr": 3e-4}
+    given = {"words": (label,), "algorithm": label, "measure": MEASURE, "settings": settings} | changes
+    return Row(label=label, knob="--lr" if grid else "", grid=tuple(grid), **given)
+
+
+def plan(*rows: Row, seeds: int = 2, tuning: int = 2, ladder: dict[str, str] | None = None) -> Plan:
+    """Of the stub's budget."""
+    return Plan(
+        rows=rows,
+        tokens=STEPS * TOKENS,
+        seeds=tuple(range(seeds)),
+        tuning_seeds=tuple(range(TUNING, TUNING + tuning)),
+        command="policygrad compare " + " ".join(r.label for r in rows),
+        version="0",
+        ladder=ladder or {},
+    )
+
+
+@dataclass
+class StubRunner:
+    """Leaves in every run's folder what `policygrad train` does: scores rise from 0.2 to a height that the words decide.
+
+    heights: by the algorithm's name. fails: words of a run that fails. before: called before a run, with how many ran.
+    """
+
+    heights: dict[str, float] = field(default_factory=dict)
+    fails: Callable[[Sequence[str]], bool] = lambda words: False
+    before: Callable[[int], None] = lambda count: None
+    ran: list[Path] = field(default_factory=list)
+    stopped: int = 0
+    told: threading.Event = field(default_factory=threading.Event)
+    """Set when it is told to stop."""
+
+    def __call__(self, words: Sequence[str], folder: Path) -> None:
+        self.before(len(self.ran))
+        self.ran.append(folder)
+        if self.fails(words):
+            raise RunError("policygrad train … ended with code 1:\nNaN in the loss")
+        if not self.stopped:
+            write_run(folder, self.heights.get(words[1], 0.8), _given(words, "--lr"), int(_given(words, "--seed") or 0))
+
+    def stop(self) -> None:
+        self.stopped += 1
+        self.told.set()
+
+
+def write_run(folder: Path, height: float, lr: float | None, seed: int, updates: int = 1, steps: int = STEPS) -> None:
+    """A finished run whose curve saturates at `height`, lower the further lr is from 1e-3, with some noise by seed."""
+    draw = random.Random(f"{height}/{lr}/{seed}")
+    height -= 0 if lr is None else 0.1 * abs(math.log10(lr / 1e-3))
+    score = [
+        0.2 + (height - 0.2) * (1 - math.exp(-4 * step / steps)) + draw.uniform(-0.02, 0.02)
+        for step in range(steps + 1)
+    ]
+    lines: list[dict[str, Any]] = [{"step": 0, "held_out": score[0], "held_out_stderr": 0.02}]
+    for step in range(1, steps + 1):
+        signs = {"completions/mean_length": 9.0 + step, "completions/truncated_ratio": 0.1, "entropy": 0.5}
+        times = {"time/rollout": 0.5, "time/update": 0.5 * updates, "updates/taken": float(updates)}
+        lines.append({"step": step, "tokens/sampled": float(TOKENS), **times, **signs})
+        if step % EVERY == 0 or step == steps:
+            lines.append({"step": step, "held_out": score[step], "held_out_stderr": 0.02})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "result.json").write_text(json.dumps({"steps": steps, "tokens": steps * TOKENS}))
+    (folder.with_name(folder.name + ".cost.json")).write_text(
+        json.dumps({"cpu_seconds": 20.0, "seconds": 21.0, "peak_mib": 500})
+    )
+
+
+def _given(words: Sequence[str], option: str) -> float | None:
+    return float(words[words.index(option) + 1]) if option in words else None

@@ -1,0 +1,45 @@
+"""What others wrote, in the token ids that the policy would have sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import policygrad as pg
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+
+TEXT = "Step by step: 10 + 20 = 30. <answer>30</answer>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(random_model: Path) -> Tokenizer:
+    return load_tokenizer(str(random_model), load_model(str(random_model)))
+
+
+def test_an_answer_to_a_text_is_its_ids_and_an_end_token(tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("10 + 20 =\n", 0)
+    ids = tokenizer.answer(prompt, "10 + 20 =\n", TEXT)
+    assert ids[-1] in tokenizer.end
+    assert not tokenizer.end & set(ids[:-1])
+    assert tokenizer.decode(ids) == TEXT
+
+
+def test_an_answer_to_a_chat_is_what_its_template_writes_up_to_the_end_of_the_turn(tokenizer: Tokenizer) -> None:
+    said = ({"role": "user", "content": "10 + 20 ="},)
+    prompt = tokenizer.encode(said, 0)
+    ids = tokenizer.answer(prompt, said, TEXT)
+    assert ids[-1] in tokenizer.end
+    assert tokenizer.decode(ids).strip() == TEXT
+    whole = tokenizer.hf.apply_chat_template([*said, {"role": "assistant", "content": TEXT}], tokenize=False)
+    assert str(whole).startswith(tokenizer.hf.decode([*prompt.tolist(), *ids[:-1]]))
+
+
+def test_text_that_melts_into_its_prompt_is_refused_with_its_place(tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("ans", 0)
+    ids = list(tokenizer.hf("answer")["input_ids"])
+    if ids[: len(prompt)] == prompt.tolist():
+        pytest.skip("this tokenizer does not join them")
+    with pytest.raises(pg.ModelError, match=r"rows.jsonl:3: the tokenizer of .* joins the end of 'prompt'"):
+        tokenizer.answer(prompt, "ans", "wer", "rows.jsonl:3")

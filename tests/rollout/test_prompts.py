@@ -1,0 +1,130 @@
+"""Prompts that have been solved rest: they are passed over before anything is drawn, in this epoch and later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import policygrad as pg
+from doubles.files import rows, untimed, write_rows
+from doubles.tabular_sampler import TabularSampler, TabularTokenizer
+from doubles.trackers import Record
+from policygrad.rewards.types import RewardScores
+from policygrad.rollout.prompts import ALL_SOLVED, PATIENCE, number, upcoming
+from policygrad.rollout.rollouter import Rollouter
+from policygrad.samplers.base import Sampling
+from policygrad.tasks.rows import RowsTask
+from policygrad.tasks.types import Example
+from policygrad.training.config.run import Evaluation, Run
+from policygrad.training.trainer import train
+
+RESTING = replace(pg.DR_GRPO, filters=(pg.NoPositiveResampling(0.9),))
+
+
+def prompt(i: int) -> Example:
+    return Example(str(i % 4), {"answer": "1"})  # type: ignore[arg-type]
+
+
+def batch_of(*rewards: float, example: Sequence[int], **fields: Any) -> pg.Batch:
+    n = len(rewards)
+    return pg.Batch(
+        mask=torch.ones(n, 1, dtype=torch.bool),
+        group=torch.zeros(n, dtype=torch.int64),
+        reward=torch.tensor(rewards, dtype=torch.float64),
+        example=torch.tensor(example),
+        **fields,
+    )
+
+
+def test_what_is_solved_is_remembered_whatever_the_filters_have_made_of_it() -> None:
+    part = pg.NoPositiveResampling(0.75)
+    batch = batch_of(1, 1, 1, 0, 1, 0, example=[7, 7, 7, 7, 5, 5], in_statistics=torch.zeros(6, dtype=torch.bool))
+    state = part.update(part.init(), batch, {})
+    assert state == {"solved": [7]}
+    assert part.update(state, batch_of(1, 0, example=[5, 7]), {}) == {"solved": [5, 7]}
+    shown = torch.tensor([True, False])
+    assert part.update(part.init(), batch_of(1, 0, example=[5, 5], demonstration=shown), {}) == {"solved": []}
+    assert part.at(state).resting == {7}
+    assert part.at(state)(batch) is batch
+
+
+def test_refusals() -> None:
+    with pytest.raises(pg.ConfigError, match=r"NoPositiveResampling\.threshold is a mean reward and must be above 0"):
+        pg.NoPositiveResampling(0.0)
+    without = replace(batch_of(1, example=[0]), example=None)
+    with pytest.raises(pg.ConfigError, match=r"NoPositiveResampling needs Batch\.example"):
+        RESTING.filtered(without)
+
+
+def test_those_that_rest_are_passed_over() -> None:
+    resting = frozenset({number(prompt(1)), number(prompt(2))})
+    found, again = upcoming(prompt, 4, 1, resting)
+    assert [i for i, _ in found] == [3, 4, 7, 8]
+    assert not again
+    assert upcoming(prompt, 3, 5, frozenset()) == ([(i, prompt(i)) for i in (5, 6, 7)], False)
+
+
+def test_where_all_rest_they_are_taken_as_they_come() -> None:
+    found, again = upcoming(prompt, 3, 0, frozenset(number(prompt(i)) for i in range(4)))
+    assert again
+    assert [i for i, _ in found] == [8 + PATIENCE + 1 + i for i in range(3)]
+
+
+def test_a_prompt_has_the_same_number_in_every_epoch() -> None:
+    task = RowsTask("t", [Example(f"{i}?", source=f"line {i}") for i in range(40)], (), seed=1)
+    first, second = ({number(task.train(epoch * 40 + i)) for i in range(40)} for epoch in range(2))
+    assert first == second
+    assert len(first) == 40
+    assert all(0 <= n < 2**63 for n in first)
+
+
+def test_a_rollout_says_which_and_goes_on_behind_the_last() -> None:
+    def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> RewardScores:
+        return RewardScores([float(p == "2") for p in prompts], {})
+
+    rollouter = Rollouter(prompt, TabularTokenizer(), TabularSampler(4, 3, 4), solved)  # type: ignore[arg-type]
+    state, position, seen = RESTING.init(), 0, []
+    for step in range(1, 4):
+        algorithm = RESTING.at(state)
+        rollout = rollouter.collect(
+            algorithm, Sampling(max_tokens=3), prompts=4, samples=2, step=step, position=position
+        )
+        seen.append([int(p) for p in rollout.prompts[::2]])
+        assert rollout.batch.example.tolist() == [number(prompt(int(p))) for p in rollout.prompts]
+        state, position = RESTING.update(state, rollout.batch), rollout.position
+    assert seen == [[0, 1, 2, 3], [0, 1, 3, 0], [1, 3, 0, 1]]
+    assert position == 14
+
+
+def test_a_run_remembers_and_goes_on_where_it_was(random_model: Path, tmp_path: Path) -> None:
+    """Every prompt is solved at once: they rest, in the end all of them, which is said; taken up again it is the same run."""
+    (tmp_path / "mine.py").write_text("def all_right(prompts, completions): return [1.0 for c in completions]\n")
+    run = Run(
+        algorithm=RESTING,
+        model=str(random_model),
+        task=write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} =\n", "answer": str(i)} for i in range(6)]),
+        reward=(f"{tmp_path / 'mine.py'}:all_right",),
+        steps=3,
+        prompts_per_step=4,
+        samples_per_prompt=2,
+        sampling=Sampling(max_tokens=3),
+        evaluation=Evaluation(problems=0),
+        output=str(tmp_path / "whole"),
+    )
+    display = Record()
+    whole = train(run, display=display)
+    assert [row["prompts/resting"] for row in rows(whole.output / "metrics.jsonl")] == [0, 4, 6]
+    prompts = [row["prompt"] for row in rows(whole.output / "completions.jsonl")][::2]
+    assert len(set(prompts[:4])) == 4
+    assert set(prompts[:4]) | set(prompts[4:6]) == {f"{i} =\n" for i in range(6)}
+    assert display.said.count(ALL_SOLVED) >= 1
+    pieces = tmp_path / "pieces"
+    train(replace(run, output=str(pieces)), stop_after=1)
+    train(resume=pieces)
+    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
