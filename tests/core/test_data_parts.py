@@ -17,6 +17,7 @@ from doubles.data_fields import with_demonstrations
 from doubles.random_batches import Random, Shape, close, extra_of, gradients, make, policy, shapes
 from policygrad.core.objective import measure
 from policygrad.core.ragged import first
+from policygrad.core.run_checks import check_sampling
 
 
 def rewarded(rewards: list[list[float]], weights: tuple[float, ...], group: list[int] | None = None) -> pg.Batch:
@@ -271,7 +272,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: replace(pg.GRPO, psi=(pg.GroupMean(), pg.GroupInGroup())),
         ["GroupInGroup starts from the rewards", "put it first"],
     ),
-    "one sample": (lambda: pg.GDPO.check_sampling(1, 1.0), ["RewardZScores compares the samples of one prompt"]),
+    "one sample": (lambda: check_sampling(pg.GDPO, 1, 1.0), ["RewardZScores compares the samples of one prompt"]),
     "a discount above 1": (lambda: pg.GroupInGroup(gamma=1.1), ["GroupInGroup.gamma must be in [0, 1], not 1.1"]),
     "a negative ω": (lambda: pg.GroupInGroup(omega=-1.0), ["GroupInGroup.omega must be at least 0"]),
     "a divisor": (lambda: pg.GroupInGroup(ddof=2), ["GroupInGroup.ddof must be 0 or 1"]),
