@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policygrad as pg
+from doubles.algorithms import runnable
 from doubles.own_file import TEXT
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import describe
@@ -44,9 +45,10 @@ def test_names(changed: pg.Algorithm, name: str, title: str) -> None:
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_a_row_as_a_run_resolves_it_is_that_row(name: str) -> None:
     """The budget, the group and the learning rates that a run fills in change no name; nor does an open length elsewhere."""
-    run = pg.Run(algorithm=ALGORITHMS[name]).resolved()
-    assert composed(run.algorithm, run.sampling.max_tokens).title == name
-    assert composed(run.algorithm).title == name
+    run = pg.Run(algorithm=runnable(name)).resolved()
+    title = name if run.algorithm.reads_reward else f"{name} (Reference.model = tiny)"  # who teaches is said
+    assert composed(run.algorithm, run.sampling.max_tokens).title == title
+    assert composed(run.algorithm).title == title
 
 
 PARTS = {
