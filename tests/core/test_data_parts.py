@@ -259,6 +259,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: replace(pg.GRPO_PROCESS, gate=pg.PolicyShaping()),
         ["steps of an answer", "a demonstration has none"],
     ),
+    "a choice among completions": (
+        lambda: replace(pg.LUFFY, filters=(pg.Downsample(4),)),
+        ["might leave out the demonstration"],
+    ),
     "shaping beside rewards one by one": (
         lambda: replace(pg.GDPO, shaping=(pg.SoftOverlong(),)),
         ["each reward function's own number, which SoftOverlong would not change", "shaping=()"],
