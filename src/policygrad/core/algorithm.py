@@ -14,7 +14,7 @@ from policygrad.core.aggregates import SequenceSum
 from policygrad.core.batch import Batch, Coefficients
 from policygrad.core.checks import check, check_rewards, check_sampling
 from policygrad.core.critic import Critic
-from policygrad.core.data_checks import check_demonstrations
+from policygrad.core.data_checks import check_demonstrations, taken
 from policygrad.core.equation import written
 from policygrad.core.filters import applied, reweight
 from policygrad.core.gates import OnPolicy
@@ -196,7 +196,7 @@ class Algorithm:
 
     def coefficients(self, batch: Batch) -> Tensor:
         """c [B, T] of the policy term over one whole update, `batch.weight` included; 0 off the mask."""
-        return self._coefficients(batch, self.aggregate, _taken(batch, self.gate))
+        return self._coefficients(batch, self.aggregate, taken(batch, self.gate))
 
     def all_coefficients(self, batch: Batch) -> Coefficients:
         """(c, c^1, c^2, …): the policy's coefficients and those of each term."""
@@ -204,7 +204,7 @@ class Algorithm:
         return (policy, *(self._term_coefficients(batch, t, policy) for t in self.terms))
 
     def _term_coefficients(self, batch: Batch, term: Term | LossTerm, policy: Tensor) -> Tensor:
-        where, mask = term.where(batch), _taken(batch, term)
+        where, mask = term.where(batch), taken(batch, term)
         as_policy = batch.demonstration is None or ("demonstration" in term.needs) is (
             "demonstration" in self.gate.needs
         )
@@ -271,8 +271,3 @@ class Algorithm:
     def equation(self) -> Mapping[str, str]:
         """The equation's symbols with what this algorithm puts in: for `show` and `--dry-run`."""
         return written(self)
-
-
-def _taken(batch: Batch, part: Part) -> Tensor:
-    """[B, T] bool; the tokens that a gate or a term averages over: demonstrations only where it says that it takes them."""
-    return batch.mask if "demonstration" in part.needs else batch.own

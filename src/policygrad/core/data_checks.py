@@ -1,12 +1,15 @@
-"""What an algorithm refuses to be for what it reads of a rollout: demonstrations, rewards one by one, turns."""
+"""What an algorithm makes of a rollout that has more than rewards: what it takes of it, and what it refuses to be."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.filters import MaskTruncated
+from policygrad.core.protocols import Part
 from policygrad.core.ratios import Sequence, SequenceProduct
 from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
@@ -67,3 +70,8 @@ def check_demonstrations(algorithm: Composition, batch: Batch) -> None:
             f"row {rows[0]} is a demonstration (Batch.demonstration), which {algorithm.name} would take for a sample of its own "
             "policy: leave it out, set gate=PolicyShaping(), or add DemonstrationNLL() to terms"
         )
+
+
+def taken(batch: Batch, part: Part) -> Tensor:
+    """[B, T] bool; the tokens that a gate or a term averages over: demonstrations only where it says that it takes them."""
+    return batch.mask if "demonstration" in part.needs else batch.own
