@@ -57,7 +57,7 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "no rounds": (lambda: pg.DropNoSpread(max_rounds=0), ["max_rounds", "at least 1"]),
     "a mean that never moves": (lambda: pg.RunningMean(decay=1.0), ["RunningMean.decay", "[0, 1)"]),
     "no epoch": (lambda: pg.FirstOrder(epochs=0), ["FirstOrder.epochs", "at least 1"]),
-    "no such algorithm": (lambda: pg.algorithm("grop"), ["'grop'", "did you mean 'grpo'", "cispo"]),
+    "no such algorithm": (lambda: pg.algorithm("grop"), ["'grop'", "did you mean 'grpo'"]),
     "nothing near": (lambda: pg.algorithm("xyzzy"), ["unknown algorithm 'xyzzy': known: reinforce"]),
     "one sample": (lambda: check_sampling(pg.GRPO, 1, 1.0), ["GroupMean", "one per prompt", "samples_per_prompt"]),
     "one sample, leave-one-out": (lambda: check_sampling(pg.RLOO, 1, 1.0), ["LeaveOneOut", "RunningMean()"]),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
-from policygrad.core.filters import MaskTruncated
+from policygrad.core.filters import Downsample, MaskTruncated
 from policygrad.core.ratios import Sequence, SequenceProduct
 from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
@@ -49,6 +49,11 @@ def _demonstrations(algorithm: Composition) -> Iterator[str]:
         yield (
             "TrustRegion measures curvature and KL on the policy's own samples, and a demonstration is none: set "
             "step=FirstOrder(), or drop the demonstrations"
+        )
+    if any(isinstance(part, Downsample) for part in algorithm.filters):
+        yield (
+            "Downsample chooses among all completions of a prompt, and might leave out the demonstration: drop it, or the "
+            "demonstrations"
         )
     if "step_end" in algorithm.declared:
         yield (
