@@ -1,7 +1,8 @@
 """What a few runs say: interquartile means, stratified bootstrap intervals, the probability of improvement. Pure functions.
 
 Source: Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv:2108.13264), sec. 4, and
-its library rliable, whose figures these are: it brings scipy, pandas and seaborn with it, for four formulas.
+its library rliable, whose figures these are (a test holds some of 1.2.0's). The library itself brings scipy, pandas, statsmodels
+and seaborn for four formulas, and the arch that it asks for does not import beside pandas 3.
 Scores are [runs, tasks], float64; one task is a table of one column.
 """
 
