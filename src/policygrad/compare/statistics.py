@@ -35,7 +35,7 @@ class Estimate:
 def interquartile_mean(scores: ArrayLike) -> Any:
     """Mean of the middle half over the last axis: ⌊n/4⌋ values are cut off at either end (a 25 % trimmed mean).
 
-    Of three values or fewer it is their mean; of five, the mean of the middle three. Source: Agarwal et al. 2021, sec. 4.2.
+    Of three values or fewer it is their mean; of five, the mean of the middle three. Source: Agarwal et al. 2021, sec. 4.
     """
     ordered = np.sort(np.asarray(scores, dtype=np.float64), axis=-1)
     cut = ordered.shape[-1] // 4
@@ -74,7 +74,7 @@ def band(curves: ArrayLike, reps: int = REPS, seed: int = 0) -> tuple[Floats, Fl
 
 def probability_of_improvement(x: ArrayLike, y: ArrayLike, reps: int = REPS, seed: int = 0) -> Estimate:
     """P(X > Y): per task the share of pairs in which a run of X is above one of Y, a tie counting ½ (Mann and Whitney's U over
-    n·m), then the mean over tasks. Source: Agarwal et al. 2021, sec. 4.3.
+    n·m), then the mean over tasks. Source: Agarwal et al. 2021, sec. 4.
 
     x: [n, tasks] or [n]; y: [m, tasks] or [m].
     """
