@@ -12,6 +12,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, merge
 from policygrad.core.protocols import Filter
+from policygrad.core.vine import Vine
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError
 from policygrad.rollout.batching import measure, to_batch, used
@@ -26,6 +27,7 @@ from policygrad.rollout.reasoning_steps import with_steps
 from policygrad.rollout.trajectory import EVALUATE, TRAIN, Group, Start
 from policygrad.rollout.turns import with_turns
 from policygrad.rollout.values import with_values
+from policygrad.rollout.vine import branched
 from policygrad.samplers.base import Sampler, Sampling
 from policygrad.tasks.types import Example
 from policygrad.waiting import Waiter
@@ -148,6 +150,9 @@ class Rollouter:
         if "baseline" in algorithm.declared:
             batch, cost = with_baseline(batch, kept, lambda s: self._greedy(s, sampling))
             judged |= cost
+        for vine in (link for link in algorithm.psi if isinstance(link, Vine)):
+            batch, kept, cost = self._branched(batch, kept, vine, sampling, step)
+            judged |= cost
         measured = measure([(r.groups, r.batch) for r in rounds])
         metrics = merge(measured, judged.metrics, found.metrics, used(sum(len(r.batch.mask) for r in rounds), batch))
         return Rollout(batch, tuple(kept), found.position, metrics, judged.messages, found.surplus)
@@ -176,6 +181,17 @@ class Rollouter:
                 "tasks, or an advantage without it, such as GroupMean()"
             )
         return with_values(batch, groups, lambda s: judge(self.play(s, samples, sampling), self.score), step)
+
+    def _branched(
+        self, batch: Batch, groups: Sequence[Group], vine: Vine, sampling: Sampling, step: int
+    ) -> tuple[Batch, list[Group], Judged]:
+        if self.environment is not SingleTurn:
+            raise ConfigError(
+                "Vine starts again in the midst of an answer, which an environment cannot: take the prompt-and-answer tasks, or "
+                "algorithm trpo"
+            )
+        play = lambda starts, n: self.play(starts, n, sampling)  # noqa: E731
+        return branched(batch, groups, vine, play, lambda some: judge(some, self.score), step)
 
     def evaluate(
         self,
