@@ -17,8 +17,9 @@ from pages.architecture import layers_block, tree
 from pages.checked import renew
 from pages.curves import curves
 from pages.index import index_page, matrix
-from pages.measured import load, measured_page
+from pages.measured import measured_page
 from pages.picture import picture
+from pages.reports import load
 from pages.tables import tables_page
 from policygrad.algorithms import ALGORITHMS
 

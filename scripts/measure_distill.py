@@ -28,6 +28,8 @@ import torch
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "distill.json"
 TUNING_SEED = 100
 THRESHOLDS = (0.5, 0.7, 0.8)
+WINDOW = 4000
+"""Sampled tokens that a reward is a mean over; about one step of 64 prompts."""
 
 
 def deepen(folder: Path) -> dict[str, int]:
@@ -93,8 +95,31 @@ def area(found: dict[str, Any]) -> float:
 
 
 def until(found: dict[str, Any], threshold: float) -> int | None:
-    """Tokens sampled when the reward of a step first reached the threshold."""
-    return next((tokens for tokens, reward in found["curve"] if reward >= threshold), None)
+    """Tokens sampled when the reward, a mean over the last `WINDOW` tokens at least, first reached the threshold: small steps
+    are noisy, and would reach it by luck."""
+    curve = [[0, 0.0], *found["curve"]]
+    for end in range(1, len(curve)):
+        start = max((k for k in range(end) if curve[end][0] - curve[k][0] >= WINDOW), default=None)
+        if start is None:
+            continue
+        steps = zip(curve[start:end], curve[start + 1 : end + 1], strict=True)
+        mean = sum((b[0] - a[0]) * b[1] for a, b in steps) / (curve[end][0] - curve[start][0])
+        if mean >= threshold:
+            return int(curve[end][0])
+    return None
+
+
+def table(runs: list[dict[str, Any]], chosen: dict[str, str]) -> list[str]:
+    """Markdown, a line per row: what was chosen, then seed by seed the tokens until each threshold, the area, the accuracy."""
+    heads = ["prompts:lr", *(f"tokens until {t}" for t in THRESHOLDS), "mean reward", "held-out after"]
+    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for name in dict.fromkeys(run["name"] for run in runs):
+        mine = [run for run in runs if run["name"] == name]
+        reached = [[run["tokens_until"][str(t)] for run in mine] for t in THRESHOLDS]
+        cells = [", ".join("never" if x is None else f"{x / 1000:.1f}k" for x in row) for row in reached]
+        cells += [", ".join(f"{run[key]:.2f}" for run in mine) for key in ("area", "after")]
+        lines.append(f"| `{name}` | {chosen[name]} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def main() -> None:
@@ -152,6 +177,7 @@ def main() -> None:
                 flush=True,
             )
             told()
+    print("\n".join(table(runs, chosen)))
 
 
 if __name__ == "__main__":

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from measure_algorithms import RESULTS
+from pages.ladder import ladder_section
 from pages.markdown import block, page, table
+from pages.reports import Data, estimate, files, link, load, short
 from policygrad.algorithms import ALGORITHMS
 from policygrad.compare.ladders import LADDERS
 from policygrad.compare.overrides import OVERRIDES
 
-Data = dict[str, Any]
 HEAD = (
     "algorithm",
     "tuned",
@@ -27,12 +25,6 @@ HEAD = (
     "tokens to it",
     "updates to it",
 )
-
-
-def load(name: str = "algorithms") -> Data | None:
-    """A committed report; None where there is none yet."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def row_of(name: str) -> Data | None:
@@ -59,7 +51,7 @@ def measured_page(found: Data | None = None, ladders: Mapping[str, Data | None] 
     command = block("python scripts/measure_algorithms.py -- --jobs 2", "sh")
     if found is None:
         waiting = f"Not measured yet:\n\n{command}\n\nruns it, and `make docs` writes this page."
-        return page("# Every algorithm, measured", waiting, *(_ladder(name, ladders[name]) for name in LADDERS))
+        return page("# Every algorithm, measured", waiting, *(ladder_section(name, ladders[name]) for name in LADDERS))
     return page(
         "# Every algorithm, measured",
         _intro(found),
@@ -71,9 +63,9 @@ def measured_page(found: Data | None = None, ladders: Mapping[str, Data | None] 
         _section("What cannot be concluded", found["limits"]),
         _rates(found),
         _overrides(),
-        *(_ladder(name, ladders[name]) for name in LADDERS),
+        *(ladder_section(name, ladders[name]) for name in LADDERS),
         f"## How it was measured\n\n{command}\n\nwhich is `policygrad compare` with every row and goes on where it stopped. "
-        f"{_files('algorithms')} hold every run and every curve.",
+        f"{files('algorithms')} hold every run and every curve.",
     )
 
 
@@ -108,7 +100,7 @@ def _row(found: Data, row: Data) -> tuple[str, ...]:
     few = "" if len(row["runs"]) == len(found["seeds"]) else f" ({len(row['runs'])} of {len(found['seeds'])} seeds)"
     reach = [summary["reach"].get(axis) for axis in ("tokens", "updates")]
     return (
-        _link(row["label"]) + few,
+        link(row["label"]) + few,
         "–" if row["value"] is None else f"{row['value']:g}" + "\\*" * bool(row["edge"]),
         *(estimate(summary["equal"][axis]) for axis in ("tokens", "updates", "seconds")),
         estimate(summary["area"]),
@@ -143,7 +135,7 @@ def _not_measured(found: Data) -> str:
         for row in found["rows"]
         if not row["summary"]
     }
-    return "\n".join(f"- {_link(name)}: {reason}" for name, reason in (reasons | failed).items() if name in ALGORITHMS)
+    return "\n".join(f"- {link(name)}: {reason}" for name, reason in (reasons | failed).items() if name in ALGORITHMS)
 
 
 def _rates(found: Data) -> str:
@@ -158,7 +150,7 @@ def _rates(found: Data) -> str:
             scores = ["failed" if means.get(v) is None else f"{means[v]:.3f}" for v in values]
             cells.append(
                 (
-                    _link(row["label"]),
+                    link(row["label"]),
                     *(f"**{s}**" if v == row["value"] else s for v, s in zip(values, scores, strict=True)),
                 )
             )
@@ -172,81 +164,29 @@ def _rates(found: Data) -> str:
 
 
 def _overrides() -> str:
-    rows = [(_link(name), f"`{' '.join(o.options)}`", o.reason) for name, o in OVERRIDES.items() if name in ALGORITHMS]
+    rows = [(link(name), f"`{' '.join(o.options)}`", o.reason) for name, o in OVERRIDES.items() if name in ALGORITHMS]
     head = "Where an algorithm's own options do not suit answers of ten tokens, they were changed:"
-    return f"## Options\n\n{head}\n\n{table(('algorithm', 'options', 'why'), rows)}" if rows else ""
+    told = [f"{head}\n\n{table(('algorithm', 'options', 'why'), rows)}"] if rows else []
+    return "\n\n".join(["## Options", *told, _remarks()])
 
 
-def _ladder(name: str, found: Data | None) -> str:
-    """A ladder's section."""
-    ladder, title = LADDERS[name], f"## {LADDERS[name].title}"
-    command = block(f"python scripts/measure_algorithms.py --ladder {name} -- --jobs 2", "sh")
-    if found is None:
-        return f"{title}\n\n{ladder.why}\n\nNot measured yet:\n\n{command}"
-    published = {rung.label: rung.published for rung in ladder.rungs}
-    rows = [_rung(row, published.get(row["label"], "")) for row in found["rows"] if row["summary"]]
-    head = (
-        "row",
-        "adds",
-        "published",
-        "tuned",
-        "equal tokens",
-        "equal updates",
-        "area",
-        "updates",
-        "length",
-        "cut off",
-        "entropy",
-    )
-    lists = "\n".join(f"- {text}" for text in [*found["says"], *found["limits"]])
-    return "\n\n".join(
-        [
-            title,
-            f"{ladder.why} Published: {ladder.source}. Here: {len(found['seeds'])} seeds, {found['tokens']:,} tokens a run; length "
-            "[tokens], share cut off and entropy [nats a token] are those of the last fifth of a run's steps.",
-            table(head, rows),
-            lists,
-            command,
-            f"{_files(f'ladder-{name}')} hold every run and every curve.",
-        ]
-    )
-
-
-def _rung(row: Data, published: str) -> tuple[str, ...]:
-    summary, means = row["summary"], row["summary"]["means"]
-    return (
-        f"`{row['label']}`",
-        row["change"].partition("; published")[0],
-        published,
-        "–" if row["value"] is None else f"{row['value']:g}",
-        *(estimate(summary["equal"][axis]) for axis in ("tokens", "updates")),
-        estimate(summary["area"]),
-        f"{means['updates']:.0f}",
-        f"{means['length']:.1f}" if "length" in means else "–",
-        f"{means['truncated']:.0%}" if "truncated" in means else "–",
-        f"{means['entropy']:.2f}" if "entropy" in means else "–",
+def _remarks() -> str:
+    """What has to be known to compare rows; derived, so that it holds for rows to come."""
+    fitted = [link(name) for name, a in ALGORITHMS.items() if a.critic is not None and a.critic.pretrain]
+    alone = [link(name) for name, a in ALGORITHMS.items() if not a.step.uses_lr]
+    remarks = [
+        (
+            list(map(link, ALGORITHMS)),
+            "tokens are all that were sampled for training, those of value estimates included",
+        ),
+        (fitted, "the rollouts that fit the critic before training are part of the tokens"),
+        (alone, "the policy's step has no learning rate: its length δ is tuned, and the critic's rate is the default"),
+    ]
+    every = len(ALGORITHMS)
+    return "\n".join(
+        f"- {'All' if len(names) == every else ', '.join(names)}: {text}." for names, text in remarks if names
     )
 
 
 def _section(title: str, sentences: Sequence[str]) -> str:
     return f"## {title}\n\n" + "\n".join(f"- {text}" for text in sentences) if sentences else ""
-
-
-def _files(name: str) -> str:
-    there = [
-        f"[{name}.{kind}](results/{name}.{kind})" for kind in ("json", "html") if (RESULTS / f"{name}.{kind}").exists()
-    ]
-    return " and ".join(there) or f"`docs/results/{name}.json` and `.html`"
-
-
-def _link(name: str) -> str:
-    return f"[`{name}`](algorithms/{name}.md)" if name in ALGORITHMS else f"`{name}`"
-
-
-def estimate(x: Mapping[str, float]) -> str:
-    return f"{x['value']:.3f} [{x['low']:.3f}, {x['high']:.3f}]"
-
-
-def short(x: float) -> str:
-    """38, 1.2k, 250k."""
-    return f"{x:.0f}" if x < 1000 else f"{x / 1000:.3g}k"

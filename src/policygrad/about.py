@@ -290,7 +290,7 @@ ABOUT: dict[str, About] = {
         "Cui et al. 2025, arXiv:2505.22617, sec. 4",
         "grpo",
         "Entropy collapse at its cause: likely tokens with high advantage make it fall, and a few of them are left out.",
-        "The band of covariances (1 to 5) is in units of the task: where none reaches it nothing happens (clip_ratio says so).",
+        "The band of covariances (1 to 5) is in units of the task: and where none reaches it nothing happens.",
     ),
     "kl_cov": About(
         "KL-Cov: tokens of high covariance are held",
@@ -308,7 +308,7 @@ ABOUT: dict[str, About] = {
     ),
     "gdpo": About(
         "Group reward-decoupled normalisation policy optimisation",
-        "Liu et al. 2026, arXiv:2601.05242, sec. 3",
+        "Liu et al. 2026, arXiv:2601.05242",
         "grpo",
         "Several rewards keep apart: each is compared within its group before they are added, so that one reward's scale, or a sum "
         "that happens to be equal, hides no other.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policygrad as pg
+from doubles.own_file import TEXT
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import describe
 from policygrad.training.config.composed import composed
@@ -43,9 +45,13 @@ def test_names(changed: pg.Algorithm, name: str, title: str) -> None:
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_a_row_as_a_run_resolves_it_is_that_row(name: str) -> None:
     """The budget, the group and the learning rates that a run fills in change no name; nor does an open length elsewhere."""
-    run = pg.Run(algorithm=ALGORITHMS[name]).resolved()
-    assert composed(run.algorithm, run.sampling.max_tokens).title == name
-    assert composed(run.algorithm).title == name
+    row, title = ALGORITHMS[name], name
+    if any(isinstance(link, pg.TeacherLogRatio) for link in row.psi):  # which a run must name, and which is told
+        row, title = replace(row, reference=pg.Reference(model="teacher")), f"{name} (Reference.model = teacher)"
+    run = pg.Run(algorithm=row).resolved()
+    assert composed(run.algorithm, run.sampling.max_tokens).title == title
+    assert composed(run.algorithm).title == title
+    assert composed(run.algorithm).name == name
 
 
 PARTS = {
@@ -101,7 +107,7 @@ def test_another_setting_is_told() -> None:
 
 def test_dry_run_says_so(run_command: Any) -> None:
     _, out, _ = run_command("train", "grpo", "--algorithm.gate", "WeightCap", "--dry-run")
-    assert out.startswith("# grpo+WeightCap  grpo (Shao et al. 2024")
+    assert out.startswith("# grpo+WeightCap\n#   grpo (Shao et al. 2024")
     assert 'name = "grpo"' in out  # what --config and --resume begin with
     _, out, _ = run_command("train", "dr_grpo", "--dry-run")
     assert out.startswith("# dr_grpo  GRPO done right")
@@ -109,7 +115,20 @@ def test_dry_run_says_so(run_command: Any) -> None:
 
 def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a file's folder joins it
     assert str(new_folder(None, "grpo+WeightCap")) == "runs/grpo+WeightCap-1"
     assert str(new_folder(None, "my/own: π")) == "runs/my_own__π-1"
     assert str(new_folder(None, "../..")) == "runs/_..-1"
     assert str(new_folder(None, "")) == "runs/run-1"
+
+
+def test_ones_own_part_is_cited_by_its_place(run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_file.py").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a file's folder joins it
+    words = ("--algorithm.gate", "own_file.py:Tent", "--algorithm.psi", "GroupMean,own_file.py:Asym", "--dry-run")
+    code, out, err = run_command("train", "dr_grpo", *words)
+    assert code == 0, err
+    assert "# dr_grpo+Asym+Tent\n" in out
+    assert "with gate = Tent(width=0.5, sharp=False) (your own, own_file.py:10)" in out
+    assert "with advantage = Asym (nobody 2020, eq. 3)" in out

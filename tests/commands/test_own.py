@@ -69,6 +69,16 @@ def test_what_has_no_name_takes_its_variable(here: Path) -> None:
     assert find_algorithm("own_file.py:TENTED").name == "tented"
 
 
+def test_what_ones_own_is_changed_into_has_another_name(run_command: Any, here: Path) -> None:
+    """No row of the matrix would tell later that a part is not what its name stands for."""
+    assert dry(run_command, "own_file.py:TENTED")["algorithm"]["name"] == "tented"
+    assert dry(run_command, "own_file.py:TENTED", "--lr", "1", "--max-tokens", "9")["algorithm"]["name"] == "tented"
+    made = dry(run_command, "own_file.py:TENTED", "--algorithm.gate", "WeightCap")["algorithm"]
+    assert made["name"] == "tented+WeightCap"
+    made = dry(run_command, "own_file.py:LIKE_GRPO", "--algorithm.gate", "WeightCap")["algorithm"]
+    assert made["name"] == "grpo"  # compared with the row when it is told
+
+
 def test_in_toml_and_spelled_out_again(run_command: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """run.toml is read again from any folder: its parts carry the file's whole path."""
     (here / "c.toml").write_text('algorithm = "own_file.py:TENTED"\nsteps = 2\n')
@@ -87,6 +97,21 @@ def test_files_of_one_name_are_two_modules(run_command: Any, here: Path) -> None
     assert load_own("own_file.py:LIKE_GRPO", "").gate.width == 0.3
     assert load_own("apart/own_file.py:LIKE_GRPO", "").gate.width == 0.4
     assert load_own("own_file.py:Tent", "") is not load_own("apart/own_file.py:Tent", "")
+
+
+def test_neighbours_of_one_name_are_not_mixed_up(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "own_helper", raising=False)
+    for folder, value in ((here, 0.1), (here / "apart", 0.2)):
+        (folder / "own_helper.py").write_text(f"WIDTH = {value}\n")
+        (folder / "uses.py").write_text(
+            "import policygrad as pg\nfrom own_helper import WIDTH\nA = pg.Algorithm(psi=(pg.RunningMean(WIDTH),))\n"
+        )
+    assert find_algorithm("uses.py:A").psi == (pg.RunningMean(0.1),)
+    with pytest.raises(
+        ConfigError, match=r"imports 'own_helper', and 'own_helper' is .*own_helper\.py in this process"
+    ):
+        find_algorithm("apart/uses.py:A")
+    assert find_algorithm("uses.py:A").psi == (pg.RunningMean(0.1),)
 
 
 def test_a_module_that_another_hides_is_not_taken_in_silence(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ def test_show_part(run_command: Any, name: str) -> None:
 def test_show_a_part_of_ones_own(run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_file.py").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a file's folder joins it
     code, out, err = run_command("show", "own_file.py:Tent")
     assert code == 0, err
     rows = [" ".join(row.split()) for row in out.splitlines()]
@@ -110,7 +112,7 @@ def test_show_a_part_of_ones_own(run_command: Any, tmp_path: Path, monkeypatch: 
     assert out.startswith("NAMELESS")
     assert "Ψ = Asym(R_i − mean_{j≠i} R_j)" in out
     assert "own_file.py:47" in out
-    assert run_command("show", "own_file.py:LIKE_GRPO")[1].startswith("grpo+Tent  grpo (Shao et al.")
+    assert run_command("show", "own_file.py:LIKE_GRPO")[1].startswith("grpo+Tent\n  grpo (Shao et al.")
 
 
 def test_show_alone_lists_everything(run_command: Any) -> None:

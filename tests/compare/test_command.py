@@ -65,7 +65,7 @@ def test_rows_labels_and_layers() -> None:
 
 
 def test_evaluations_cost_at_most_their_share() -> None:
-    for row in rows("grpo", "vapo", "vineppo", "ppo").values():
+    for row in rows("grpo", "vapo", "rloo", "ppo").values():
         run = resolved(row.label, row.words)
         evaluated = run.evaluation.problems * run.evaluation.samples
         trained = run.prompts_per_step * run.group_size * run.evaluation.every

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 import policygrad as pg
 from doubles.data_fields import with_demonstrations
 from doubles.random_batches import Random, Shape, close, extra_of, gradients, make, policy, shapes
+from policygrad.core.behaviour import behaviour, staleness
 from policygrad.core.objective import measure
 from policygrad.core.ragged import first
+from policygrad.core.run_checks import check_sampling
 
 
 def rewarded(rewards: list[list[float]], weights: tuple[float, ...], group: list[int] | None = None) -> pg.Batch:
@@ -177,6 +179,27 @@ def test_a_demonstration_is_never_clipped() -> None:
     assert (below.any(), above[:, 0].tolist()) == (False, [True, True, False])
 
 
+def test_with_the_sampler_as_old_policy_a_demonstrations_ratio_is_to_its_writer() -> None:
+    """π_old := μ: of a demonstration r itself is π_θ/π_φ, and what the gate makes of it is the same."""
+    said, p = shown([math.log(0.1), math.log(0.9)], wrote=math.log(0.5)), torch.tensor([0.1, 0.9]).double()
+    recomputed = pg.PolicyShaping().value(torch.ones(3, 2).double(), torch.ones(3, 2).double(), said)
+    algorithm, batch = behaviour(replace(pg.LUFFY, behaviour="sampler"), said, version=3)
+    out = pg.Forward(p.log().expand(3, 2))
+    weight, ratio = pg.gate_weight(out, batch, torch.ones(3, 2).double(), algorithm)
+    assert ratio[2].tolist() == pytest.approx([0.2, 1.8])
+    assert algorithm.gate.value(ratio, torch.ones(3, 2).double(), batch)[2].tolist() == pytest.approx(
+        recomputed[2].tolist()
+    )
+    assert weight[2].tolist() == pytest.approx([0.1 * x / (x + 0.1) ** 2 for x in (0.2, 1.8)])
+
+
+def test_a_demonstration_is_never_stale() -> None:
+    batch = shown([-1.0])
+    old = replace(batch, version=torch.tensor([[5], [5], [0]]))
+    assert behaviour(pg.LUFFY, old, version=5)[0] == pg.LUFFY
+    assert staleness(old, 5)["staleness/max"].value == 0
+
+
 @pytest.mark.parametrize("change", [-95.0, 95.0])
 def test_log_ratios_far_beyond_float32_stay_finite(change: float) -> None:
     batch = shown([-90.0, -0.1], dtype=torch.float32)
@@ -259,6 +282,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: replace(pg.GRPO_PROCESS, gate=pg.PolicyShaping()),
         ["steps of an answer", "a demonstration has none"],
     ),
+    "a choice among completions": (
+        lambda: replace(pg.LUFFY, filters=(pg.Downsample(4),)),
+        ["might leave out the demonstration"],
+    ),
     "shaping beside rewards one by one": (
         lambda: replace(pg.GDPO, shaping=(pg.SoftOverlong(),)),
         ["each reward function's own number, which SoftOverlong would not change", "shaping=()"],
@@ -271,7 +298,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: replace(pg.GRPO, psi=(pg.GroupMean(), pg.GroupInGroup())),
         ["GroupInGroup starts from the rewards", "put it first"],
     ),
-    "one sample": (lambda: pg.GDPO.check_sampling(1, 1.0), ["RewardZScores compares the samples of one prompt"]),
+    "one sample": (lambda: check_sampling(pg.GDPO, 1, 1.0), ["RewardZScores compares the samples of one prompt"]),
     "a discount above 1": (lambda: pg.GroupInGroup(gamma=1.1), ["GroupInGroup.gamma must be in [0, 1], not 1.1"]),
     "a negative ω": (lambda: pg.GroupInGroup(omega=-1.0), ["GroupInGroup.omega must be at least 0"]),
     "a divisor": (lambda: pg.GroupInGroup(ddof=2), ["GroupInGroup.ddof must be 0 or 1"]),

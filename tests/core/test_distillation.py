@@ -22,7 +22,7 @@ from doubles.enumeration import (
 )
 from doubles.random_batches import VOCABULARY, Random, Shape, close, gradients, make, policy, shapes
 from policygrad.core import ragged
-from policygrad.core.checks import check_rollout
+from policygrad.core.run_checks import check_rollout
 
 
 def batch_of(teacher: list[list[float]], old: list[list[float]]) -> pg.Batch:

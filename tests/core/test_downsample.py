@@ -16,6 +16,7 @@ from doubles.random_batches import Shape, close, gradients, make, policy, shapes
 from doubles.transcriptions import objectives
 from doubles.transcriptions.objectives import Completion, Prompts, clip, zero, zscore
 from policygrad.core.filters import Downsampling, most_spread
+from policygrad.core.run_checks import check_sampling
 
 GRPO = replace(pg.GRPO, terms=())
 
@@ -209,10 +210,10 @@ def test_refusals() -> None:
     with pytest.raises(
         pg.ConfigError, match="trains on 8 of a prompt's samples, and there are 4: set samples_per_prompt to 8"
     ):
-        algorithm.check_sampling(4, 1.0)
+        check_sampling(algorithm, 4, 1.0)
     with pytest.raises(pg.ConfigError, match=r"Downsample\.keep to 4 or less"):
         pg.Run(algorithm=algorithm, samples_per_prompt=4)
-    algorithm.check_sampling(8, 1.0)
+    check_sampling(algorithm, 8, 1.0)
     with pytest.raises(pg.ConfigError, match="put it last in filters"):
         replace(GRPO, filters=(pg.Downsample(), pg.MaskTruncated()))
     replace(GRPO, filters=(pg.DropNoSpread(), pg.MaskTruncated(), pg.Downsample()))

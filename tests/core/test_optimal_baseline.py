@@ -23,6 +23,7 @@ from doubles.enumeration import (
 from doubles.random_batches import Random, Shape, close, make, shapes
 from policygrad.core import ragged
 from policygrad.core.advantages import Centred
+from policygrad.core.run_checks import check_sampling
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 SCORES = torch.autograd.functional.jacobian(logp_of, THETA).flatten(1)
@@ -225,6 +226,6 @@ def test_needs_and_refusals() -> None:
     with pytest.raises(ValueError, match=r"'exact'.*or 'length'.*not 'lenght'"):
         pg.OptimalBaseline("lenght")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="OptimalBaseline compares the samples of one prompt"):
-        exact.check_sampling(1, 1.0)
+        check_sampling(exact, 1, 1.0)
     with pytest.raises(ValueError, match=r"Batch\.score_norm has shape \[3\]"):
         replace(batch, score_norm=torch.ones(3))

@@ -11,6 +11,7 @@ from torch import Tensor
 import policygrad as pg
 from doubles import enumeration as exact
 from doubles.random_batches import Random, Shape, close, gradients, make
+from policygrad.core.run_checks import check_sampling
 
 S = 3**0.5 / 2  # (1 − ½)/std of [1, 1, 0, 0] with ddof 1
 
@@ -161,7 +162,7 @@ def test_algorithms_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(ValueError, match="starts from the rewards"):
         replace(pg.GRPO_PROCESS, psi=(pg.GroupMean(), pg.ProcessReward()))
     with pytest.raises(ValueError, match="2 or more"):
-        pg.GRPO_PROCESS.check_sampling(1, 1.0)
+        check_sampling(pg.GRPO_PROCESS, 1, 1.0)
     assert pg.VINEPPO.critic is None
     assert pg.VINEPPO.declared == {"step_end", "logp_old", "logp_ref"}
 

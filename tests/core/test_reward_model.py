@@ -12,6 +12,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Random, Shape, close, gradients, make, shapes
+from policygrad.core.run_checks import check_sampling
 
 NAN = math.nan
 
@@ -153,7 +154,7 @@ REFUSED = {
         lambda: replace(pg.PRIME, reward_model=pg.Critic()),
         ["is not a reward model", "put it into critic"],
     ),
-    "one sample": (lambda: pg.PRIME.check_sampling(1, 1.0), ["one per prompt"]),
+    "one sample": (lambda: check_sampling(pg.PRIME, 1, 1.0), ["one per prompt"]),
 }
 
 

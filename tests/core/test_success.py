@@ -14,6 +14,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Shape, close, make, shapes
+from policygrad.core.run_checks import check_sampling
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -165,9 +166,9 @@ def test_the_taper_weighs_by_the_derivative_of_its_value(sign: float) -> None:
 
 REFUSED = {
     "a k of none": (lambda: pg.PassAtK(0), ["PassAtK.k", "at least 1"]),
-    "too few samples": (lambda: pg.PASSK.check_sampling(2, 1.0), ["PassAtK(k=2)", "samples_per_prompt to 3"]),
+    "too few samples": (lambda: check_sampling(pg.PASSK, 2, 1.0), ["PassAtK(k=2)", "samples_per_prompt to 3"]),
     "another thing to keep": (lambda: pg.Accepted("worst"), ["'right'", "'best'", "worst"]),  # type: ignore[arg-type]
-    "the best of one": (lambda: replace(pg.RAFT, psi=(pg.Accepted("best"),)).check_sampling(1, 1.0), ["Accepted"]),
+    "the best of one": (lambda: check_sampling(replace(pg.RAFT, psi=(pg.Accepted("best"),)), 1, 1.0), ["Accepted"]),
     "no number": (lambda: pg.ConstantBaseline(math.nan), ["ConstantBaseline.value", "finite"]),
     "a chain after": (
         lambda: replace(pg.GRPO, psi=(pg.GroupMean(), pg.PassAtK())),

@@ -13,7 +13,7 @@ import pytest
 import measure_algorithms
 import measure_control
 from doubles.comparison import MEASURE, StubRunner, plan, row
-from pages import measured
+from pages import measured, reports
 from pages.curves import curves
 from policygrad.algorithms import ALGORITHMS
 from policygrad.compare.ladders import LADDERS
@@ -59,7 +59,7 @@ def test_the_page_has_every_algorithm_measured_or_not(found: dict[str, Any], lad
 
 
 def test_before_anything_was_measured_the_page_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    monkeypatch.setattr(reports, "RESULTS", tmp_path)
     text = measured.measured_page()
     assert "Not measured yet" in text
     assert "python scripts/measure_algorithms.py --ladder dapo" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,8 @@ class StubRunner:
     before: Callable[[int], None] = lambda count: None
     ran: list[Path] = field(default_factory=list)
     stopped: int = 0
+    told: threading.Event = field(default_factory=threading.Event)
+    """Set when it is told to stop."""
 
     def __call__(self, words: Sequence[str], folder: Path) -> None:
         self.before(len(self.ran))
@@ -60,6 +63,7 @@ class StubRunner:
 
     def stop(self) -> None:
         self.stopped += 1
+        self.told.set()
 
 
 def write_run(folder: Path, height: float, lr: float | None, seed: int, updates: int = 1, steps: int = STEPS) -> None:

@@ -356,3 +356,22 @@ def test_hidden_states_that_many_tokens_read_get_the_same_gradient_every_time() 
     first = gradient()
     assert float(first.abs().max()) > 100
     assert all(torch.equal(first, gradient()) for _ in range(3))
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "sapo"])
+def test_the_papers_gates_act_from_a_rollouts_second_update_on(random_model: Path, name: str) -> None:
+    """With one update per rollout every ratio is 1; with the paper's own number it is not, and the clips clip."""
+    algorithm = replace(pg.algorithm(name), filters=(), shaping=())
+    batch = float_batch()
+    batch = replace(batch, reward=torch.linspace(0, 1, len(batch.group)))  # a best and a worst in every group
+    moved = {}
+    for step in (pg.FirstOrder(), algorithm.step):
+        own = replace(algorithm, step=step)
+        learner = LocalLearner(load_model(str(random_model)), own, lr=0.02, steps=1)
+        filled = learner.evaluate(batch, own.needs)
+        metrics = learner.update(filled, own.advantages(filled), own)
+        clipped = metrics["clip_ratio/low"].value + metrics["clip_ratio/high"].value if name != "sapo" else 0.0
+        moved[step.updates] = (metrics["updates/taken"].value, clipped)
+    assert moved[1] == (1.0, 0.0)
+    assert moved[algorithm.step.updates][0] == 3.0  # three groups, a minibatch each
+    assert name == "sapo" or moved[algorithm.step.updates][1] > 0

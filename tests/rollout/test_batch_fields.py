@@ -243,6 +243,7 @@ def test_what_is_measured_is_the_policys_own() -> None:
     ):
         assert with_.metrics[name].value == without.metrics[name].value
     assert with_.metrics["rewards/ones"].value == without.metrics["rewards/ones"].value
+    assert with_.metrics["completions/sampled_per_trained"].value == 1
     assert with_.metrics["demonstrations/reward"].value == pytest.approx(4 / 3)
     assert with_.metrics["demonstrations/mean_length"].value == 3
     assert with_.metrics["demonstrations/count"].value == 3

@@ -198,6 +198,19 @@ def test_carried_groups_are_stale_samples_and_are_corrected_for() -> None:
             torch.testing.assert_close(weight[:n][mask[:n]], gap.exp().clamp(max=2.0)[:n][mask[:n]])
 
 
+def test_over_a_run_every_group_with_spread_is_trained_on_once() -> None:
+    """What has been sampled and is not flat is what was trained on, and what waits at the end."""
+    done, size = run(refilled(max_rounds=8), 6), 16
+    assert all(d.rollout.metrics["dynamic/unfilled"].value == 0 for d in done)
+    sampled = [d.rollout.metrics["completions/sampled"].value for d in done]
+    flat = [n * d.rollout.metrics["frac_reward_zero_std"].value for n, d in zip(sampled, done, strict=True)]
+    trained = [d.rollout.metrics["completions/trained"].value for d in done]
+    assert trained == [PROMPTS * size] * 6
+    assert sum(sampled) - sum(flat) == pytest.approx(sum(trained) + size * len(done[-1].rollout.surplus))
+    keys = [g.start.key for d in done for g in d.rollout.groups]
+    assert len(keys) == len(set(keys))
+
+
 def test_the_samplers_word_makes_their_own_policy_the_ratios() -> None:
     done = run(replace(refilled(), behaviour="sampler"), 4)
     assert any(d.rollout.metrics["dynamic/carried"].value for d in done)

@@ -14,6 +14,7 @@ import policygrad as pg
 from doubles.files import rows, same, weights
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
+from policygrad.trackers.base import pick_sample
 
 TASK = [
     {"prompt": f"{i} + {j} =\n", "answer": str(i + j), "demonstration": f"{i + j}!"} for i in range(4) for j in range(3)
@@ -75,6 +76,17 @@ def test_what_no_sample_ever_says_is_learnt_from_demonstrations(run: pg.Run, nam
     assert all(row["demonstrations/reward"] == 1 for row in measured)
     assert measured[0]["reward"] == 0
     assert all(row["completions/max_length"] <= 6 for row in measured)
+
+
+def test_people_are_shown_what_the_policy_said() -> None:
+    told = [
+        {"completion": "mine"},
+        {"completion": "shown", "demonstration": True},
+        {"completion": "too", "demonstration": False},
+    ]
+    found = [pick_sample(step, told) for step in range(4)]
+    assert [sample.completion for sample in found if sample] == ["mine", "too", "mine", "too"]
+    assert pick_sample(0, told[1:2]) is None
 
 
 def test_a_task_without_demonstrations_is_refused_before_anything_is_sampled(run: pg.Run) -> None:

@@ -78,6 +78,8 @@ def _percent(name: str) -> Callable[[RowReport], str]:
 
 def _reach(found: Report, kind: Kind, rows: Sequence[RowReport], width: int) -> list[Line]:
     """Tokens, updates and seconds to the threshold."""
+    if not any(row.summary for row in rows):
+        return []
     if kind.threshold is None:
         return [*wrapped((), "No row's score rose: there is no threshold to reach.", width), ()]
 

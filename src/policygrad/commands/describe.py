@@ -143,26 +143,22 @@ def describe(a: Algorithm, width: int = 80, budget: int | None = None) -> list[L
 
 def _title(beside: Composed, about: About | None, width: int) -> list[Line]:
     """The name and the source; of a composition the named algorithm's, and each part and setting that is another with its own."""
-    indent = " " * (len(beside.name) + 2)
-    if not beside.swaps:
-        lines: list[Line] = [((beside.name, NAME), (f"  {about.title}" if about else "", HEAD))]
-        lines += wrapped(((indent, ""),), about.source, width, QUIET) if about else []
-    else:
+    if beside.swaps:
         source = f" ({about.source})" if about else ""
-        lines = list(wrapped(((beside.name, NAME), ("  ", "")), beside.base + source, width))
+        lines: list[Line] = [((beside.name, NAME),), *wrapped((("  ", ""),), beside.base + source, width)]
+    else:
+        lines = [((beside.name, NAME), (f"  {about.title}" if about else "", HEAD))]
+        indent = " " * (len(beside.name) + 2)
+        lines += wrapped(((indent, ""),), about.source, width, QUIET) if about else []
     for swap in beside.swaps:
         label = COLUMNS.get(swap.field, ("", swap.field))[1]
         for part in swap.added:
-            lines += wrapped(
-                ((f"{indent}with {label} = ", ""),), f"{part_name(part, names=True)} ({cited(part)})", width, NAME
-            )
+            lines += wrapped((("  with ", ""),), f"{label} = {part_name(part, names=True)} ({cited(part)})", width)
         if gone := swap.removed[len(swap.added) :]:
-            lines += wrapped(
-                ((f"{indent}without {label} ", ""),), ", ".join(type(p).__name__ for p in gone), width, NAME
-            )
+            lines += wrapped((("  without ", ""),), f"{label} {', '.join(type(p).__name__ for p in gone)}", width)
     for s in beside.settings:
         told = f"{s.part}.{s.name}".lstrip(".") + f" = {number(s.mine)} instead of {number(s.theirs)}"
-        lines += wrapped(((f"{indent}with ", ""),), told, width)
+        lines += wrapped((("  with ", ""),), told, width)
     return lines
 
 

@@ -18,6 +18,7 @@ from policygrad.commands.describe import HEAD, NAME, QUIET, Line
 from policygrad.commands.lab_parts import named, tried, with_part
 from policygrad.commands.options import gathered, writable, write
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.run_checks import check_sampling
 from policygrad.core.update_rules import FirstOrder
 from policygrad.errors import ConfigError
 from policygrad.training.config.parts import find_algorithm
@@ -114,7 +115,7 @@ def _all(group_size: int) -> dict[str, Algorithm]:
     found = dict(ALGORITHMS)
     for name, row in ALGORITHMS.items() if group_size > 1 else ():
         try:
-            row.check_sampling(group_size, 1.0)
+            check_sampling(row, group_size, 1.0)
         except ConfigError as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
             del found[name]

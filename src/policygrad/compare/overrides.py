@@ -35,8 +35,11 @@ OVERRIDES: dict[str, Override] = {
         "a reward for every step says more only where an answer has several: this task is what of the embedded one does.",
     ),
     "vineppo": Override(
-        ("--task", "embedded_steps", "--prompts-per-step", "16", "--samples-per-prompt", "4"),
+        (
+            *("--task", "embedded_steps", "--prompts-per-step", "16", "--samples-per-prompt", "4"),
+            *("--evaluation.every", "4"),
+        ),
         "a value per step needs answers of several steps, as above; fresh completions of every step's prefix are most of the "
-        "tokens, so that fewer answers a step leave as many steps as the others take.",
+        "tokens, so that fewer answers a step leave as many steps as the others take (and evaluations as often).",
     ),
 }

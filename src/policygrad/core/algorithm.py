@@ -12,7 +12,8 @@ from policygrad.core import ragged
 from policygrad.core.advantages import reward_to_go
 from policygrad.core.aggregates import SequenceSum
 from policygrad.core.batch import Batch, Coefficients
-from policygrad.core.checks import check, check_rewards, check_sampling
+from policygrad.core.checks import check
+from policygrad.core.coefficients import coefficients, of_term, taken
 from policygrad.core.critic import Critic
 from policygrad.core.data_checks import check_demonstrations
 from policygrad.core.equation import written
@@ -36,10 +37,9 @@ from policygrad.core.protocols import (
 from policygrad.core.reference import Reference
 from policygrad.core.reward_model import ImplicitReward
 from policygrad.core.roles import ROLES
+from policygrad.core.run_checks import check_rewards
 from policygrad.core.update_rules import FirstOrder
 from policygrad.errors import ConfigError
-
-Behaviour = Literal["recomputed", "sampler"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Algorithm:
     """π_ref, for the parts that need it."""
     samples_per_prompt: int = 8
     """G, the default group size."""
-    behaviour: Behaviour = "recomputed"
+    behaviour: Literal["recomputed", "sampler"] = "recomputed"
     """π_old: recomputed = by the learner, with a correction for π_old/μ where the samples are older than the weights; sampler =
     μ, what the engine says, so that the ratio itself weighs old samples."""
 
@@ -138,14 +138,6 @@ class Algorithm:
         """The Forward fields beyond logp that the choice among an update's tokens reads, without graph."""
         return frozenset() if self.selecting is None else self.selecting.select_needs - {"logp"}
 
-    def check_sampling(self, samples_per_prompt: int, temperature: float) -> None:
-        """Refuses group statistics without a group.
-
-        Raises:
-            ConfigError: one sample per prompt, or temperature 0 (equal samples), where a part compares a prompt's samples.
-        """
-        check_sampling(self, samples_per_prompt, temperature)
-
     def filtered(self, batch: Batch, *, refilled: bool = False) -> Batch:
         """The batch after the filters, which look at the task's score. Raises ConfigError for a field that one needs and lacks.
 
@@ -184,9 +176,9 @@ class Algorithm:
 
     def with_targets(self, batch: Batch, shaped: Batch | None = None) -> Batch:
         """The batch with the critic's targets, from the rewards after shaping; computed once per rollout, like Ψ."""
-        return (
-            batch if self.critic is None else replace(batch, returns=self.critic.targets(shaped or self.shaped(batch)))
-        )
+        if self.critic is None:
+            return batch
+        return replace(batch, returns=self.critic.targets(shaped or self.shaped(batch)))
 
     def corrected(self, weight: Tensor, batch: Batch, psi: Tensor) -> Tensor:
         """w times the corrections [B, T]."""
@@ -196,27 +188,12 @@ class Algorithm:
 
     def coefficients(self, batch: Batch) -> Tensor:
         """c [B, T] of the policy term over one whole update, `batch.weight` included; 0 off the mask."""
-        return self._coefficients(batch, self.aggregate, _taken(batch, self.gate))
+        return coefficients(batch, self.aggregate, taken(batch, self.gate))
 
     def all_coefficients(self, batch: Batch) -> Coefficients:
         """(c, c^1, c^2, …): the policy's coefficients and those of each term."""
         policy = self.coefficients(batch)
-        return (policy, *(self._term_coefficients(batch, t, policy) for t in self.terms))
-
-    def _term_coefficients(self, batch: Batch, term: Term | LossTerm, policy: Tensor) -> Tensor:
-        where, mask = term.where(batch), _taken(batch, term)
-        as_policy = batch.demonstration is None or ("demonstration" in term.needs) is (
-            "demonstration" in self.gate.needs
-        )
-        if where is None and term.aggregate is None and as_policy:
-            return policy
-        mask = mask if where is None else mask & where
-        return self._coefficients(batch, term.aggregate or self.aggregate, mask)
-
-    @staticmethod
-    def _coefficients(batch: Batch, aggregate: Aggregation, mask: Tensor | None = None) -> Tensor:
-        c = aggregate(batch.mask if mask is None else mask, batch.group).to(batch.reward.dtype)
-        return c if batch.weight is None else c * ragged.masked(batch.weight, batch.mask)
+        return (policy, *(of_term(batch, term, self.aggregate, self.gate, policy) for term in self.terms))
 
     def init(self) -> State:
         """What the parts remember before the first rollout, by field and position; JSON can hold it, and a checkpoint does."""
@@ -271,8 +248,3 @@ class Algorithm:
     def equation(self) -> Mapping[str, str]:
         """The equation's symbols with what this algorithm puts in: for `show` and `--dry-run`."""
         return written(self)
-
-
-def _taken(batch: Batch, part: Part) -> Tensor:
-    """[B, T] bool; the tokens that a gate or a term averages over: demonstrations only where it says that it takes them."""
-    return batch.mask if "demonstration" in part.needs else batch.own

@@ -1,4 +1,4 @@
-"""What an algorithm refuses to be for what it reads of a rollout: demonstrations, rewards one by one, turns."""
+"""What an algorithm makes of a rollout that has more than rewards: what it takes of it, and what it refuses to be."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from policygrad.core.aggregates import SequenceMean
 from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
-from policygrad.core.filters import MaskTruncated
+from policygrad.core.filters import Downsample, MaskTruncated
 from policygrad.core.ratios import Sequence, SequenceProduct
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.vine import SelfNormalisation, SelfNormalised, Vine
@@ -98,6 +98,11 @@ def _demonstrations(algorithm: Composition) -> Iterator[str]:
         yield (
             "TrustRegion measures curvature and KL on the policy's own samples, and a demonstration is none: set "
             "step=FirstOrder(), or drop the demonstrations"
+        )
+    if any(isinstance(part, Downsample) for part in algorithm.filters):
+        yield (
+            "Downsample chooses among all completions of a prompt, and might leave out the demonstration: drop it, or the "
+            "demonstrations"
         )
     if "step_end" in algorithm.declared:
         yield (

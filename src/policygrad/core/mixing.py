@@ -24,7 +24,7 @@ class Scaled(Advantage):
 
     @property
     def formula(self) -> str:
-        return f"× {self.factor:g}"
+        return f"; × {self.factor:g}"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         return self.factor * psi

@@ -22,7 +22,7 @@ class RewardZScores(Advantage):
     Two answers with the same sum of rewards, one right and long, the other wrong and short, are no longer the same. A reward
     that is equal all over its group adds 0 exactly; one that a completion has no number for (NaN) leaves that completion out
     of its statistics and adds 0 to it. `BatchStd` behind it is the paper's normalisation over the batch, whose mean is 0
-    already. Source: Liu et al. 2026 (GDPO), arXiv:2601.05242, sec. 3.
+    already. Source: Liu et al. 2026 (GDPO), arXiv:2601.05242.
 
     Raises:
         ConfigError: a batch without rewards per function, or with token rewards, which would be left out.
@@ -42,7 +42,7 @@ class RewardZScores(Advantage):
 
     @property
     def formula(self) -> str:
-        return f"Σ_k w_k (r_k − mean_g r_k)/(std_g r_k + {self.eps:g}),  k the reward functions"
+        return f"Σ_k w_k (r_k − mean_g r_k)/(std_g r_k + {self.eps:g})"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         rewards = required(batch.rewards, self, "rewards")

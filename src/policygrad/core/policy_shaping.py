@@ -22,7 +22,7 @@ class PolicyShaping(Clip):
 
     So w = γx/(x + γ)²: of a token that π_θ finds unlikely it is about x/γ, more than the x of a plain importance weight, and
     nothing clips it. Where nobody has said π_φ (`Batch.logp_sampler` is 0) it is 1. The ratio is `Token()`.
-    Source: Yan et al. 2025 (LUFFY), arXiv:2504.14945, sec. 3.2 (policy shaping).
+    Source: Yan et al. 2025 (LUFFY), arXiv:2504.14945, policy shaping.
     """
 
     gamma: float = 0.1

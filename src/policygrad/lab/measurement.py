@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.run_checks import check_sampling
 from policygrad.errors import ConfigError
 from policygrad.lab.estimators import Estimates, blocks, estimates
 from policygrad.lab.groups import WeightedSteps, steps_for
@@ -113,7 +114,7 @@ def compare(
     steps = steps_for(on, size, seed)
     rows = []
     for name, algorithm in algorithms.items():
-        algorithm.check_sampling(size, 1.0)
+        check_sampling(algorithm, size, 1.0)
         levers = decide(on.prepared(algorithm), off, steps)  # off-policy, logp_old is there for every part
         rows.append((measure(algorithm, on, steps, levers, name), measure(algorithm, off, steps, levers, name)))
     return rows

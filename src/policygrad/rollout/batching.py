@@ -107,7 +107,7 @@ def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:
 def used(sampled: int, batch: Batch) -> Metrics:
     """completions/sampled in a step; /trained, those of its batch that can move the weights; /sampled_per_trained, their ratio,
     where there are any: dynamic sampling and down-sampling take more than 1, what was carried over takes less."""
-    trains = batch.mask if batch.weight is None else batch.mask & (batch.weight != 0)
+    trains = batch.own if batch.weight is None else batch.own & (batch.weight != 0)
     trained = float(trains.any(1).sum())
     counts: Metrics = {"completions/sampled": Sum(float(sampled)), "completions/trained": Sum(trained)}
     return counts | ({"completions/sampled_per_trained": Mean(float(sampled), trained)} if trained else {})

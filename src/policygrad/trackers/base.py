@@ -99,10 +99,11 @@ class Tracker:
 
 
 def pick_sample(step: int, completions: Sequence[Mapping[str, Any]]) -> Sample | None:
-    """The completion of this step that people are shown, another one of the batch at each step; None without any."""
-    if not completions:
+    """The completion of this step that people are shown, another one of the policy's own at each step; None without any."""
+    own = [row for row in completions if not row.get("demonstration")]
+    if not own:
         return None
-    row = completions[step % len(completions)]
+    row = own[step % len(own)]
     return Sample(in_words(row.get("prompt", "")), str(row.get("completion", "")), row.get("reward"))
 
 

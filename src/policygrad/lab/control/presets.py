@@ -20,6 +20,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.critic import Critic
 from policygrad.core.loss_terms import ExactEntropy
 from policygrad.core.ratios import Token
+from policygrad.core.run_checks import check_sampling
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.update_rules import FirstOrder
 from policygrad.core.values import GAE, NStep, Whiten
@@ -164,7 +165,7 @@ FILLED = frozenset({"logp_old", "values", "returns", "truncated", "token_reward"
 
 def check(algorithm: Algorithm) -> None:
     """Raises ConfigError for what classic control cannot give an algorithm, with the reason and the way out."""
-    algorithm.check_sampling(1, 1.0)
+    check_sampling(algorithm, 1, 1.0)
     for problem in _problems(algorithm):
         raise ConfigError(f"{algorithm.name}: {problem}")
 

@@ -53,7 +53,9 @@ def load_module(path: str, what: str) -> Any:
         if not file.is_file():
             here = [str(p.relative_to(file.parent)) for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
             raise ConfigError(f"{what}: there is no file {file}: {_nearest(file.name, here, 'its folder has')}")
-        return load_file(str(file), what)
+        module = load_file(str(file), what)
+        _check_neighbours(file, what)
+        return module
     look_here(path)
     try:
         module = importlib.import_module(path)
@@ -126,6 +128,20 @@ def _check_which(module: Any, path: str, what: str) -> None:
             f"{what}: {path!r} is {loaded or 'a module of Python'}, not {here}, which has the same name: write the file, "
             f"{here.relative_to(Path.cwd())}:NAME"
         )
+
+
+def _check_neighbours(file: Path, what: str) -> None:
+    """A file imports its neighbours by plain names, of which a process has one each: another folder's would be taken in silence."""
+    nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    names = {name.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    names |= {(node.module or "").partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+    for name in sorted(names & {path.stem for path in file.parent.glob("*.py")}):
+        taken = getattr(sys.modules.get(name), "__file__", None)
+        if taken is not None and Path(taken).resolve() != file.parent / f"{name}.py":
+            raise ConfigError(
+                f"{what}: {file} imports {name!r}, and {name!r} is {taken} in this process, not {file.parent / name}.py: give one "
+                "of the two another name"
+            )
 
 
 def _file_of(error: Exception, path: str) -> str | None:

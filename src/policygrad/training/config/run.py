@@ -11,7 +11,7 @@ import tyro
 
 from policygrad.algorithms import GRPO
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.checks import check_rollout
+from policygrad.core.run_checks import check_rollout, check_sampling
 from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
@@ -167,7 +167,7 @@ class Run(Draft):
             raise ConfigError(f"lr must be at least 0 and finite, not {self.lr}")
         if self.seed < 0:
             raise ConfigError(f"seed must be at least 0, not {self.seed}")
-        self.algorithm.check_sampling(self.group_size, self.sampling.temperature)
+        check_sampling(self.algorithm, self.group_size, self.sampling.temperature)
         check_rollout(self.algorithm)
         if self.group_size < 1:
             raise ConfigError(f"samples_per_prompt must be at least 1, not {self.group_size}")
