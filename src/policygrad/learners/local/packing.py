@@ -6,6 +6,7 @@ summed, and completions that share a row see their prompt and themselves, never 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -190,8 +191,9 @@ def _plan(
     """
     micro: list[tuple[int, list[int]]] = []
     longest = 0
+    height = Counter(group for _, group, _ in bins)
     for length, group, members in bins:
-        full = (len(micro) + 1) * longest > budget
+        full = (len(micro) + (height[group] if whole else 1)) * longest > budget
         uneven = 8 * len(micro) * longest >= budget and 5 * length < 4 * longest
         if micro and not (whole and group == micro[-1][0]) and (full or uneven or length <= cap < longest):
             yield micro
