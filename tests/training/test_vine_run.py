@@ -22,7 +22,9 @@ from policygrad.training.trainer import train
 @pytest.mark.parametrize("distinct", [True, False])
 def test_a_run_keeps_to_delta_and_resumes_to_the_bit(small: Run, tmp_path: Path, distinct: bool) -> None:
     algorithm = replace(pg.TRPO_VINE, psi=(pg.Vine(states=2, actions=3, distinct=distinct),))
-    run = replace(small, algorithm=algorithm, lr=None, steps=3, samples_per_prompt=2)
+    own = tmp_path / "own.py"
+    own.write_text("def variety(prompts, completions, **columns):\n    return [len(set(c)) / 8 for c in completions]\n")
+    run = replace(small, algorithm=algorithm, lr=None, steps=3, samples_per_prompt=2, reward=(f"{own}:variety",))
     record = Record()
     whole = train(replace(run, output=str(tmp_path / "whole")), display=record)
     for _, metrics in record.steps:
