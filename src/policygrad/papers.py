@@ -650,7 +650,7 @@ PAPERS: dict[str, Paper] = {
             "whole vocabulary would try what nobody says. Off: q = π_old, eq. 16 as it stands",
             "samples_per_prompt": "4, our choice: they are where the states come from, and are not trained on",
         },
-        departs="The tokens of a state are distinct and drawn from π_old without replacement, with q uniform among them (Vine("
-        "distinct=False) is q = π_old); rollouts go on to the end of the answer, γ is 1, and the step is trpo's.",
+        departs="the tokens of a state are drawn from π_old without replacement, and q is uniform among them (Vine(distinct=False) "
+        "is eq. 16, q = π_old); rollouts go on to the end of the answer, γ is 1, and the step is trpo's",
     ),
 }
