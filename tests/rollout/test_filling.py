@@ -54,7 +54,7 @@ def collect(algorithm: pg.Algorithm, flat: int = 2, prompts: int = PROMPTS, **ch
 
 
 def refilled(**options: Any) -> pg.Algorithm:
-    return replace(pg.CISPO, filters=(pg.DropNoSpread(**options),))
+    return replace(pg.CISPO, filters=(pg.DropNoSpread(**options),), step=pg.FirstOrder())  # versions count updates
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_carried_groups_are_stale_samples_and_are_corrected_for() -> None:
             gap = torch.where(mask, batch.logp_old - batch.logp_sampler, 0)
             assert float(gap[:n].abs().max()) > 0.01  # the weights have moved
             assert float(gap[n:].abs().max()) < 1e-6
-            weight = now.algorithm.corrected(torch.ones_like(batch.logp_old), batch)
+            weight = now.algorithm.corrected(torch.ones_like(batch.logp_old), batch, now.psi)
             torch.testing.assert_close(weight[:n][mask[:n]], gap.exp().clamp(max=2.0)[:n][mask[:n]])
 
 
