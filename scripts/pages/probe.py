@@ -103,7 +103,7 @@ def _kind(algorithm: Algorithm, psi: float, r: float) -> str:
         return f"{far:g}"
     if abs(farther - r**4) < 1e-12 and abs(far - r) < 1e-12:
         return "r"
-    return "→ 0" if farther < far else f"{farther:g}"
+    return "→ 0" if farther < far else f"{farther:.3g}"
 
 
 def kl_terms(algorithm: Algorithm) -> list[str]:

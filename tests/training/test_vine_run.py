@@ -14,6 +14,7 @@ from policygrad.lab.control.presets import check
 from policygrad.lab.measurement import measure
 from policygrad.lab.setting import measurable
 from policygrad.lab.worlds import one_prompt
+from policygrad.training.config.parts import check_place, part_names
 from policygrad.training.config.run import Run
 from policygrad.training.trainer import train
 
@@ -49,3 +50,14 @@ def test_the_lab_and_classic_control_say_why_not() -> None:
     assert measurable({"trpo": pg.TRPO, "trpo_vine": pg.TRPO_VINE}) == {"trpo": pg.TRPO}
     with pytest.raises(pg.ConfigError, match="cannot be set back"):
         check(replace(pg.TRPO_VINE, behaviour="recomputed"))
+
+
+def test_each_part_goes_into_its_own_field() -> None:
+    """One module, three roles."""
+    places = {"psi": "Vine", "gate": "SelfNormalised", "terms": "SelfNormalisation"}
+    for place, name in places.items():
+        assert name in part_names(place)
+        assert {*places.values()} & {*part_names(place)} == {name}
+        check_place(getattr(pg, name), "here", f"algorithm.{place}")
+    with pytest.raises(pg.ConfigError, match="Vine goes into 'psi', not 'gate', which takes Clip"):
+        check_place(pg.Vine, "here", "algorithm.gate")
