@@ -60,6 +60,7 @@ Accepted ASYMRE ConstantBaseline GPG GreedyBaseline LITE_PPO MAXRL OverGroupMean
 REINFORCE_PP_BASELINE REMAX SCALE_RL TOPR Taper Unweighted
 CHORD DemonstrationNLL DemonstrationsApart GDPO GIGPO GroupInGroup LUFFY PolicyShaping RewardZScores Scaled
 DISTILL ExactKLToReference ImplicitProcess ImplicitReward PRIME TeacherLogRatio load_reference
+SelfNormalisation SelfNormalised TRPO_VINE Vine
 """
 
 
