@@ -15,7 +15,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.algorithms import runnable
-from policygrad.algorithms import ALGORITHMS, DAPO, GRPO, RLOO
+from policygrad.algorithms import ALGORITHMS, DAPO, RLOO
 from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, WeightCap
 from policygrad.core.metrics import Metrics
@@ -80,7 +80,9 @@ def test_algorithm_as_a_name_and_as_tables(tmp_path: Path) -> None:
     assert read(tmp_path, 'algorithm = "dr-grpo"').algorithm.name == "dr_grpo"
     made = read(tmp_path, '[algorithm]\nname = "dapo"\n[algorithm.gate]\nhigh = 0.4\n').algorithm
     assert made == replace(DAPO, gate=Clip(0.2, 0.4))
-    made = read(tmp_path, '[algorithm]\nname = "mine"\nfilters = []\ngate = { part = "WeightCap", high = 3 }\n').algorithm
+    made = read(
+        tmp_path, '[algorithm]\nname = "mine"\nfilters = []\ngate = { part = "WeightCap", high = 3 }\n'
+    ).algorithm
     assert made == replace(DAPO, name="mine", filters=(), gate=WeightCap(0.0, 3.0))
     made = read(tmp_path, '[algorithm]\nname = "rloo"\nratio = "none"\n').algorithm
     assert made == RLOO
