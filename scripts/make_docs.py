@@ -16,7 +16,7 @@ from pages.algorithm import algorithm_page
 from pages.architecture import layers_block, tree
 from pages.checked import renew
 from pages.curves import curves
-from pages.index import index_page, matrix
+from pages.index import by_family, index_page
 from pages.measured import measured_page
 from pages.picture import picture
 from pages.reports import load
@@ -44,7 +44,7 @@ def generated() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     pages = {DOCS / "algorithms" / f"{name}.md": algorithm_page(name) for name in ALGORITHMS}
     return {
-        README: filled(README, matrix=matrix("docs/algorithms/")),
+        README: filled(README, matrix=by_family("docs/algorithms/")),
         DOCS / "architecture.md": filled(DOCS / "architecture.md", layers=layers_block(), tree=tree("../")),
         DOCS / "architecture.svg": picture(),
         DOCS / "algorithms" / "index.md": index_page(),

@@ -1,4 +1,4 @@
-"""docs/algorithms/index.md: the matrix, the family tree, links; and the matrix in README."""
+"""docs/algorithms/index.md: the matrix, the family tree, links; and the families in README."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pages.markdown import block, page, table
 from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import NOWHERE, matrix_row
+from policygrad.commands.families import families
 from policygrad.papers import PAPERS
 
 
@@ -14,6 +15,12 @@ def matrix(folder: str) -> str:
     rows = {name: matrix_row(a) for name, a in ALGORITHMS.items()}
     head = ["algorithm", *next(iter(rows.values()))]
     return table(head, ([f"[`{name}`]({folder}{name}.md)", *map(" ".join, row.values())] for name, row in rows.items()))
+
+
+def by_family(folder: str) -> str:
+    """Every name, by what its credit comes from and how it looks at old samples."""
+    rows = ((kind, " ".join(f"[`{name}`]({folder}{name}.md)" for name in names)) for kind, names in families().items())
+    return f"{table(('what it compares', 'algorithms'), rows)}\n\n[The whole matrix, part by part]({folder}index.md)."
 
 
 DEPARTS = (
