@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -54,7 +54,8 @@ def collect(algorithm: pg.Algorithm, flat: int = 2, prompts: int = PROMPTS, **ch
 
 
 def refilled(**options: Any) -> pg.Algorithm:
-    return replace(pg.CISPO, filters=(pg.DropNoSpread(**options),))
+    """One update per rollout, so that a step is one version of the weights."""
+    return replace(pg.CISPO, filters=(pg.DropNoSpread(**options),), step=pg.FirstOrder())
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_carried_groups_are_stale_samples_and_are_corrected_for() -> None:
             gap = torch.where(mask, batch.logp_old - batch.logp_sampler, 0)
             assert float(gap[:n].abs().max()) > 0.01  # the weights have moved
             assert float(gap[n:].abs().max()) < 1e-6
-            weight = now.algorithm.corrected(torch.ones_like(batch.logp_old), batch)
+            weight = now.algorithm.corrected(torch.ones_like(batch.logp_old), batch, now.psi)
             torch.testing.assert_close(weight[:n][mask[:n]], gap.exp().clamp(max=2.0)[:n][mask[:n]])
 
 
@@ -230,10 +231,23 @@ def test_what_is_carried_through_a_checkpoint_is_the_same_to_the_bit() -> None:
 def test_every_field_of_a_group_comes_back() -> None:
     drawn = Segment(torch.tensor([3, 1]), torch.tensor([-0.1, -1 / 3]), torch.tensor([4, 5]))
     said = Segment(torch.tensor([7, 7, 7]))
-    plain = Segment(torch.tensor([2]), torch.tensor([-2.5]), 6)
-    one = Trajectory((drawn, said, plain), "a “b”", True, (0.1, None), 1 / 3, Marks((1, 5), (0.5, 0.0)), {"x": 0.7})
+    routes = torch.arange(16, dtype=torch.int16).view(8, 1, 2)  # the prompt's 2 tokens and these 6, a layer, 2 experts
+    plain = Segment(torch.tensor([2]), torch.tensor([-2.5]), 6, routes)
+    one = Trajectory(
+        (drawn, said, plain),
+        "a “b”",
+        True,
+        (0.1, None),
+        1 / 3,
+        Marks((1, 5), (0.5, 0.0)),
+        {"x": 0.7},
+        states=("hall", ("hall", 2)),
+        parts=(0.25, None),
+    )
+    changed = [f.name for f in fields(Trajectory) if getattr(one, f.name) != f.default]
+    assert changed == [f.name for f in fields(Trajectory) if f.name != "demonstration"], "a new field: does it come back?"
     two = Trajectory((Segment(torch.zeros(0, dtype=torch.int64), torch.zeros(0), 6),), "", False)
-    group = Group(Start(Example("9", {"a": 1}), (0, 0, 3, 9), 12), torch.tensor([9, 9]), (one, two))  # type: ignore[arg-type]
+    group = Group(Start(Example("9", {"a": 1}), (0, 0, 3, 9), 12), torch.tensor([9, 9]), (one, two), (("right", 1.0), ("short", 0.5)))  # type: ignore[arg-type]
     other = replace(group, start=replace(group.start, key=(0, 0, 3, 8)), trajectories=(two, one))
     tensors, values = carried.pack([group, other])
     mine, rest = carried.split(tensors | {"weights/a": torch.ones(1)})
@@ -251,6 +265,11 @@ def test_every_field_of_a_group_comes_back() -> None:
         {"x": 0.7},
     )
     assert back.marks == one.marks
+    assert back.parts == one.parts
+    assert found[0].rewards == group.rewards
+    assert len(set(back.states)) == 2  # numbers that tell them apart
+    assert torch.equal(back.routes, one.routes)
+    assert found[0].trajectories[1].routes is None
     for name in ("tokens", "mask", "logp", "version"):
         assert torch.equal(getattr(back, name), getattr(one, name))
     assert [s.sampled for s in back.segments] == [True, False, True]
