@@ -207,6 +207,7 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
         for row in range(0, 11, 4):
             near[row + 1] = near[row]
     batch = replace(batch, logp_old=near, logp_ref=near.flip(1), values=near / 9, implicit_reward=near / 7)
+    batch = replace(batch, example=7 + batch.group, baseline=batch.group / 3)  # of a prompt, as a rollout fills them
     if "step_end" in algorithm.needs:  # a step per token; equal completions have equal steps
         batch = replace(batch, step_end=batch.mask, token_reward=(batch.tokens % 3).double() * batch.mask)
     batch = algorithm.filtered(by_tokens(batch, algorithm.declared))
