@@ -28,6 +28,7 @@ from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
 from policygrad.tasks.types import Example
 from policygrad.training.loop import Done, Progress, loop
+from policygrad.training.report import rows_of
 
 PROMPTS = 8  # 0 and 1 are always solved in `sampler`
 
@@ -176,6 +177,16 @@ def run(algorithm: pg.Algorithm, steps: int, pieces: bool = False) -> list[Done]
     return done
 
 
+def test_what_a_filter_leaves_out_is_logged_with_its_reward() -> None:
+    """None would say that nobody could judge it."""
+    (done,) = run(refilled(mode="drop"), 1)
+    rows, out = rows_of(done), ~done.batch.mask.any(1)
+    assert [row["reward"] for row, left in zip(rows, out, strict=True) if left] == [
+        1.0
+    ] * 32  # the two that are always solved
+    assert {row["reward"] for row in rows} == {0.0, 1.0}
+
+
 def test_carried_groups_are_stale_samples_and_are_corrected_for() -> None:
     """π_old is the learner's policy at every row; where another one drew it, π_old/μ weighs it, capped."""
     done = run(refilled(), 5)
@@ -245,9 +256,16 @@ def test_every_field_of_a_group_comes_back() -> None:
         parts=(0.25, None),
     )
     changed = [f.name for f in fields(Trajectory) if getattr(one, f.name) != f.default]
-    assert changed == [f.name for f in fields(Trajectory) if f.name != "demonstration"], "a new field: does it come back?"
+    assert changed == [f.name for f in fields(Trajectory) if f.name != "demonstration"], (
+        "a new field: does it come back?"
+    )
     two = Trajectory((Segment(torch.zeros(0, dtype=torch.int64), torch.zeros(0), 6),), "", False)
-    group = Group(Start(Example("9", {"a": 1}), (0, 0, 3, 9), 12), torch.tensor([9, 9]), (one, two), (("right", 1.0), ("short", 0.5)))  # type: ignore[arg-type]
+    group = Group(
+        Start(Example("9", {"a": 1}), (0, 0, 3, 9), 12),
+        torch.tensor([9, 9]),
+        (one, two),
+        (("right", 1.0), ("short", 0.5)),
+    )  # type: ignore[arg-type]
     other = replace(group, start=replace(group.start, key=(0, 0, 3, 8)), trajectories=(two, one))
     tensors, values = carried.pack([group, other])
     mine, rest = carried.split(tensors | {"weights/a": torch.ones(1)})

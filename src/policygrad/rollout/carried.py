@@ -87,7 +87,9 @@ def _group(group: Group) -> dict[str, Any]:
 
 
 def _trajectory(row: Trajectory, known: dict[Hashable, int]) -> dict[str, Any]:
-    last = max((i for i, s in enumerate(row.segments) if s.sampled), default=-1)  # its routes are those of all before it
+    last = max(
+        (i for i, s in enumerate(row.segments) if s.sampled), default=-1
+    )  # its routes are those of all before it
     return {
         "segments": [_segment(s, s.routes if i == last else None) for i, s in enumerate(row.segments)],
         "text": row.text,
