@@ -45,6 +45,18 @@ def test_interquartile_mean_moves_with_the_scores(scores: list[float], shift: fl
     assert interquartile_mean(x[::-1]) == interquartile_mean(x)
 
 
+def test_the_figures_are_those_of_rliable() -> None:
+    """What rliable 1.2.0 gives for these scores of five runs on two tasks; its intervals were of 50,000 and 20,000 draws."""
+    x = [[0.62, 0.31], [0.70, 0.28], [0.55, 0.40], [0.81, 0.35], [0.66, 0.22]]
+    y = [[0.58, 0.33], [0.66, 0.25], [0.60, 0.35], [0.49, 0.41]]
+    found, above = estimate(x, reps=10_000), probability_of_improvement(x, y, reps=10_000)
+    assert found.value == pytest.approx(0.4816666666666667, abs=1e-12)
+    assert (found.low, found.high) == pytest.approx((0.43666667, 0.53166667), abs=0.004)
+    assert estimate(y).value == pytest.approx(0.4575, abs=1e-12)
+    assert above.value == pytest.approx(0.575, abs=1e-12)
+    assert (above.low, above.high) == pytest.approx((0.325, 0.825), abs=0.02)
+
+
 def test_a_stratum_is_drawn_from_its_own_task() -> None:
     """Two tasks whose scores cannot be mistaken for one another: every replication has as many of each."""
     scores = np.array([[0.0, 100.0], [1.0, 101.0], [2.0, 102.0]])

@@ -55,8 +55,7 @@ def collect(algorithm: pg.Algorithm, flat: int = 2, prompts: int = PROMPTS, **ch
 
 
 def refilled(**options: Any) -> pg.Algorithm:
-    """One update per rollout, so that a step is one version of the weights."""
-    return replace(pg.CISPO, filters=(pg.DropNoSpread(**options),), step=pg.FirstOrder())
+    return replace(pg.CISPO, filters=(pg.DropNoSpread(**options),), step=pg.FirstOrder())  # versions count updates
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """What a few runs say: interquartile means, stratified bootstrap intervals, the probability of improvement. Pure functions.
 
 Source: Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv:2108.13264), sec. 4, and
-its library rliable, whose figures these are: it brings scipy, pandas and seaborn with it, for four formulas.
+its library rliable, whose figures these are (a test holds some of 1.2.0's). The library itself brings scipy, pandas, statsmodels
+and seaborn for four formulas, and the arch that it asks for does not import beside pandas 3.
 Scores are [runs, tasks], float64; one task is a table of one column.
 """
 
@@ -34,7 +35,7 @@ class Estimate:
 def interquartile_mean(scores: ArrayLike) -> Any:
     """Mean of the middle half over the last axis: ⌊n/4⌋ values are cut off at either end (a 25 % trimmed mean).
 
-    Of three values or fewer it is their mean; of five, the mean of the middle three. Source: Agarwal et al. 2021, sec. 4.2.
+    Of three values or fewer it is their mean; of five, the mean of the middle three. Source: Agarwal et al. 2021, sec. 4.
     """
     ordered = np.sort(np.asarray(scores, dtype=np.float64), axis=-1)
     cut = ordered.shape[-1] // 4
@@ -73,7 +74,7 @@ def band(curves: ArrayLike, reps: int = REPS, seed: int = 0) -> tuple[Floats, Fl
 
 def probability_of_improvement(x: ArrayLike, y: ArrayLike, reps: int = REPS, seed: int = 0) -> Estimate:
     """P(X > Y): per task the share of pairs in which a run of X is above one of Y, a tie counting ½ (Mann and Whitney's U over
-    n·m), then the mean over tasks. Source: Agarwal et al. 2021, sec. 4.3.
+    n·m), then the mean over tasks. Source: Agarwal et al. 2021, sec. 4.
 
     x: [n, tasks] or [n]; y: [m, tasks] or [m].
     """
