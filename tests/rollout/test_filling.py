@@ -180,9 +180,8 @@ def test_what_a_filter_leaves_out_is_logged_with_its_reward() -> None:
     """None would say that nobody could judge it."""
     (done,) = run(refilled(mode="drop"), 1)
     rows, out = rows_of(done), ~done.batch.mask.any(1)
-    assert [row["reward"] for row, left in zip(rows, out, strict=True) if left] == [
-        1.0
-    ] * 32  # the two that are always solved
+    dropped = [row["reward"] for row, left in zip(rows, out, strict=True) if left]
+    assert dropped == [1.0] * 32  # of the two prompts that are always solved
     assert {row["reward"] for row in rows} == {0.0, 1.0}
 
 
@@ -259,12 +258,8 @@ def test_every_field_of_a_group_comes_back() -> None:
         "a new field: does it come back?"
     )
     two = Trajectory((Segment(torch.zeros(0, dtype=torch.int64), torch.zeros(0), 6),), "", False)
-    group = Group(
-        Start(Example("9", {"a": 1}), (0, 0, 3, 9), 12),
-        torch.tensor([9, 9]),
-        (one, two),
-        (("right", 1.0), ("short", 0.5)),
-    )  # type: ignore[arg-type]
+    start = Start(Example("9", {"a": 1}), (0, 0, 3, 9), 12)  # type: ignore[arg-type]
+    group = Group(start, torch.tensor([9, 9]), (one, two), (("right", 1.0), ("short", 0.5)))
     other = replace(group, start=replace(group.start, key=(0, 0, 3, 8)), trajectories=(two, one))
     tensors, values = carried.pack([group, other])
     mine, rest = carried.split(tensors | {"weights/a": torch.ones(1)})
