@@ -397,7 +397,7 @@ PAPERS: dict[str, Paper] = {
         {
             "ConstantBaseline.value": "½ of rewards 0 and 1: the paper's ±1 about no baseline, halved",
             "FirstOrder.minibatches": "our choice: the paper trains on a data set of an earlier model's answers",
-            "FirstOrder.epochs": "our choice",
+            "FirstOrder.epochs": "our choice: one pass, as in the matrix's other rows",
         },
         departs="rewards of 0 and 1 about ½ in place of ±1, half the gradient; rollouts in place of a data set (other libraries "
         "clip the ratio per token)",
@@ -407,7 +407,7 @@ PAPERS: dict[str, Paper] = {
         {
             "ConstantBaseline.value": "δV = −0.1, the value of the paper's experiments as Trinity-RFT's default has it",
             "FirstOrder.minibatches": "our choice: the paper renews the sampler every so many updates",
-            "FirstOrder.epochs": "our choice",
+            "FirstOrder.epochs": "our choice: one pass, as in the matrix's other rows",
         },
         departs="a rollout's minibatches in place of a sampler that is renewed every so many updates",
     ),
@@ -560,8 +560,9 @@ PAPERS: dict[str, Paper] = {
             "FirstOrder.minibatches": "4, the authors' script: 512 prompts in minibatches of 128",
             "samples_per_prompt": "4, the authors' script",
         },
-        "A reward function that says nothing of a completion leaves it out of that reward's statistics (as TRL does); the authors' "
-        "code counts it as 0. Averages are over completions, as in the paper; the authors' verl code takes tokens.",
+        "a reward function that says nothing of a completion leaves it out of that reward's statistics, as in TRL, "
+        "where the authors' code counts 0; averages are over completions, as in the paper, where the authors' verl "
+        "code takes tokens",
     ),
     "gigpo": Paper(
         "J = E[ 1/(NT) Σ_i Σ_n min( ρ Â, clip(ρ, 1 − ε, 1 + ε) Â ) ] − β KL(π_θ‖π_ref)\n"
@@ -580,8 +581,8 @@ PAPERS: dict[str, Paper] = {
             "samples_per_prompt": "N = 8, sec. 5.1",
             "FirstOrder.minibatches": "our choice: the authors take 256 turns for an update (ALFWorld), however many that makes",
         },
-        "An episode is one row whose turns see all that was said; the authors make every turn a row with a prompt of its own. "
-        "Ratio and mean are over tokens, as in their code; eq. 9 has them over turns.",
+        "an episode is one row whose turns see all that was said, where the authors make every turn a row with a "
+        "prompt of its own; ratio and mean are over tokens, as in their code, where eq. 9 has turns",
     ),
     "luffy": Paper(
         "J = 1/Z ( Σ_{shown j} Σ_t f(π_θ/π_φ) Â_j + Σ_{sampled i} Σ_t min( r Â_i, clip(r, 1 − ε, 1 + ε) Â_i ) ),   Z all tokens\n"
@@ -593,8 +594,8 @@ PAPERS: dict[str, Paper] = {
             "FirstOrder.minibatches": "2, the authors' script: 128 prompts in minibatches of 64",
             "samples_per_prompt": "7 beside one demonstration, the authors' script",
         },
-        "The paper's objective. The authors' script differs from it: no clip, no std, a constant length in place of Z, means over "
-        "the sampled alone, and an entropy bonus of 0.001.",
+        "nowhere from the paper's objective that we know; the authors' script has no clip, no std, a constant "
+        "length in place of Z, means over the sampled alone, and an entropy bonus of 0.001",
     ),
     "chord": Paper(
         f"J = (1 − μ) · 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED}\n"
@@ -609,7 +610,8 @@ PAPERS: dict[str, Paper] = {
             "samples_per_prompt": "8, the authors' settings",
             "FirstOrder.minibatches": "one update per rollout, the authors' settings (256 samples and 64 demonstrations)",
         },
-        "Demonstrations are those of the step's prompts; the authors draw theirs from a data set of its own, one to four samples.",
+        "demonstrations are those of the step's prompts, where the authors draw theirs, one to four samples, from "
+        "a data set of its own",
     ),
     "distill": Paper(
         "J = E[ Σ_i Σ_t r Â_t ],   Â_t = log π_T(o_t) − log π_old(o_t),   π_T the teacher",
@@ -620,7 +622,8 @@ PAPERS: dict[str, Paper] = {
             "FirstOrder.minibatches": "1: num_substeps of the authors' code",
             "samples_per_prompt": "4: group_size of the authors' code",
         },
-        "Averaged over the update's tokens; the authors' loss is a sum of them. Their π_old is what the sampler said.",
+        "averaged over the update's tokens, where the authors' loss is a sum of them and their π_old is what the "
+        "sampler said",
     ),
     "prime": Paper(
         f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {_CLIPPED.replace('Â', 'Â_t')} ],   r_φ(o_t) = β log( π_φ(o_t)/π_ref(o_t) )\n"
@@ -636,7 +639,8 @@ PAPERS: dict[str, Paper] = {
             "DropNoSpread.max_rounds": "4: their oversample_factor",
             "samples_per_prompt": "4, sec. 4.1",
         },
-        "Filters by spread, which with 4 samples of 0/1 outcomes is the published accuracy range of 0.2 to 0.8. The authors' "
-        "code also scales the process rewards by their largest return, whitens Â, and fits φ before it rewards.",
+        "filters by spread, which with 4 samples of 0/1 outcomes is the published accuracy range of 0.2 to 0.8; "
+        "the authors' code also scales the process rewards by their largest return, whitens Â, and fits φ before "
+        "it rewards",
     ),
 }

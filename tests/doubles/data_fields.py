@@ -92,4 +92,8 @@ def by_tokens(batch: pg.Batch, declared: frozenset[str]) -> pg.Batch:
             shown[:, None], 0.0, torch.zeros(batch.mask.shape) if batch.logp_old is None else batch.logp_old
         )
         batch = replace(batch, demonstration=shown, logp_sampler=said)
+    if "baseline" in declared:
+        batch = replace(batch, baseline=(batch.group % 2).to(batch.reward.dtype))
+    if "example" in declared:
+        batch = replace(batch, example=batch.group)
     return batch
