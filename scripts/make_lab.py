@@ -12,6 +12,7 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.lab.finding import Finding
 from policygrad.lab.measurement import Measured
 from policygrad.lab.report import LabReport, report
+from policygrad.lab.setting import measurable
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "lab.md"
 COLUMNS = {
@@ -90,7 +91,8 @@ def filled(text: str, found: LabReport, reports: list[LabReport]) -> str:
 
 
 if __name__ == "__main__":
-    whole = report(ALGORITHMS)
-    over = [report(ALGORITHMS, size, names=()) for size in SIZES]
+    rows = measurable(ALGORITHMS)
+    whole = report(rows)
+    over = [report(rows, size, names=()) for size in SIZES]
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), whole, over), encoding="utf-8")
     print(PAGE)

@@ -16,6 +16,7 @@ from browser import chromium
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.lab import html
 from policygrad.lab.report import report
+from policygrad.lab.setting import measurable
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -50,7 +51,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as place, chromium() as browser:
         page = Path(place) / "lab.html"
-        page.write_text(html(report(ALGORITHMS), ALGORITHMS), encoding="utf-8")
+        page.write_text(html(report(rows := measurable(ALGORITHMS)), rows), encoding="utf-8")
         for name, view in PICTURES.items():
             png = picture(browser, page, *view)
             if len(png) > LARGEST:

@@ -14,52 +14,22 @@ import policygrad as pg
 PUBLIC = """
 A2C ALGORITHMS ASYMRE Accepted Action AdaptiveProblem Advantage Aggregation Algorithm Batch BatchMean BatchStd CHORD
 CISPO CLIP_COV CPGD Callback CheckpointError Checkpointing Clip ClipCov ConfigError ConstantBaseline Correction
-Critic CurvatureProblem DAPO DPPO DR_GRPO DataError DemonstrationNLL DemonstrationsApart DivergenceClip Downsample
-DropNoSpread DualClip DualDescent EngineError Entropy Environment Evaluation ExactEntropy ExactKLToOld Example
-Filter FirstOrder FixedLength Forward GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN GammaKernel Gate
-Generation GeometricMean GradientProblem GreedyBaseline GroupInGroup GroupMean GroupStd GroupTokenMean HIGH_ENTROPY
-HighEntropy ITERATIVE_GRPO Importance KLCov KLInReward KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO Learner
-LearnerConfig LeaveOneOut LengthAdaptiveGAE LocalLearner LocalSampler LogClip LossTerm M2PO MAGISTRAL MAXRL
-MaskTruncated MaskedIS ModelError NATURAL NStep NoPositiveResampling NumericsError OPO Observation OnPolicy OptimalBaseline
-OptimizerConfig OverGroupMean PASSK PPO PPO_PENALTY PRORL Part PassAtK PolicyDrift PolicyShaping PolicygradError
-PositiveNLL PrefixValue ProcessReward Published RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio
-Reference Request RewardError RewardModelConfig RewardPool RewardZScores Rewarding Rollout Rollouter Run RunError
-RunInfo RunningMean SAPO SCALE_RL SFTConfig Sampler Sampling Scaled SecondMoment Segment Sequence SequenceMean
-SequenceProduct SequenceSum Shaping SingleTurn SoftGate SoftOverlong Step TOPR TRPO Taper Term Token TokenMean
-Tracker Trainer Trajectory TruncatedIS TrustRegion Unweighted UpdateRule VAPO VESPO VINEPPO WeightCap Whiten
-algorithm collect evaluate gate_weight load_task local_learner objective replica reward sft surrogate train
-train_reward_model train_sft
-A2C ALGORITHMS Action AdaptiveProblem Advantage Aggregation Algorithm Batch BatchMean BatchStd CISPO CLIP_COV CPGD
-Callback CheckpointError Checkpointing Clip ClipCov ConfigError Correction Critic CurvatureProblem DAPO DPPO DR_GRPO
-DataError DivergenceClip DropNoSpread DualClip DualDescent EngineError Entropy Environment Evaluation ExactEntropy
-ExactKLToOld Example Filter FirstOrder FixedLength Forward GAE GMPO GRPO GRPO_PROCESS GSPO GSPO_TOKEN GammaKernel Gate
-Generation GeometricMean GradientProblem GroupMean GroupStd GroupTokenMean HIGH_ENTROPY HighEntropy ITERATIVE_GRPO
-Importance KLCov KLInReward KLToOld KLToReference KL_COV LUSPO Learner LearnerConfig LeaveOneOut LengthAdaptiveGAE
-LocalLearner LocalSampler LogClip LossTerm M2PO MAGISTRAL MaskTruncated MaskedIS ModelError NATURAL NStep
-NumericsError OPO Observation OnPolicy OptimalBaseline OptimizerConfig PPO PPO_PENALTY PRORL Part PolicyDrift
-PolicygradError PositiveNLL PrefixValue ProcessReward Published REINFORCE RLOO Ratio Reference Request RewardError
-RewardModelConfig RewardPool Rewarding Rollout Rollouter Run RunError RunInfo RunningMean SAPO SFTConfig Sampler
-Sampling SecondMoment Segment Sequence SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SoftGate
-SoftOverlong Step TRPO Term Token TokenMean Tracker Trainer Trajectory TruncatedIS TrustRegion UpdateRule VAPO VESPO
-VINEPPO WeightCap Whiten algorithm collect evaluate gate_weight load_task local_learner objective replica reward sft
-surrogate train train_reward_model train_sft
-A2C ALGORITHMS Action AdaptiveProblem Advantage Aggregation Algorithm Batch BatchMean BatchStd CISPO Callback
-CheckpointError Checkpointing Clip ConfigError Correction Critic CurvatureProblem DAPO DR_GRPO DataError Downsample DropNoSpread
-DualClip DualDescent EngineError Entropy Environment Evaluation ExactEntropy ExactKLToOld Example Filter FirstOrder
-FixedLength Forward GAE GRPO GRPO_PROCESS GSPO GSPO_TOKEN Gate Generation GradientProblem GroupMean GroupStd
-GroupTokenMean ITERATIVE_GRPO Importance KLInReward KLToOld KLToReference Learner LearnerConfig LeaveOneOut
-LengthAdaptiveGAE LocalLearner LocalSampler LossTerm MAGISTRAL MaskTruncated MaskedIS ModelError NATURAL NStep
-NumericsError OPO Observation OnPolicy OptimalBaseline OptimizerConfig PPO PPO_PENALTY PRORL Part PolicygradError
-PositiveNLL PrefixValue ProcessReward Published REINFORCE RLOO Ratio Reference Request RewardError RewardModelConfig
-RewardPool Rewarding Rollout Rollouter Run RunError RunInfo RunningMean SAPO SFTConfig Sampler Sampling Segment
-Sequence SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SoftGate SoftOverlong Step TRPO Term Token
-TokenMean Tracker Trainer Trajectory TruncatedIS TrustRegion UpdateRule VAPO VINEPPO WeightCap Whiten algorithm
-collect evaluate gate_weight load_task local_learner objective replica reward sft surrogate train train_reward_model
-train_sft
-Accepted ASYMRE ConstantBaseline GPG GreedyBaseline LITE_PPO MAXRL OverGroupMean PASSK PassAtK RAFT REINFORCE_PP
-REINFORCE_PP_BASELINE REMAX SCALE_RL TOPR Taper Unweighted
-CHORD DemonstrationNLL DemonstrationsApart GDPO GIGPO GroupInGroup LUFFY PolicyShaping RewardZScores Scaled
-DISTILL ExactKLToReference ImplicitProcess ImplicitReward PRIME TeacherLogRatio load_reference
+Critic CurvatureProblem DAPO DISTILL DPPO DR_GRPO DataError DemonstrationNLL DemonstrationsApart DivergenceClip
+Downsample DropNoSpread DualClip DualDescent EngineError Entropy Environment Evaluation ExactEntropy ExactKLToOld
+ExactKLToReference Example Filter FirstOrder FixedLength Forward GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO
+GSPO_TOKEN GammaKernel Gate Generation GeometricMean GradientProblem GreedyBaseline GroupInGroup GroupMean GroupStd
+GroupTokenMean HIGH_ENTROPY HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLCov KLInReward
+KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO Learner LearnerConfig LeaveOneOut LengthAdaptiveGAE LocalLearner
+LocalSampler LogClip LossTerm M2PO MAGISTRAL MAXRL MaskTruncated MaskedIS ModelError NATURAL NStep
+NoPositiveResampling NumericsError OPO Observation OnPolicy OptimalBaseline OptimizerConfig OverGroupMean PASSK PPO
+PPO_PENALTY PRIME PRORL Part PassAtK PolicyDrift PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
+Published RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference Request RewardError
+RewardModelConfig RewardPool RewardZScores Rewarding Rollout Rollouter Run RunError RunInfo RunningMean SAPO
+SCALE_RL SFTConfig Sampler Sampling Scaled SecondMoment Segment SelfNormalisation SelfNormalised Sequence
+SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SoftGate SoftOverlong Step TOPR TRPO TRPO_VINE Taper
+TeacherLogRatio Term Token TokenMean Tracker Trainer Trajectory TruncatedIS TrustRegion Unweighted UpdateRule VAPO
+VESPO VINEPPO Vine WeightCap Whiten algorithm collect evaluate gate_weight load_reference load_task local_learner
+objective replica reward sft surrogate train train_reward_model train_sft
 """
 
 

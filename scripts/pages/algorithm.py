@@ -15,6 +15,7 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import COLUMNS, EQUATION, NOWHERE, difference, number, part_name, settings
 from policygrad.compare.overrides import OVERRIDES
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.vine import Vine
 from policygrad.papers import PAPERS, RECIPE, USUAL
 
 OURS = "our choice"
@@ -69,6 +70,11 @@ def pseudo_code(a: Algorithm) -> list[str]:
         for part in a.psi
         if part.samples_values
     ]
+    for part in (part for part in a.psi if isinstance(part, Vine)):
+        lines += [
+            _note(f"try up to {part.actions} tokens in each of {part.states} states per prompt: the new batch", part),
+            _note(f"complete each {part.samples}×, all of a state with the same random numbers, and score: Q̂", part),
+        ]
     lines += [_note(f"filter: {_formula(part)}", part) for part in a.filters]
     lines += [f"keep {what}" for field, what in KEPT.items() if field in a.needs]
     lines += [_note(_formula(part), part) for part in a.shaping]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -71,9 +73,17 @@ def length_handling(algorithm: Algorithm) -> str:
 
 
 def gate_weights(algorithm: Algorithm, psi: float, ratios: tuple[float, ...] = RATIOS) -> list[float]:
-    """w at each ratio, for Ψ = `psi`."""
+    """w at each ratio, for Ψ = `psi`; where a gate looks at whole groups, of a token among four whose others have not moved."""
+    if algorithm.gate.whole_groups:
+        return [_among_four(algorithm, psi, x) for x in ratios]
     r = torch.tensor(ratios, dtype=torch.float64)[:, None]
     return [float(w) for w in algorithm.gate.weight(r, torch.full_like(r, psi), tokens_apart(r))]
+
+
+def _among_four(algorithm: Algorithm, psi: float, ratio: float) -> float:
+    r = torch.tensor([ratio, 1.0, 1.0, 1.0], dtype=torch.float64)[:, None]
+    state = replace(tokens_apart(r), group=torch.zeros(4, dtype=torch.int64))
+    return float(algorithm.gate.weight(r, torch.full_like(r, psi), state)[0])
 
 
 def outside(algorithm: Algorithm) -> str:
@@ -93,7 +103,7 @@ def _kind(algorithm: Algorithm, psi: float, r: float) -> str:
         return f"{far:g}"
     if abs(farther - r**4) < 1e-12 and abs(far - r) < 1e-12:
         return "r"
-    return "→ 0" if farther < far else f"{farther:g}"
+    return "→ 0" if farther < far else f"{farther:.3g}"
 
 
 def kl_terms(algorithm: Algorithm) -> list[str]:

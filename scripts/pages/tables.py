@@ -60,7 +60,8 @@ BOUNDS = (
 )
 GATES_NOTE = (
     "A clip is one-sided: with Ψ > 0 it acts above 1 only, with Ψ < 0 below 1 only, so that a token which has moved the wrong "
-    "way can always come back. Ranges of 3e-4 are for a completion's ratio, in which single tokens average out."
+    "way can always come back. Ranges of 3e-4 are for a completion's ratio, in which single tokens average out. "
+    "`SelfNormalised` is shown at one of four equally likely tokens of a state, the others at r = 1: w = r/m is at most 4."
 )
 UNITS = (
     "Ψ and the ratio may live on tokens or on whole completions. The column on length compares two completions in one step, "

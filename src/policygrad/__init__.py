@@ -10,7 +10,7 @@ _HOME = {
         "A2C ALGORITHMS ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DISTILL DPPO DR_GRPO GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO "
         "GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO MAGISTRAL MAXRL NATURAL OPO PASSK "
         "PPO PPO_PENALTY PRIME PRORL RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL TOPR TRPO "
-        "VAPO VESPO VINEPPO algorithm"
+        "TRPO_VINE VAPO VESPO VINEPPO algorithm"
     ),
     "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut OptimalBaseline RunningMean",
     "policygrad.core.aggregates": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
@@ -48,6 +48,7 @@ _HOME = {
     "policygrad.core.multi_reward": "RewardZScores",
     "policygrad.core.policy_shaping": "PolicyShaping",
     "policygrad.core.turns": "GroupInGroup",
+    "policygrad.core.vine": "SelfNormalisation SelfNormalised Vine",
     "policygrad.errors": (
         "CheckpointError ConfigError DataError EngineError ModelError NumericsError PolicygradError RewardError RunError"
     ),

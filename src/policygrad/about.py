@@ -351,4 +351,13 @@ ABOUT: dict[str, About] = {
         "Credit per token without step labels: a second language model learns from outcomes what each token was worth.",
         "Two more models in memory; the baseline is charged per token, so lengths are pushed where siblings' tokens earn or lose.",
     ),
+    "trpo_vine": About(
+        "Trust region policy optimisation, vine",
+        "Schulman et al. 2015, arXiv:1502.05477, sec. 5.2, eq. 15, 16 and 66",
+        "trpo",
+        "No critic and no baseline: several next tokens are tried in one state, and what comes of each says which was better. "
+        "Common random numbers take most of the noise off the differences.",
+        "Every state costs K completions for K tokens of training, and what was sampled to reach it is not trained on; where "
+        "the policy is sure of its token, nothing is learnt. The lab, whose steps are whole completions, has no place for it.",
+    ),
 }

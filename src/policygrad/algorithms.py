@@ -34,6 +34,7 @@ from policygrad.core.trust_region import TrustRegion
 from policygrad.core.turns import GroupInGroup
 from policygrad.core.update_rules import FirstOrder
 from policygrad.core.values import GAE, LengthAdaptiveGAE, NStep, Whiten
+from policygrad.core.vine import SelfNormalisation, SelfNormalised, Vine
 from policygrad.errors import ConfigError
 
 REINFORCE = Algorithm("reinforce", psi=(RunningMean(),), gate=OnPolicy(), aggregate=SequenceSum())
@@ -284,9 +285,22 @@ PRIME = Algorithm(
 
 _TWO_MODELS = (DISTILL, PRIME)
 
+TRPO_VINE = replace(
+    TRPO,
+    name="trpo_vine",
+    psi=(Vine(),),
+    gate=SelfNormalised(),
+    aggregate=GroupTokenMean(),
+    terms=(SelfNormalisation(),),
+    critic=None,
+    samples_per_prompt=4,
+    behaviour="sampler",
+)
+_BRANCHING = (TRPO_VINE,)
+
 _CRITICS = (A2C, TRPO, NATURAL, PPO, PPO_PENALTY, VAPO, VINEPPO)
 _GROUPS = (GRPO, GRPO_PROCESS, ITERATIVE_GRPO, DR_GRPO, DAPO, PRORL, MAGISTRAL, GSPO, GSPO_TOKEN, CISPO, SAPO)
-_FAMILIES = ((REINFORCE, RLOO, OPO), _CRITICS, _GROUPS, _OUTCOMES, _TRUST, _SEVERAL, _TWO_MODELS)
+_FAMILIES = ((REINFORCE, RLOO, OPO), _CRITICS, _GROUPS, _OUTCOMES, _TRUST, _SEVERAL, _TWO_MODELS, _BRANCHING)
 ALGORITHMS: dict[str, Algorithm] = {a.name: a for family in _FAMILIES for a in family}
 
 

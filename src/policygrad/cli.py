@@ -16,7 +16,7 @@ from policygrad.errors import ConfigError, PolicygradError
 
 HELP = """policygrad: the policy-gradient family for language models, as one equation with interchangeable parts
 
-  policygrad train [ALGORITHM] [options]   train; without options: GRPO on a small model and task inside the package
+  policygrad train [ALGORITHM] [options]   train; without options: DAPO on a small model and task inside the package
   policygrad train --resume RUN            go on with a run
   policygrad train mine.py:MY_ALGORITHM    an algorithm of your own, from a file or a module
   policygrad train ... --dry-run           print the configuration and the algorithm's equation, load no model

@@ -643,4 +643,18 @@ PAPERS: dict[str, Paper] = {
         "the authors' code also scales the process rewards by their largest return, whitens Â, and fits φ before "
         "it rewards",
     ),
+    "trpo_vine": Paper(
+        "maximise 1/N Σ_n L_n(θ)  subject to  E_s[ KL( π_old(·|s) ‖ π_θ(·|s) ) ] ≤ δ\n"
+        "L_n(θ) = Σ_k ( π_θ(a_k|s_n)/q(a_k|s_n) ) Q̂(s_n, a_k) / Σ_k π_θ(a_k|s_n)/q(a_k|s_n),   a_k ~ q(·|s_n)",
+        {
+            "Vine.states": "4, our choice: as many as a prompt has completions",
+            "Vine.actions": "K = 4 rollouts per state, tables 2 and 3",
+            "Vine.samples": "1: one rollout per action, sec. 5.2",
+            "Vine.distinct": "on: q uniform over the tokens drawn; sec. 5.2 takes it where actions are discrete, which over a "
+            "whole vocabulary would try what nobody says. Off: q = π_old, eq. 16 as it stands",
+            "samples_per_prompt": "4, our choice: they are where the states come from, and are not trained on",
+        },
+        departs="the tokens of a state are drawn from π_old without replacement, and q is uniform among them (Vine(distinct=False) "
+        "is eq. 16, q = π_old); rollouts go on to the end of the answer, γ is 1, and the step is trpo's",
+    ),
 }

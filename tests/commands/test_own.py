@@ -61,7 +61,7 @@ def test_an_algorithm_of_ones_own_is_named_like_any_other(run_command: Any, here
 def test_a_reward_of_a_file_is_not_taken_for_the_algorithm(run_command: Any, here: Path) -> None:
     made = dry(run_command, "--reward", "exact_match", "own_file.py:f")
     assert made["reward"] == ["exact_match", "own_file.py:f"]
-    assert made["algorithm"]["name"] == "grpo"
+    assert made["algorithm"]["name"] == "dapo"
 
 
 def test_what_has_no_name_takes_its_variable(here: Path) -> None:

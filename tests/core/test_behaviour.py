@@ -86,7 +86,7 @@ def test_rows_that_are_made_for_the_samplers_policy_take_it_fresh_or_old(name: s
     weight, ratio = gate_weight(pg.Forward(logp), told, pulled(batch), algorithm)
     assert ((ratio[batch.mask] - 1).abs() > 1e-3).float().mean() > 0.9
     assert torch.equal(ratio, algorithm.ratio(log_ratio(logp, batch.logp_sampler, batch.mask), batch.mask))  # type: ignore[misc]
-    if isinstance(algorithm.gate, pg.DivergenceClip | pg.SecondMoment | pg.GammaKernel):
+    if isinstance(algorithm.gate, pg.DivergenceClip | pg.SecondMoment | pg.GammaKernel | pg.SelfNormalised):
         assert torch.equal(weight, algorithm.gate.weight(ratio, pulled(batch), told))
         return
     imitated = isinstance(algorithm.gate, pg.Unweighted) | (isinstance(algorithm.gate, pg.Taper) & (pulled(batch) > 0))

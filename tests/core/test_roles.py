@@ -30,7 +30,7 @@ class Whole(Duck):
     """The same, with all that a gate says."""
 
     needs: frozenset[str] = frozenset()
-    group_statistic, length, on_policy, token_ratio, formula = False, 0, False, False, "r"
+    group_statistic, length, on_policy, token_ratio, whole_groups, formula = False, 0, False, False, False, "r"
     select_needs: frozenset[str] = frozenset()
 
     def init(self) -> None:
@@ -172,6 +172,7 @@ def test_each_attribute_that_is_left_out_is_named_with_what_it_means() -> None:
         "report",
         "on_policy",
         "token_ratio",
+        "whole_groups",
         "clipped",
     ):
 

@@ -18,11 +18,14 @@ from doubles.transcriptions.off_policy import OFF_POLICY_PARTS, OUTCOMES
 from doubles.transcriptions.parts import EXTRA_FIELDS, PARTS, ROWS
 from doubles.transcriptions.steps import STEPS, process_alone
 from doubles.transcriptions.trust import TRUST, TRUST_FIELDS, TRUST_PARTS
+from doubles.transcriptions.vine import VINE, VINE_FIELDS, VINE_PARTS
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
-NAMED = objectives.NAMED | CRITIC | ROWS | STEPS | OUTCOMES | TRUST | DATA | two_models.ROWS
-EXTRA_FIELDS = EXTRA_FIELDS | dict.fromkeys((*STEPS, "process rewards alone"), "steps") | TRUST_FIELDS | FIELDS
+NAMED = objectives.NAMED | CRITIC | ROWS | STEPS | OUTCOMES | TRUST | DATA | two_models.ROWS | VINE
+EXTRA_FIELDS = (
+    EXTRA_FIELDS | dict.fromkeys((*STEPS, "process rewards alone"), "steps") | TRUST_FIELDS | FIELDS | VINE_FIELDS
+)
 CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
 ALONE = {"process rewards alone": (replace(pg.GRPO_PROCESS, psi=(pg.ProcessReward(outcome=False),)), process_alone)}
 TABLE = (
@@ -33,6 +36,7 @@ TABLE = (
     | {"truncated IS": (CORRECTED, corrected)}
     | OFF_POLICY_PARTS
     | two_models.PARTS
+    | VINE_PARTS
 )
 
 

@@ -56,10 +56,17 @@ def with_demonstrations(batch: pg.Batch, random: Draws) -> pg.Batch:
     return replace(batch, demonstration=shown, logp_sampler=sampler)
 
 
+def with_weights(batch: pg.Batch, random: Draws) -> pg.Batch:
+    """A positive weight at every token."""
+    weight = 0.1 + random.uniform(*batch.mask.shape)
+    return replace(batch, weight=torch.where(batch.mask, weight, NAN))
+
+
 FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
     "rewards": with_rewards,
     "turns": with_turns,
     "demonstrations": with_demonstrations,
+    "weights": with_weights,
 }
 READ_BY = {"rewards": "rewards", "anchor": "turns", "demonstration": "demonstrations"}
 """A field that an algorithm declares -> what to fill."""

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from policygrad.algorithms import ALGORITHMS
+from policygrad.algorithms import ALGORITHMS as MATRIX
 from policygrad.lab.experiments import EXPERIMENTS
 from policygrad.lab.report import LabReport, report
+from policygrad.lab.setting import measurable
+
+ALGORITHMS = measurable(MATRIX)
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "lab.md").read_text(encoding="utf-8")
 

@@ -42,6 +42,26 @@ def test_every_completion_once_and_within_budget(seed: int, budget: int, share: 
             assert p.attention.ndim == 2
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.booleans(), st.integers(1, 30), st.booleans())
+def test_whole_groups_are_never_split(seed: int, budget: int, share: bool, cap: int, short: bool) -> None:
+    """Whatever the budget; completions of one token read their prompt alone, once, with or without a mask for sharing."""
+    batch = make_batch(seed)
+    batch = replace(batch, mask=batch.mask & (torch.arange(batch.mask.shape[1]) == 0)) if short else batch
+    rows = batch.mask.any(1).nonzero().squeeze(1)
+    packs = list(pack(batch, rows, budget, share=share, cap=cap, whole=True))
+    assert sorted(int(r) for p in packs for r in p.rows) == rows.tolist()
+    groups = [set(batch.group[p.rows].tolist()) for p in packs]
+    assert sum(map(len, groups)) == len(set.union(set(), *groups))
+    for p, held in zip(packs, groups, strict=True):
+        height, width = p.input_ids.shape
+        assert height * width <= budget or len(held) == 1
+        assert p.attention.ndim == 2 or (share and width <= cap)
+        if short:
+            assert height == len(held)
+            assert p.attention.ndim == 2
+
+
 def test_rows_over_the_cap_stand_apart_and_padding_stays_small() -> None:
     """A row over the cap keeps the plain mask, which a model may narrow to its window; uneven rows do not wait for the budget."""
     batch = make_batch(5)
@@ -72,6 +92,44 @@ def test_log_probabilities_equal_the_definition(model: nn.Module, share: bool, s
     for p in pack(batch, batch.mask.any(1).nonzero().squeeze(1), budget, share=share):
         got[p.rows] = Evaluator(Network(model, split), 0.8, share)(p)
     assert torch.allclose(got, truth, atol=1e-10)
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("cap", [1, 7, 1024])
+@pytest.mark.parametrize("short", [False, True])
+def test_log_probabilities_of_whole_groups_equal_the_definition(
+    model: nn.Module, share: bool, cap: int, short: bool
+) -> None:
+    batch = make_batch(5)
+    batch = replace(batch, mask=batch.mask & (torch.arange(batch.mask.shape[1]) == 0)) if short else batch
+    truth = torch.where(batch.mask, naive_logp(model, batch, 0.8), 0)
+    got = torch.zeros_like(truth)
+    for p in pack(batch, batch.mask.any(1).nonzero().squeeze(1), 40, share=share, cap=cap, whole=True):
+        got[p.rows] = Evaluator(Network(model, True), 0.8, share)(p)
+    assert torch.allclose(got, truth, atol=1e-10)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_surrogate_of_whole_groups_is_that_of_the_update(model: nn.Module, share: bool) -> None:
+    """Gradient and line search of the vine, with a budget that would split every group, against the definition."""
+    algorithm, batch = ALGORITHMS["trpo_vine"], make_batch(11)
+    with torch.no_grad():
+        logp = naive_logp(model, batch, 1.0)
+    noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    batch = replace(batch, logp_old=logp + 0.3 * noise, weight=noise.exp())
+    psi = algorithm.advantages(batch)
+    learner = LocalLearner(model, algorithm, lr=None, steps=1, config=LearnerConfig(micro_tokens=1))
+    learner.networks = replace(learner.networks, policy=replace(learner.evaluator, share_prompts=share))
+    learner.curvature = replace(learner.curvature, networks=learner.networks)
+    problem = learner.problem(batch, psi, algorithm)
+    gradient, _ = problem.gradient()
+    out = torch.where(batch.mask, naive_logp(model, batch, 1.0), 0)
+    expected = torch.autograd.grad(pg.surrogate(out, batch, psi, algorithm), list(model.parameters()))
+    flat = torch.cat([g.reshape(-1) for g in expected])
+    assert float((gradient + flat).abs().max()) <= 1e-6 * float(flat.abs().max())
+    value, _ = problem.evaluate(torch.zeros_like(gradient))
+    assert value == pytest.approx(float(pg.objective(out.detach(), batch, psi, algorithm)), abs=1e-6)
+    assert abs(value) > 1e-3
 
 
 def test_chunked_head_is_the_same(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,4 +292,5 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
     assert offered.value == metrics["completions/offered"].value
     value = pg.objective(out, batch, psi, algorithm)
     assert metrics["objective"].value == pytest.approx(float(value), abs=1e-6)
-    assert metrics["completions/computed"].value < metrics["completions/offered"].value
+    merges = not algorithm.gate.whole_groups
+    assert (metrics["completions/computed"].value < metrics["completions/offered"].value) is merges

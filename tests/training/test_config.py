@@ -15,7 +15,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.algorithms import runnable
-from policygrad.algorithms import ALGORITHMS, DAPO, GRPO, RLOO
+from policygrad.algorithms import ALGORITHMS, DAPO, RLOO
 from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, WeightCap
 from policygrad.core.metrics import Metrics
@@ -80,8 +80,10 @@ def test_algorithm_as_a_name_and_as_tables(tmp_path: Path) -> None:
     assert read(tmp_path, 'algorithm = "dr-grpo"').algorithm.name == "dr_grpo"
     made = read(tmp_path, '[algorithm]\nname = "dapo"\n[algorithm.gate]\nhigh = 0.4\n').algorithm
     assert made == replace(DAPO, gate=Clip(0.2, 0.4))
-    made = read(tmp_path, '[algorithm]\nname = "mine"\nterms = []\ngate = { part = "WeightCap", high = 3 }\n').algorithm
-    assert made == replace(GRPO, name="mine", terms=(), gate=WeightCap(0.0, 3.0))
+    made = read(
+        tmp_path, '[algorithm]\nname = "mine"\nfilters = []\ngate = { part = "WeightCap", high = 3 }\n'
+    ).algorithm
+    assert made == replace(DAPO, name="mine", filters=(), gate=WeightCap(0.0, 3.0))
     made = read(tmp_path, '[algorithm]\nname = "rloo"\nratio = "none"\n').algorithm
     assert made == RLOO
 
@@ -129,7 +131,7 @@ def test_base_is_changed_not_replaced(tmp_path: Path) -> None:
         ("[algorithm.gate]\nhihg = 0.3", "unknown key 'algorithm.gate.hihg' of Clip: did you mean 'high'?"),
         ('[algorithm.gate]\nhigh = "0.3"', "'algorithm.gate.high' must be a number, not '0.3'"),
         ("[algorithm.gate]\nhigh = -1", "algorithm.gate: Clip.high must be at least 0, not -1.0"),
-        ('[algorithm]\nreference = "none"', "a KL term without a reference"),
+        ('[algorithm]\nname = "grpo"\nreference = "none"', "a KL term without a reference"),
         ('[algorithm]\nname = "reinforce"\nstep = { epochs = 2 }', "one update per rollout, not 2"),
         ('[[algorithm.terms]]\npart = "KLToReference"\nform = "k1"', "zero expected gradient"),
         ('[[algorithm.shaping]]\npart = "KLInReward"\nform = "k2"', "KLInReward takes k1 only"),

@@ -19,12 +19,12 @@ from policygrad.training.trainer import train
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"algorithm": pg.ITERATIVE_GRPO}, ["Reference.every = 100", "100 steps", "--steps above 100", "every at 25"]),
+        ({"algorithm": pg.ITERATIVE_GRPO}, ["Reference.every = 100", "20 steps", "--steps above 100", "every at 5"]),
         ({"algorithm": pg.ITERATIVE_GRPO, "steps": 101}, []),
         ({"algorithm": pg.PRORL}, ["Reference.every = 200", "--steps above 200"]),
         ({"algorithm": pg.PRORL, "steps": 200}, ["Reference.every = 200"]),
         ({"algorithm": pg.PRORL, "steps": 400}, []),
-        ({"algorithm": pg.VAPO}, []),
+        ({"algorithm": pg.VAPO, "steps": 100}, []),
         ({"algorithm": pg.VAPO, "steps": 20}, ["Critic.pretrain = 20", "stands still", "--algorithm.critic.pretrain"]),
         ({"algorithm": pg.GRPO, "steps": 1}, []),
     ],

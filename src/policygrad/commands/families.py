@@ -6,6 +6,7 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.gates import Clip
 from policygrad.core.ratios import Token
+from policygrad.core.vine import Vine
 
 FAMILIES = (
     "one sample at a time",
@@ -20,7 +21,7 @@ FAMILIES = (
 def family(a: Algorithm) -> str:
     """Which of them, by what it is composed of."""
     single, values, group, clipped, gated, completion = FAMILIES
-    if a.critic is not None or any(link.samples_values for link in a.psi):
+    if a.critic is not None or any(link.samples_values or isinstance(link, Vine) for link in a.psi):
         return values
     if not any(link.group_statistic for link in a.psi):
         return single

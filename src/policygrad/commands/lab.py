@@ -108,7 +108,10 @@ def lab(args: list[str]) -> int:
 
 
 def _all(group_size: int) -> dict[str, Algorithm]:
-    """Every row; one that needs a larger group is left out, which is said. Groups of one are refused, as most rows are."""
+    """Every row; one that needs a larger group, or has no step here, is left out, which is said. Groups of one are refused, as
+    most rows are."""
+    from policygrad.lab.setting import measurable, unmeasurable
+
     found = dict(ALGORITHMS)
     for name, row in ALGORITHMS.items() if group_size > 1 else ():
         try:
@@ -116,7 +119,10 @@ def _all(group_size: int) -> dict[str, Algorithm]:
         except ConfigError as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
             del found[name]
-    return found
+    for row in found.values():
+        if why := unmeasurable(row):
+            print(f"{row.name} is left out: {why}", file=sys.stderr)
+    return measurable(found)
 
 
 def html(found: LabReport, algorithms: Mapping[str, Algorithm]) -> str:

@@ -49,7 +49,7 @@ _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.S
 class TrainOptions(CommandOptions):
     """Options of `policygrad train` that are not part of the run itself."""
 
-    algorithm: Annotated[tyro.conf.Positional[str | None], optional("[ALGORITHM]", "grpo")] = None
+    algorithm: Annotated[tyro.conf.Positional[str | None], optional("[ALGORITHM]", "dapo")] = None
     """The method: a name, or one of your own, module:NAME or path/to/file.py:NAME."""
     teacher: Annotated[str | None, optional("ID|DIR", "none")] = None
     """A model to learn from (distill needs one), short for --algorithm.reference.model: a folder, a hub id, a run's folder."""
@@ -57,7 +57,7 @@ class TrainOptions(CommandOptions):
 
 def train(args: list[str]) -> int:
     """`policygrad train [ALGORITHM] [options]`."""
-    refuse_foreign(args, lambda: flags(take_algorithm([w for w in args if not re.match(r"[\w.+]+=", w)])[0] or "grpo"))
+    refuse_foreign(args, lambda: flags(take_algorithm([w for w in args if not re.match(r"[\w.+]+=", w)])[0] or "dapo"))
     name, args = take_algorithm(args)
     base = _base(name, args)
     chosen, rest = choose_parts(open_budget(base.algorithm, base.sampling.max_tokens), args)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from policygrad.core.aggregates import SequenceMean
 from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.curriculum import NoPositiveResampling
 from policygrad.core.filters import Downsample, MaskTruncated
 from policygrad.core.ratios import Sequence, SequenceProduct
 from policygrad.core.trust_region import TrustRegion
+from policygrad.core.vine import SelfNormalisation, SelfNormalised, Vine
 from policygrad.errors import ConfigError
 
 
@@ -36,6 +38,53 @@ def data_problems(algorithm: Composition) -> Iterator[str]:
         yield (
             "the advantage compares turns, and a masked completion has none left: set MaskTruncated(keep_in_statistics=False)"
         )
+    yield from _vine(algorithm)
+
+
+_OF_ANSWERS = frozenset(
+    (
+        "values",
+        "bootstrap",
+        "baseline",
+        "step_end",
+        "token_reward",
+        "implicit_reward",
+        "anchor",
+        "rewards",
+        "demonstration",
+    )
+)
+"""What is said of whole completions, which a vine's rows are not."""
+
+
+def _vine(algorithm: Composition) -> Iterator[str]:
+    if any(isinstance(link, Vine) for link in algorithm.psi):
+        for part in (*algorithm.filters, *algorithm.shaping):
+            yield (
+                f"Vine trains on single tokens tried in the midst of answers, and {type(part).__name__} looks at whole ones: set "
+                f"{'filters' if part in algorithm.filters else 'shaping'}=()"
+            )
+        for field in sorted(algorithm.declared & _OF_ANSWERS):
+            yield f"a part reads Batch.{field} of whole answers, and Vine trains on single tokens in the midst of them: drop it"
+    gate, term = isinstance(algorithm.gate, SelfNormalised), _normalises(algorithm)
+    if gate and not term:
+        yield (
+            "SelfNormalised divides by a sum over the group that moves with the policy, and nothing differentiates it: set "
+            "terms=(SelfNormalisation(),)"
+        )
+    if term and not gate:
+        yield "SelfNormalisation differentiates the normaliser of SelfNormalised, which is not there: set gate=SelfNormalised()"
+    if gate and algorithm.corrections:
+        yield (
+            f"{type(algorithm.corrections[0]).__name__} would weigh the tokens of a group in SelfNormalised's numerator alone: set "
+            "corrections=(); behaviour='sampler' takes account of who sampled, also of older weights"
+        )
+    if gate and isinstance(algorithm.aggregate, SequenceMean):
+        yield "SelfNormalised weighs a group's tokens by itself, and SequenceMean by length: set aggregate=GroupTokenMean()"
+
+
+def _normalises(algorithm: Composition) -> bool:
+    return any(isinstance(term, SelfNormalisation) for term in algorithm.terms)
 
 
 def _demonstrations(algorithm: Composition) -> Iterator[str]:

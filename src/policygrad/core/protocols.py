@@ -97,6 +97,8 @@ class Gate(Part):
     """Whether it takes no ratio: true only while π_θ = π_old."""
     token_ratio: ClassVar[bool] = False
     """Whether it reads the tokens' own ratios, so that no other ratio fits."""
+    whole_groups: ClassVar[bool] = False
+    """Whether a token's weight depends on its group's other tokens, so that no micro-batch may split a group."""
 
     @abstractmethod
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:

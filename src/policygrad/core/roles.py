@@ -75,6 +75,7 @@ _MEANS = {
     "joint": "whether r is of the whole completion",
     "on_policy": "whether it takes no ratio",
     "token_ratio": "whether it reads the tokens' own ratios",
+    "whole_groups": "whether a token's weight depends on its group's other tokens",
     "clipped": "where it cuts, or None",
     "forward_needs": "the Forward fields it reads",
     "constrains": "'kl_old' for a penalty on it, or None",

@@ -9,6 +9,7 @@ from policygrad.core.distillation import TeacherLogRatio
 from policygrad.core.filters import Downsample
 from policygrad.core.success import PassAtK
 from policygrad.core.update_rules import FirstOrder
+from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
 
 
@@ -52,6 +53,11 @@ def check_sampling(algorithm: Composition, samples_per_prompt: int, temperature:
                 "sampling.temperature above 0"
             )
     for link in algorithm.psi:
+        if isinstance(link, Vine) and temperature == 0:
+            raise ConfigError(
+                "Vine compares several tokens of one state, and at temperature 0 only one is ever drawn: set "
+                "sampling.temperature above 0"
+            )
         if isinstance(link, PassAtK) and samples_per_prompt <= link.k:
             raise ConfigError(
                 f"PassAtK(k={link.k}) compares {link.k}-subsets of a prompt's samples, and of {samples_per_prompt} there is at "

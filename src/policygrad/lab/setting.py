@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +16,28 @@ from policygrad.core.distillation import TeacherLogRatio
 from policygrad.core.loss_terms import ExactKLToReference
 from policygrad.core.shaping import KLInReward
 from policygrad.core.terms import KLToReference
+from policygrad.core.vine import Vine
+from policygrad.errors import ConfigError
 from policygrad.lab.calculus import derivative
 from policygrad.lab.sequences import World
 
 STEP = 2
 """Tokens of a step of an answer, for the parts that read step ends; the last one may be shorter."""
+
+
+def unmeasurable(algorithm: Algorithm) -> str | None:
+    """Why the lab has no step of this algorithm; None = it has."""
+    if not any(isinstance(link, Vine) for link in algorithm.psi):
+        return None
+    return (
+        f"{algorithm.name} trains on single tokens that are tried in the midst of answers (Vine), and the lab's steps are groups "
+        "of whole completions: take trpo, whose single path is one"
+    )
+
+
+def measurable(algorithms: Mapping[str, Algorithm]) -> dict[str, Algorithm]:
+    """Those that the lab has a step of."""
+    return {name: algorithm for name, algorithm in algorithms.items() if unmeasurable(algorithm) is None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +77,13 @@ class Setting:
         return self.world.tree.length + (not self.cut)
 
     def prepared(self, algorithm: Algorithm) -> Algorithm:
-        """The algorithm in the midst of a run here: open lengths are the budget, a running mean has seen the mean reward J."""
+        """The algorithm in the midst of a run here: open lengths are the budget, a running mean has seen the mean reward J.
+
+        Raises:
+            ConfigError: an algorithm whose steps are no groups of completions.
+        """
+        if why := unmeasurable(algorithm):
+            raise ConfigError(why)
         zero, seen = torch.zeros(1, 1).double(), self.world.objective(self.behaviour.detach())[None]
         batch = Batch(mask=zero == 0, group=torch.zeros(1).long(), reward=seen, logp_old=zero, logp_ref=zero)
         batch = replace(batch, example=torch.zeros(1).long())

@@ -12,6 +12,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, merge
 from policygrad.core.protocols import Filter
+from policygrad.core.vine import Vine
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError
 from policygrad.rollout.batching import measure, to_batch, used
@@ -26,6 +27,7 @@ from policygrad.rollout.reasoning_steps import with_steps
 from policygrad.rollout.trajectory import EVALUATE, TRAIN, Group, Start
 from policygrad.rollout.turns import with_turns
 from policygrad.rollout.values import with_values
+from policygrad.rollout.vine import branched
 from policygrad.samplers.base import Sampler, Sampling
 from policygrad.tasks.types import Example
 from policygrad.waiting import Waiter
@@ -141,19 +143,31 @@ class Rollouter:
             batch = with_steps(batch, marks_of(kept), scored=worth)
         if "anchor" in algorithm.declared:  # filters look at whole episodes' rewards
             batch = with_turns(batch, kept, scored="token_reward" in algorithm.declared)
-        for link in algorithm.psi:
-            if link.samples_values:
-                batch, cost = self._with_values(batch, kept, sampling, link.samples, step)
-                judged |= cost
-        if "baseline" in algorithm.declared:
-            batch, cost = with_baseline(batch, kept, lambda s: self._greedy(s, sampling))
-            judged |= cost
+        batch, kept, cost = self._sampled_further(algorithm, batch, kept, sampling, step)
+        judged |= cost
         measured = measure([(r.groups, r.batch) for r in rounds])
         metrics = merge(measured, judged.metrics, found.metrics, used(sum(len(r.batch.mask) for r in rounds), batch))
         return Rollout(batch, tuple(kept), found.position, metrics, judged.messages, found.surplus)
 
     def _start(self, index: int, example: Example, sampling: Sampling, stream: int, step: int) -> Start:
         return Start(example, (self.seed, stream, step, index), sampling.max_tokens)
+
+    def _sampled_further(
+        self, algorithm: Algorithm, batch: Batch, groups: list[Group], sampling: Sampling, step: int
+    ) -> tuple[Batch, list[Group], Judged]:
+        """(the batch, its groups, what it cost) after what parts have sampled beside the episodes, or in their place."""
+        judged = Judged()
+        for link in algorithm.psi:
+            if link.samples_values:
+                batch, cost = self._with_values(batch, groups, sampling, link.samples, step)
+                judged |= cost
+        if "baseline" in algorithm.declared:
+            batch, cost = with_baseline(batch, groups, lambda s: self._greedy(s, sampling))
+            judged |= cost
+        for vine in (link for link in algorithm.psi if isinstance(link, Vine)):
+            batch, groups, cost = self._branched(batch, groups, vine, sampling, step)
+            judged |= cost
+        return batch, groups, judged
 
     def _greedy(self, starts: list[Start], sampling: Sampling) -> tuple[list[Group], Judged]:
         """One episode from each start, of the most probable token at every step."""
@@ -176,6 +190,17 @@ class Rollouter:
                 "tasks, or an advantage without it, such as GroupMean()"
             )
         return with_values(batch, groups, lambda s: judge(self.play(s, samples, sampling), self.score), step)
+
+    def _branched(
+        self, batch: Batch, groups: Sequence[Group], vine: Vine, sampling: Sampling, step: int
+    ) -> tuple[Batch, list[Group], Judged]:
+        if self.environment is not SingleTurn:
+            raise ConfigError(
+                "Vine starts again in the midst of an answer, which an environment cannot: take the prompt-and-answer tasks, or "
+                "algorithm trpo"
+            )
+        play = lambda starts, n: self.play(starts, n, sampling)  # noqa: E731
+        return branched(batch, groups, vine, play, lambda some: judge(some, self.score), step)
 
     def evaluate(
         self,

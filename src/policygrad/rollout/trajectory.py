@@ -13,7 +13,7 @@ from policygrad.rollout.reasoning_steps import Marks
 from policygrad.samplers.base import Generation
 from policygrad.tasks.types import Example
 
-TRAIN, EVALUATE, VALUES, GREEDY = 0, 1, 2, 3
+TRAIN, EVALUATE, VALUES, GREEDY, VINE = 0, 1, 2, 3, 4
 """Streams of random numbers, the second entry of a start's key."""
 
 

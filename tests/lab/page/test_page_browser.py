@@ -14,6 +14,9 @@ import browser as browsers
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.lab import html
 from policygrad.lab.report import report
+from policygrad.lab.setting import measurable
+
+ROWS = measurable(ALGORITHMS)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -28,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("lab") / "lab.html"
-    place.write_text(html(report(ALGORITHMS, 2, names=NAMES), ALGORITHMS), encoding="utf-8")
+    place.write_text(html(report(ROWS, 2, names=NAMES), ROWS), encoding="utf-8")
     return place
 
 
@@ -90,10 +93,10 @@ def test_the_plots_are_there(page: Page) -> None:
         "occupancy_sum": 0,
     }
     names = " ".join(page.locator("#scatter .point").evaluate_all("nodes => nodes.map(n => n.dataset.name)")).split()
-    assert sorted(names) == sorted(ALGORITHMS)
+    assert sorted(names) == sorted(ROWS)
     paths = page.locator(".curve").evaluate_all("nodes => nodes.map(n => n.getAttribute('d'))")
     assert all(d.startswith("M") and "L" in d and "NaN" not in d for d in paths)
-    assert page.locator("#matrix tbody tr").count() == page.locator("#figures tbody tr").count() == len(ALGORITHMS)
+    assert page.locator("#matrix tbody tr").count() == page.locator("#figures tbody tr").count() == len(ROWS)
 
 
 def test_hover_shows_the_values_beside_the_line(page: Page) -> None:

@@ -24,6 +24,7 @@ from policygrad.core.run_checks import check_sampling
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.update_rules import FirstOrder
 from policygrad.core.values import GAE, NStep, Whiten
+from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
 
 GAMMA = 0.99
@@ -174,6 +175,11 @@ def _problems(algorithm: Algorithm) -> Iterator[str]:
         yield f"a part reads Batch.{missing[0]}, which episodes of an environment do not have: leave it out (shaping=(), terms=())"
     if algorithm.behaviour == "sampler":
         yield "behaviour='sampler' reads what an engine says of its tokens, and here the policy itself acts: leave 'recomputed'"
+    if any(isinstance(link, Vine) for link in algorithm.psi) or algorithm.gate.whole_groups:
+        yield (
+            "a vine tries several actions in one state, and these environments cannot be set back to one: take trpo, the single "
+            "path"
+        )
     if algorithm.filters:
         yield "filters look at the scores of a prompt's completions, and an environment has no prompts: set filters=()"
     critic = algorithm.critic

@@ -38,9 +38,9 @@ class ActorCritic:
         """The policy's."""
         return next(self.policy.model.parameters()).device
 
-    def packs(self, batch: Batch, rows: Tensor) -> Iterator[Pack]:
-        """The completions `rows` in micro-batches."""
-        return self.policy.packs(batch, rows, self.config.micro_tokens)
+    def packs(self, batch: Batch, rows: Tensor, whole: bool = False) -> Iterator[Pack]:
+        """The completions `rows` in micro-batches; `whole`: of whole groups."""
+        return self.policy.packs(batch, rows, self.config.micro_tokens, whole)
 
     def forward(self, part: Pack, needs: frozenset[str]) -> Forward:
         """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""

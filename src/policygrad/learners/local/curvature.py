@@ -107,11 +107,12 @@ class Curvature:
         parameters, masters = optimizer.parameters, optimizer.masters
         moved = {n: (masters[n] + change).to(parameters[n].dtype) for n, change in optimizer.split(delta).items()}
         rows = batch.mask.any(1).nonzero().squeeze(1)
-        merged = Merged.of(batch, psi, rows, algorithm.needs)
+        whole = algorithm.gate.whole_groups
+        merged = Merged.apart(batch, rows) if whole else Merged.of(batch, psi, rows, algorithm.needs)
         coefficients = tuple(map(merged.summed, algorithm.all_coefficients(batch)))
         bare = replace(batch, prompts=None, tokens=None)
         total, divergence = 0.0, 0.0
-        for part, weight in self._parts(batch, merged):
+        for part, weight in self._parts(batch, merged, whole):
             chosen, device = part.rows.cpu(), weight.device
             coef = tuple(c[merged.place[chosen]].to(device) for c in coefficients)
             share, ours = bare.select(chosen).to(device), psi[chosen].to(device)
@@ -121,14 +122,14 @@ class Curvature:
             divergence += float((weight * out.kl_old).sum())
         return total, divergence
 
-    def _parts(self, batch: Batch, merged: Merged | None = None) -> Iterator[tuple[Pack, Tensor]]:
+    def _parts(self, batch: Batch, merged: Merged | None = None, whole: bool = False) -> Iterator[tuple[Pack, Tensor]]:
         """Micro-batches of all completions with a sampled token, whatever their Ψ, equal ones once; and what share of the
         mean each token [b, T] stands for."""
         merged = merged or Merged.of_texts(batch)
         count = merged.count.double()
         tokens = max(1, int(batch.mask.sum()))
         device = self.networks.device
-        for part in self.networks.packs(batch, merged.unique):
+        for part in self.networks.packs(batch, merged.unique, whole):
             share = torch.where(part.mask, count[merged.place[part.rows]][:, None] / tokens, 0.0)
             yield part.to(device), share.to(device)
 

@@ -88,9 +88,9 @@ class Evaluator:
         if self.network.routing is not None:
             self.network.routing.replay(None)
 
-    def packs(self, batch: Batch, rows: Tensor, budget: int) -> Iterator[Pack]:
-        """The completions `rows` in micro-batches this model can be given."""
-        return pack(batch, rows, budget, share=self.share_prompts, cap=self.cap)
+    def packs(self, batch: Batch, rows: Tensor, budget: int, whole: bool = False) -> Iterator[Pack]:
+        """The completions `rows` in micro-batches this model can be given; `whole`: of whole groups."""
+        return pack(batch, rows, budget, share=self.share_prompts, cap=self.cap, whole=whole)
 
     def __call__(self, batch: Pack) -> Tensor:
         """[b, T] nats with graph; 0 off the mask."""

@@ -6,6 +6,7 @@ summed, and completions that share a row see their prompt and themselves, never 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -148,8 +149,13 @@ def _extents(mask: Tensor) -> list[int]:
     return torch.where(mask.any(1), last, 0).tolist()
 
 
-def _bins(batch: Batch, rows: Tensor, extent: Sequence[int], cap: int) -> list[tuple[int, int, list[int]]]:
-    """(length, group, completions) of each row, longest first: completions share their prompt while the row stays within `cap`."""
+def _bins(
+    batch: Batch, rows: Tensor, extent: Sequence[int], cap: int, whole: bool = False
+) -> list[tuple[int, int, list[int]]]:
+    """(length, group, completions) of each row, longest first: completions share their prompt while the row stays within `cap`.
+
+    whole: a group's rows follow each other, and none is shared where one is over `cap`; a completion of one token, which reads
+    its prompt alone, needs no row of its own."""
     assert batch.prompts is not None
     bins: list[tuple[int, int, list[int]]] = []  # (length, group, completions)
     by_group: dict[int, list[int]] = {}
@@ -159,29 +165,37 @@ def _bins(batch: Batch, rows: Tensor, extent: Sequence[int], cap: int) -> list[t
     for group, members in by_group.items():
         prompt = len(batch.prompts[group])
         length, current = prompt, list[int]()
+        alone = whole and any(prompt + extent[row] - 1 > cap for row in members)
         for row in members:
             size = extent[row] - 1
-            if current and length + size > cap:
+            free = whole and size == 0
+            if current and not free and (alone or length + size > cap):
                 bins.append((length, group, current))
                 length, current = prompt, []
             length += size
             current.append(row)
         bins.append((length, group, current))
+    if whole:
+        longest = {group: max(length for length, other, _ in bins if other == group) for group in by_group}
+        return sorted(bins, key=lambda b: (-longest[b[1]], b[1], -b[0]))
     return sorted(bins, key=lambda b: -b[0])
 
 
-def _plan(bins: Sequence[tuple[int, int, list[int]]], budget: int, cap: int) -> Iterator[list[tuple[int, list[int]]]]:
-    """Micro-batches as lists of (group, completions), up to `budget` padded tokens (at least one row).
+def _plan(
+    bins: Sequence[tuple[int, int, list[int]]], budget: int, cap: int, whole: bool = False
+) -> Iterator[list[tuple[int, list[int]]]]:
+    """Micro-batches as lists of (group, completions), up to `budget` padded tokens (at least one row; whole: one group).
 
     One ends early where it is an eighth full and the next row is shorter by a fifth, since padding costs as much as tokens
     do; and where rows over `cap` end: those hold one completion, and take a mask that a model may narrow to its window.
     """
     micro: list[tuple[int, list[int]]] = []
     longest = 0
+    height = Counter(group for _, group, _ in bins)
     for length, group, members in bins:
-        full = (len(micro) + 1) * longest > budget
+        full = (len(micro) + (height[group] if whole else 1)) * longest > budget
         uneven = 8 * len(micro) * longest >= budget and 5 * length < 4 * longest
-        if micro and (full or uneven or length <= cap < longest):
+        if micro and not (whole and group == micro[-1][0]) and (full or uneven or length <= cap < longest):
             yield micro
             micro = []
         longest = length if not micro else longest
@@ -190,10 +204,12 @@ def _plan(bins: Sequence[tuple[int, int, list[int]]], budget: int, cap: int) -> 
         yield micro
 
 
-def pack(batch: Batch, rows: Tensor, budget: int, *, share: bool = True, cap: int = CAP) -> Iterator[Pack]:
+def pack(
+    batch: Batch, rows: Tensor, budget: int, *, share: bool = True, cap: int = CAP, whole: bool = False
+) -> Iterator[Pack]:
     """Micro-batches of at most `budget` padded tokens (or one row) covering the completions `rows`.
 
-    share: a group's completions may stand in one row, of at most `cap` tokens.
+    share: a group's completions may stand in one row, of at most `cap` tokens. whole: no group is split, whatever the budget.
 
     Raises:
         ConfigError: a batch without tokens or prompts.
@@ -202,11 +218,13 @@ def pack(batch: Batch, rows: Tensor, budget: int, *, share: bool = True, cap: in
         raise DataError("a learner needs Batch.tokens and Batch.prompts (token ids); they are None")
     extent = _extents(batch.mask)
     cap = cap if share else 0
-    for plan in _plan(_bins(batch, rows, extent, cap), budget, cap):
-        yield _lay_out(batch, plan, extent)
+    for plan in _plan(_bins(batch, rows, extent, cap, whole), budget, cap, whole):
+        reading = [[m for m in row if extent[m] > 1] if whole else row for _, row in plan]
+        yield _lay_out(batch, plan, extent, shared=any(len(row) > 1 for row in reading))
 
 
-def _lay_out(batch: Batch, plan: list[tuple[int, list[int]]], extent: list[int]) -> Pack:
+def _lay_out(batch: Batch, plan: list[tuple[int, list[int]]], extent: list[int], shared: bool) -> Pack:
+    """shared: several completions that read more than their prompt stand in a row."""
     assert batch.tokens is not None
     assert batch.prompts is not None
     lengths = [len(batch.prompts[g]) + sum(extent[m] - 1 for m in members) for g, members in plan]
@@ -242,7 +260,7 @@ def _lay_out(batch: Batch, plan: list[tuple[int, list[int]]], extent: list[int])
         chosen,
         ids,
         positions,
-        _attention(segment, shared=any(len(row) > 1 for _, row in plan)),
+        _attention(segment, shared),
         torch.where(mask, torch.cat([last, first + t], 1), 0),
         torch.where(mask, batch.tokens[chosen], 0),
         mask,

@@ -86,14 +86,16 @@ class LocalGradientProblem:
         coefficients = self.algorithm.all_coefficients(batch)
         moving = active(batch, self.psi, coefficients) if learning and self.skip else batch.mask.any(1)
         rows = moving.nonzero().squeeze(1)
-        merged = Merged.of(batch, self.psi, rows, self.algorithm.needs) if self.merge else Merged.apart(batch, rows)
+        whole = self.algorithm.gate.whole_groups  # equal completions of a group count one by one
+        merge_equal = self.merge and not whole
+        merged = Merged.of(batch, self.psi, rows, self.algorithm.needs) if merge_equal else Merged.apart(batch, rows)
         summed, count = tuple(map(merged.summed, coefficients)), merged.count.float()
         metrics: Metrics = {
             "completions/computed": Sum(float(len(merged.unique))),
             "completions/offered": Sum(float(batch.mask.any(1).sum())),
         }
         bare = replace(batch, prompts=None, tokens=None, experts=None)  # the equation does not read them
-        for part in networks.packs(batch, merged.unique):
+        for part in networks.packs(batch, merged.unique, whole):
             at = merged.place[part.rows]
             share = bare.select(part.rows).to(device)
             psi, coef = self.psi[part.rows].to(device), tuple(c[at].to(device) for c in summed)

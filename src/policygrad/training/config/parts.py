@@ -45,6 +45,7 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "mixing": "psi",
     "policy_shaping": "gate",
     "demonstrations": "terms",
+    "vine": "",  # parts of several roles: by each one's own
 }
 
 
@@ -129,7 +130,10 @@ def find_algorithm(name: str) -> Algorithm:
 
 def _place(kind: type) -> str | None:
     package, _, module = kind.__module__.rpartition(".")
-    return _PLACES.get(module) if package == "policygrad.core" else None
+    place = _PLACES.get(module) if package == "policygrad.core" else None
+    return (
+        next((field for field, role in ROLES.items() if issubclass(kind, role.bases)), None) if place == "" else place
+    )
 
 
 def check_place(kind: type, where: str, dotted: str) -> None:

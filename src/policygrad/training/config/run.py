@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from policygrad.algorithms import GRPO
+from policygrad.algorithms import DAPO
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.run_checks import check_rollout, check_sampling
 from policygrad.core.trust_region import TrustRegion
@@ -20,8 +20,9 @@ from policygrad.samplers.base import Sampling
 
 OBJECT = "object:"
 """Begins what stands in a file for an object that was given in Python."""
-LR_TINY, LR = 3e-4, 1e-6
-"""Default learning rates: the embedded model of 0.7M parameters, and models of the size people post-train."""
+LR_TINY, LR = 1e-3, 1e-6
+"""Default learning rates: of the embedded model of 0.7M parameters, over √K for K updates a rollout, and of models of the size
+people post-train."""
 
 
 def optional(metavar: str, words: str) -> Any:
@@ -112,7 +113,7 @@ class Options:
     """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
     held_out: Annotated[Any, named("FILE", str, "a sixteenth of the task, chosen by a hash of the prompt")] = None
     """A .jsonl file of held-out problems for a .jsonl task. From Python also rows."""
-    steps: int = 100
+    steps: int = 20
     """Rollouts, each followed by the algorithm's updates."""
     tokens: Annotated[int | None, optional("INT", "no budget")] = None
     """End earlier, after the step in which so many tokens have been sampled; a learning-rate schedule still counts steps."""
@@ -120,7 +121,9 @@ class Options:
     """Prompts per rollout."""
     samples_per_prompt: Annotated[int | None, optional("INT", "the algorithm's own")] = None
     """G, completions per prompt."""
-    lr: Annotated[float | None, optional("FLOAT", f"{LR_TINY:g} for the tiny model, {LR:g} for any other")] = None
+    lr: Annotated[
+        float | None, optional("FLOAT", f"{LR_TINY:g}/√K for the tiny model, K updates a rollout; {LR:g} for any other")
+    ] = None
     """Peak learning rate."""
     seed: int = 0
     """Of everything drawn at random."""
@@ -144,7 +147,7 @@ class Options:
 class Draft(Options):
     """Options and algorithm, not yet checked against each other: a file or flags may still change either."""
 
-    algorithm: Algorithm = GRPO
+    algorithm: Algorithm = DAPO
     """The method: one equation's parts."""
 
 
@@ -298,7 +301,7 @@ class Run(Draft):
         algorithm = replace(self.algorithm.with_budget(self.sampling.max_tokens), samples_per_prompt=self.group_size)
         if self.few_prompts:
             algorithm = replace(algorithm, step=replace(algorithm.step, minibatches=self.prompts_per_step))  # type: ignore[type-var]
-        usual = LR_TINY if isinstance(self.model, str) and self.model == "tiny" else LR
+        usual = LR_TINY / algorithm.step.updates**0.5 if isinstance(self.model, str) and self.model == "tiny" else LR
         if algorithm.critic is not None and not algorithm.step.uses_lr:  # there is no policy's rate for it to follow
             algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.rate(usual)))
         default = usual if algorithm.step.uses_lr else None

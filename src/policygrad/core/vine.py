@@ -1,0 +1,151 @@
+"""TRPO's vine: several next tokens of one state, compared by what comes of each, and the surrogate that needs no baseline.
+
+A group is a state and its tokens are the actions that were tried there: r, Ψ and ŵ below are theirs. The surrogate of a state
+is a quotient, so that its tokens have to be seen together under the policy as it is (`Gate.whole_groups`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from policygrad.core import ragged
+from policygrad.core.advantages import reward_to_go
+from policygrad.core.batch import Batch, Forward
+from policygrad.core.protocols import Advantage, Gate, Term
+from policygrad.core.ragged import Groups
+from policygrad.core.ratios import bounded_exp
+from policygrad.core.terms import log_ratio
+from policygrad.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Vine(Advantage):
+    """Ψ_k = Q̂(s, a_k) − Σ_j ŵ_j Q̂(s, a_j) over the tokens that were tried in one state.
+
+    A rollout chooses `states` prefixes among all sampled tokens of a prompt's completions (the rollout set), and tries up to
+    `actions` tokens a_k in each. Then a row of the batch is one such token, a group one state, and the row's reward is Q̂: the
+    mean reward of `samples` completions of prefix and token. All tokens of a state are completed with the same random numbers.
+
+    distinct: K different tokens, the first that the policy draws, with ŵ_k ∝ π_old(a_k), so that L_n = Σ_k π_θ(a_k)Q̂_k /
+    Σ_k π_θ(a_k): the self-normalised surrogate with q uniform over them (eq. 66), and Σ_a π_θ(a)Q̂(s, a) itself (eq. 15) where
+    they are all tokens. Otherwise K independent draws, with ŵ_k by how often a_k was drawn (eq. 16, q = π_old).
+
+    Source: Schulman et al. 2015 (TRPO), sec. 5.2 and app. H and I.
+
+    Raises:
+        ConfigError: no state, fewer than two actions, no completion.
+    """
+
+    states: int = 4
+    actions: int = 4
+    samples: int = 1
+    distinct: bool = True
+    starts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name, least, why in (
+            ("states", 1, "per prompt"),
+            ("actions", 2, "per state, which are compared"),
+            ("samples", 1, "completion per action"),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"Vine.{name} must be at least {least} {why}, not {getattr(self, name)}")
+
+    @property
+    def formula(self) -> str:
+        which = "distinct tokens" if self.distinct else "draws"
+        return (
+            f"Q̂(s, a_k) − Σ_j ŵ_j Q̂(s, a_j),  {self.actions} {which} in each of {self.states} states per prompt, "
+            f"Q̂ from {self.samples} completion{'s' * (self.samples > 1)}"
+        )
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        q = ragged.masked(reward_to_go(batch), batch.mask)
+        state = _State.of(batch, q.dtype)
+        return ragged.masked(q - state.mean(q), batch.mask & ~state.equal(q))
+
+
+@dataclass(frozen=True)
+class SelfNormalised(Gate):
+    """w = r/m, m = Σ_j ŵ_j r_j over the group's tokens: the surrogate of a state is Σ_k ŵ_k r_k Ψ_k / Σ_k ŵ_k r_k.
+
+    ŵ is `Batch.weight`, normalised over the group. What the normaliser m adds to the derivative is `SelfNormalisation`, which
+    goes with it. A constant added to Ψ changes no gradient. Source: Schulman et al. 2015 (TRPO), eq. 16 and 66.
+    """
+
+    token_ratio: ClassVar[bool] = True
+    whole_groups: ClassVar[bool] = True
+
+    @property
+    def formula(self) -> str:
+        return "r/m,  m = Σ_j ŵ_j r_j over the group's tokens"
+
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return _State.of(batch, ratio.dtype).normalised(ratio)
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return self.weight(ratio, psi, batch) * psi
+
+
+@dataclass(frozen=True)
+class SelfNormalisation(Term):
+    """k = −(r/m)·L, L = Σ_j ŵ_j (r_j/m) Ψ_j over the group's tokens: the derivative of `SelfNormalised`'s normaliser m.
+
+    With it c·(wΨ + k) is the derivative of Σ ŵrΨ/Σ ŵr, off-policy too; at π_θ = π_old L is Σ ŵΨ, which `Vine` makes 0. It adds
+    nothing to the objective's value. Source: Schulman et al. 2015 (TRPO), eq. 65.
+    """
+
+    @property
+    def formula(self) -> str:
+        return "−(r/m)·L,  L = Σ_j ŵ_j (r_j/m) Ψ_j over the group's tokens"
+
+    def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        state = _State.of(batch, psi.dtype)
+        share = state.normalised(bounded_exp(log_ratio(out.logp, batch.logp_old, batch.mask)))
+        return -share * state.mean(share * ragged.masked(psi, batch.mask))
+
+    def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        return torch.zeros_like(psi)
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """Means over the tokens of a group with its normalised weights ŵ; a group without weight has mean 0."""
+
+    groups: Groups
+    mask: Tensor
+    weight: Tensor
+    """ŵ [B, T]; sums to 1 over the group's tokens."""
+
+    @classmethod
+    def of(cls, batch: Batch, dtype: torch.dtype) -> _State:
+        mask, groups = batch.mask, Groups(batch.group, batch.mask.any(1))
+        weight = mask.to(dtype) if batch.weight is None else ragged.masked(batch.weight.to(dtype), mask)
+        total = groups.sum(weight.sum(1))[:, None]
+        return cls(groups, mask, torch.where(total > 0, weight / total, 0))
+
+    def mean(self, x: Tensor) -> Tensor:
+        """[B, 1] Σ ŵx over the group."""
+        return self.groups.sum((self.weight * x).sum(1))[:, None]
+
+    def normalised(self, ratio: Tensor) -> Tensor:
+        """r/m [B, T]. Both are first divided by the group's largest r, so that neither overflows nor vanishes."""
+        r = ragged.masked(ratio, self.mask)
+        largest = self._largest(r)
+        r = torch.where(largest > 0, r / largest, 0)
+        m = self.mean(r)
+        return torch.where(m > 0, r / m, 0)
+
+    def equal(self, x: Tensor) -> Tensor:
+        """[B, 1] bool; all of the group's tokens have one x."""
+        return self._largest(x) <= -self._largest(-x)
+
+    def _largest(self, x: Tensor) -> Tensor:
+        """[B, 1]."""
+        if not x.shape[1]:
+            return x.new_zeros(len(x), 1)
+        return self.groups.max(torch.where(self.mask, x, -torch.inf).amax(1))[:, None]
