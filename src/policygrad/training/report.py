@@ -109,8 +109,12 @@ def _why_nothing(done: Done, values: dict[str, float]) -> str:
         return "no completion has a reward: see the notes about the reward functions"
     if values.get("teacher/kl") == 0.0:
         return "the teacher says of every token what the policy says: take another one"
+    if "baseline" in done.algorithm.declared and values.get("reward") == values.get("reward/greedy"):
+        return "every completion is worth what the greedy one of its prompt is: the task is too hard, too easy, or the prompts too few"
     if values.get("frac_reward_zero_std") == 1.0:
         return "in every group all rewards are equal: the task is too hard, too easy, or the samples too few"
     if truncated is not None and bool(truncated.all()) and not bool(done.batch.mask.any()):
         return "every completion was cut off by the token budget, and the overlong mask drops those: raise --max-tokens"
+    if not done.algorithm.filters:
+        return "every advantage is 0: nothing that was sampled is better or worse than what it is compared with"
     return "the filters left no completion that could move the weights"
