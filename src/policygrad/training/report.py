@@ -110,7 +110,7 @@ def _why_nothing(done: Done, values: dict[str, float]) -> str:
     if values.get("teacher/kl") == 0.0:
         return "the teacher says of every token what the policy says: take another one"
     if "baseline" in done.algorithm.declared and values.get("reward") == values.get("reward/greedy"):
-        return "every completion is worth what the greedy one of its prompt is: the task is too hard, too easy, or the prompts too few"
+        return "every completion is worth what the greedy one of its prompt is: the task is too hard or too easy"
     if values.get("frac_reward_zero_std") == 1.0:
         return "in every group all rewards are equal: the task is too hard, too easy, or the samples too few"
     if truncated is not None and bool(truncated.all()) and not bool(done.batch.mask.any()):
