@@ -85,7 +85,13 @@ def _ascent(algorithm: Algorithm, setting: Setting, steps: WeightedSteps, levers
     """[M, P] the surrogate's direction of growth for each group at a θ of its own [M, P]: M prompts with parameters apart."""
     world, number = setting.world, len(thetas)
     leaf = thetas.flatten().requires_grad_()
-    copies = replace(setting, world=_copies(world, number), theta=leaf, old=setting.old_or_theta.repeat(number))
+    copies = replace(
+        setting,
+        world=_copies(world, number),
+        theta=leaf,
+        old=setting.old_or_theta.repeat(number),
+        reference=None if setting.reference is None else setting.reference.repeat(number),
+    )
     own = steps.rows + torch.arange(number)[:, None] * world.tree.size
     out = copies.forward(algorithm)
     mask, psi, coef = levers.at(torch.arange(number))
