@@ -100,7 +100,7 @@ def states() -> list[tuple[str, ...]]:
             "`logp_sampler`",
             _names("logp_sampler")
             + "; the corrections `TruncatedIS` and `MaskedIS` read it, `behaviour='sampler'` takes it as π_old, and it is "
-            "always compared with π_old",
+            "else compared with π_old",
         ),
     ]
 

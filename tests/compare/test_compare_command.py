@@ -121,6 +121,7 @@ def test_an_algorithm_of_ones_own_parts() -> None:
         (("grpo", "--threshold", "1.5"), "share of the way"),
         (("--ladder", "gspo"), "unknown ladder 'gspo': there is dapo"),
         (("grpo", "--resume", "x"), "--resume goes on with what plan.json"),
+        (("--resume", "x", "--seeds", "3", "--no-overrides"), "--seeds and --no-overrides would change it"),
         (("--resume", "nowhere"), "holds no comparison"),
         (("grpo", "--json", "nowhere/x.json"), "there is no folder nowhere"),
     ],

@@ -102,6 +102,10 @@ def test_the_mismatch_between_sampler_and_policy_by_hand() -> None:
         total, squares = 2 + 1 + 0.5 + 2 * 0.5, 4 + 1 + 0.25 + 2 * 0.25
         assert metrics["mismatch/ess"].value == pytest.approx(total**2 / (5 * squares), rel=1e-14)
     assert EffectiveSize(0.0, 0.0, 0.0).value == 1.0
+    alike = measure(pg.Forward(gap - 3), replace(batch, logp_old=batch.logp_sampler), psi, pg.RAFT, coefficients)
+    assert not [
+        name for name in alike if name.startswith("mismatch/")
+    ]  # μ compared with itself would say that all is well
 
 
 def test_a_nan_is_seen_wherever_it_stands() -> None:

@@ -92,13 +92,17 @@ BUILT |= {
     "a ratio as a gate": (lambda: replace(pg.GRPO, gate=pg.Token()), ["is not a gate", "no weight or value()"]),
     "an advantage as a term": (
         lambda: replace(pg.GRPO, terms=(pg.GroupMean(),)),
-        ["GroupMean()", "is not a term", "score(out, batch)"],
+        ["GroupMean()", "is not a term", "score(out, batch, psi)"],
     ),
     "a number as an advantage": (lambda: pg.Algorithm(psi=(3,)), ["3 is not a part that psi can hold"]),  # type: ignore[arg-type]
     "a number as a reference": (lambda: replace(pg.GRPO, reference=3), ["3 is not a reference", "no due()"]),
     "a reference reset that never comes": (
         lambda: Reference(reset=True),
         ["Reference.reset", "`every` or `stall`", "never happen"],
+    ),
+    "solved prompts that nobody sees": (
+        lambda: replace(pg.SCALE_RL, filters=(pg.DropNoSpread(), pg.NoPositiveResampling())),
+        ["NoPositiveResampling", "DropNoSpread(mode='drop')"],
     ),
     "a negative stall": (lambda: Reference(stall=-1), ["Reference.stall", "at least 1 evaluation", "-1"]),
     "a reference that waits and that no part reads": (

@@ -1,4 +1,4 @@
-"""A part that chooses among all tokens of an update."""
+"""Parts that look at more than a token: one that chooses among all of an update, one that needs all of a group."""
 
 from __future__ import annotations
 
@@ -27,3 +27,19 @@ class Loudest(pg.Correction):
     def __call__(self, batch: pg.Batch, psi: Tensor) -> Tensor:
         assert batch.selected is not None
         return 1.0 + batch.selected.to(psi)
+
+
+@dataclass(frozen=True)
+class OfTheGroup(pg.Gate):
+    """w = r over the mean r of the group's tokens, whatever their Ψ."""
+
+    token_ratio: ClassVar[bool] = True
+    whole_groups: ClassVar[bool] = True
+
+    def weight(self, ratio: Tensor, psi: Tensor, batch: pg.Batch) -> Tensor:
+        same = (batch.group[:, None] == batch.group).to(ratio)
+        count = same @ batch.mask.sum(1).to(ratio)
+        return ratio / ((same @ torch.where(batch.mask, ratio, 0).sum(1)) / count.clamp(min=1))[:, None]
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: pg.Batch) -> Tensor:
+        return self.weight(ratio, psi, batch) * psi

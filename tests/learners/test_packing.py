@@ -15,7 +15,7 @@ import policygrad as pg
 from doubles.batches import VOCABULARY, make_batch, naive_entropy, naive_logp
 from doubles.data_fields import by_tokens
 from doubles.models import Wrapped
-from doubles.selecting import Loudest
+from doubles.selecting import Loudest, OfTheGroup
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN
 from policygrad.learners.config import LearnerConfig
@@ -250,6 +250,33 @@ def test_what_a_tool_said_in_between_tells_completions_apart(model: nn.Module) -
     assert float((expected[0, 3:] - expected[1, 3:]).abs().max()) > 1e-4
 
 
+def test_a_gate_that_needs_its_whole_group_has_those_that_teach_nothing_too(model: nn.Module) -> None:
+    """Ψ = 0 skips a completion only where its whole group goes with it."""
+    algorithm = pg.Algorithm("of the group", (pg.Accepted(),), pg.Token(), OfTheGroup(), pg.TokenMean())
+    batch = make_batch(11)
+    with torch.no_grad():
+        logp = naive_logp(model, batch, 1.0)
+    generator = torch.Generator().manual_seed(0)
+    old = logp + 0.3 * torch.randn(batch.mask.shape, generator=generator, dtype=torch.float64)
+    right = torch.arange(len(batch.mask)) % 3 == 0
+    batch = replace(batch, logp_old=old, reward=right.double())
+    psi = algorithm.advantages(batch)
+    assert bool(((psi == 0).all(1) & batch.mask.any(1)).any())
+    learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30))
+    learner.optimizer.adam.zero_grad()
+    learner.problem(batch, psi, algorithm).accumulate()
+    got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    out = pg.Forward(torch.where(batch.mask, naive_logp(model, batch, 1.0), 0))
+    expected = torch.autograd.grad(
+        pg.surrogate(out, batch, psi, algorithm), list(model.parameters()), allow_unused=True
+    )
+    largest = max(float(e.abs().max()) for e in expected if e is not None)
+    assert largest > 1e-4
+    for g, e in zip(got, expected, strict=True):
+        assert e is None or float((g - e).abs().max()) <= 1e-6 * largest
+
+
 CHOOSING = {"selecting": replace(pg.GRPO, name="selecting", corrections=(Loudest(),))}
 
 
@@ -265,6 +292,7 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
         for row in range(0, 11, 4):
             near[row + 1] = near[row]
     batch = replace(batch, logp_old=near, logp_ref=near.flip(1), values=near / 9, implicit_reward=near / 7)
+    batch = replace(batch, example=7 + batch.group, baseline=batch.group / 3)  # of a prompt, as a rollout fills them
     if "step_end" in algorithm.needs:  # a step per token; equal completions have equal steps
         batch = replace(batch, step_end=batch.mask, token_reward=(batch.tokens % 3).double() * batch.mask)
     batch = algorithm.filtered(by_tokens(batch, algorithm.declared))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +28,7 @@ from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
 from policygrad.tasks.types import Example
 from policygrad.training.loop import Done, Progress, loop
+from policygrad.training.report import rows_of
 
 PROMPTS = 8  # 0 and 1 are always solved in `sampler`
 
@@ -175,6 +176,15 @@ def run(algorithm: pg.Algorithm, steps: int, pieces: bool = False) -> list[Done]
     return done
 
 
+def test_what_a_filter_leaves_out_is_logged_with_its_reward() -> None:
+    """None would say that nobody could judge it."""
+    (done,) = run(refilled(mode="drop"), 1)
+    rows, out = rows_of(done), ~done.batch.mask.any(1)
+    dropped = [row["reward"] for row, left in zip(rows, out, strict=True) if left]
+    assert dropped == [1.0] * 32  # of the two prompts that are always solved
+    assert {row["reward"] for row in rows} == {0.0, 1.0}
+
+
 def test_carried_groups_are_stale_samples_and_are_corrected_for() -> None:
     """π_old is the learner's policy at every row; where another one drew it, π_old/μ weighs it, capped."""
     done = run(refilled(), 5)
@@ -230,10 +240,26 @@ def test_what_is_carried_through_a_checkpoint_is_the_same_to_the_bit() -> None:
 def test_every_field_of_a_group_comes_back() -> None:
     drawn = Segment(torch.tensor([3, 1]), torch.tensor([-0.1, -1 / 3]), torch.tensor([4, 5]))
     said = Segment(torch.tensor([7, 7, 7]))
-    plain = Segment(torch.tensor([2]), torch.tensor([-2.5]), 6)
-    one = Trajectory((drawn, said, plain), "a “b”", True, (0.1, None), 1 / 3, Marks((1, 5), (0.5, 0.0)), {"x": 0.7})
+    routes = torch.arange(16, dtype=torch.int16).view(8, 1, 2)  # the prompt's 2 tokens and these 6, a layer, 2 experts
+    plain = Segment(torch.tensor([2]), torch.tensor([-2.5]), 6, routes)
+    one = Trajectory(
+        (drawn, said, plain),
+        "a “b”",
+        True,
+        (0.1, None),
+        1 / 3,
+        Marks((1, 5), (0.5, 0.0)),
+        {"x": 0.7},
+        states=("hall", ("hall", 2)),
+        parts=(0.25, None),
+    )
+    changed = [f.name for f in fields(Trajectory) if getattr(one, f.name) != f.default]
+    assert changed == [f.name for f in fields(Trajectory) if f.name != "demonstration"], (
+        "a new field: does it come back?"
+    )
     two = Trajectory((Segment(torch.zeros(0, dtype=torch.int64), torch.zeros(0), 6),), "", False)
-    group = Group(Start(Example("9", {"a": 1}), (0, 0, 3, 9), 12), torch.tensor([9, 9]), (one, two))  # type: ignore[arg-type]
+    start = Start(Example("9", {"a": 1}), (0, 0, 3, 9), 12)  # type: ignore[arg-type]
+    group = Group(start, torch.tensor([9, 9]), (one, two), (("right", 1.0), ("short", 0.5)))
     other = replace(group, start=replace(group.start, key=(0, 0, 3, 8)), trajectories=(two, one))
     tensors, values = carried.pack([group, other])
     mine, rest = carried.split(tensors | {"weights/a": torch.ones(1)})
@@ -251,6 +277,11 @@ def test_every_field_of_a_group_comes_back() -> None:
         {"x": 0.7},
     )
     assert back.marks == one.marks
+    assert back.parts == one.parts
+    assert found[0].rewards == group.rewards
+    assert len(set(back.states)) == 2  # numbers that tell them apart
+    assert torch.equal(back.routes, one.routes)
+    assert found[0].trajectories[1].routes is None
     for name in ("tokens", "mask", "logp", "version"):
         assert torch.equal(getattr(back, name), getattr(one, name))
     assert [s.sampled for s in back.segments] == [True, False, True]

@@ -323,8 +323,16 @@ def test_a_device_that_is_not_there(bench: Bench) -> None:
         bench.go(learner=LearnerConfig(device="nosuch"))
 
 
-@pytest.mark.parametrize("name", ["reinforce", "dr_grpo", "dapo"])
-def test_all_completions_empty(bench: Bench, changed_model: Callable[..., str], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("reinforce", "in every group all rewards are equal"),
+        ("dr_grpo", "in every group all rewards are equal"),
+        ("dapo", "in every group all rewards are equal"),
+        ("remax", "worth what the greedy one of its prompt is"),
+    ],
+)
+def test_all_completions_empty(bench: Bench, changed_model: Callable[..., str], name: str, why: str) -> None:
     """A model that ends at once: one token per completion, nothing to compare, no crash."""
     from transformers import AutoModelForCausalLM
 
@@ -342,6 +350,7 @@ def test_all_completions_empty(bench: Bench, changed_model: Callable[..., str], 
     shares = min(4, ALGORITHMS[name].step.minibatches)  # whole groups, and there are four
     assert all(row["updates/skipped"] == shares for row in metrics)
     assert "nothing was learned" in notes
+    assert why in notes
 
 
 def test_all_completions_truncated_and_masked(bench: Bench) -> None:

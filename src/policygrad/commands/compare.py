@@ -37,6 +37,10 @@ HELP = (
 )
 
 
+PLANNED = ("budget_tokens", "seeds", "lr_grid", "delta_grid", "tuning_seeds", "options", "no_overrides")
+"""Options that the plan holds: what is run."""
+
+
 @dataclass(frozen=True)
 class CompareOptions:
     """Options of `policygrad compare`."""
@@ -160,6 +164,13 @@ def _planned(options: CompareOptions, common: Sequence[str], command: str) -> tu
         if options.rows or options.ladder or common or options.output:
             raise ConfigError(
                 "--resume goes on with what plan.json in the folder says: give no rows, no --output and no options of train"
+            )
+        usual = CompareOptions()
+        if said := [name for name in PLANNED if getattr(options, name) != getattr(usual, name)]:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in said)
+            raise ConfigError(
+                f"--resume goes on with what plan.json in the folder says, and {flags} would change it: leave that out, or "
+                "begin another comparison, in a folder of its own"
             )
         return read(Path(options.resume)), Path(options.resume)
     ladder = LADDERS[options.ladder] if options.ladder else None

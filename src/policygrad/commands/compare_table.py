@@ -27,8 +27,9 @@ def table(found: Report, width: int) -> list[Line]:
         ("What differs besides the algorithm", found.differs),
         ("What cannot be concluded", found.limits),
     ):
-        if sentences:
-            lines.append(((title, HEAD),))
+        if not sentences:
+            continue
+        lines.append(((title, HEAD),))
         for sentence in sentences:
             lines += wrapped((("  · ", QUIET),), sentence, text)
         lines.append(())

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from policygrad.core.aggregates import SequenceMean
 from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
+from policygrad.core.curriculum import NoPositiveResampling
 from policygrad.core.filters import Downsample, MaskTruncated
 from policygrad.core.ratios import Sequence, SequenceProduct
 from policygrad.core.trust_region import TrustRegion
@@ -24,6 +25,12 @@ def data_problems(algorithm: Composition) -> Iterator[str]:
         yield (
             f"the advantage reads each reward function's own number, which {names} would not change: set shaping=(), or make it "
             "a reward function, or put KLToReference() into terms"
+        )
+    resting = [part for part in algorithm.filters if isinstance(part, NoPositiveResampling)]
+    if resting and any(part.refill for part in algorithm.filters):
+        yield (
+            f"{type(resting[0]).__name__} learns from a step's groups which prompts are solved, and a filter that refills sets "
+            "those aside before: set DropNoSpread(mode='drop'), or drop one of the two"
         )
     if "anchor" in declared and any(
         isinstance(part, MaskTruncated) and part.keep_in_statistics for part in algorithm.filters

@@ -183,7 +183,7 @@ def measure(
     and kl_old, of π_old to π_θ (k3; exact where `out.kl_old` is); beta/…, each β that adapts to a target; and of
     log π_old − log μ, μ what sampled:
     mismatch/logp_max, its largest size, mismatch/logp_mean, its mean size (nats a token), mismatch/ess, the effective sample
-    size of π_old/μ as a fraction of the tokens.
+    size of π_old/μ as a fraction of the tokens; none of these with behaviour='sampler', where μ stands for π_old.
 
     All are of the completions in `batch`; KLs and mismatches are of what the policy sampled, demonstrations left out. A learner
     that skips completions with Ψ = 0 and no term's coefficient does not measure them, though their π_θ changes too: `kl_old` is
@@ -213,7 +213,7 @@ def measure(
         metrics["kl_old"] = mean_of(bounded_expm1(change) - change, own, count)
     if out.kl_old is not None:
         metrics["kl_old"] = mean_of(out.kl_old, own, count)
-    if batch.logp_sampler is not None:
+    if batch.logp_sampler is not None and algorithm.behaviour != "sampler":  # that has it for π_old
         old = logp if batch.logp_old is None else ragged.masked(batch.logp_old, mask)
         gap = ragged.masked(old - ragged.masked(batch.logp_sampler, mask), own)
         metrics["mismatch/logp_max"] = Max(gap.abs().max() if gap.numel() else 0.0)

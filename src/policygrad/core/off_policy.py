@@ -32,7 +32,7 @@ class Unweighted(Gate):
 
 @dataclass(frozen=True)
 class Taper(Gate):
-    """w = 1 where Ψ ≥ 0; min(r, 1) where Ψ < 0: what is right is imitated, what is wrong fades as the policy leaves it.
+    """w = 1 where Ψ ≥ 0, min(r, 1) where Ψ < 0: what is right is imitated, what is wrong fades as the policy leaves it.
 
     The value is Ψ(1 + log r), and Ψr where Ψ < 0 and r ≤ 1: bounded above, where unweighted failures drive log π to −∞.
     Published with the ratio of whole completions (`SequenceProduct`). Source: Le Roux et al. 2025 (TOPR), arXiv:2503.14286, eq. 8.

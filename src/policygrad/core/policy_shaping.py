@@ -18,7 +18,7 @@ from policygrad.errors import ConfigError
 
 @dataclass(frozen=True)
 class PolicyShaping(Clip):
-    """Clip for what the policy sampled; for demonstrations f(x)Ψ, f(x) = x/(x + γ), x = π_θ/π_φ, π_φ whoever wrote them.
+    """Clip for what the policy sampled, and for demonstrations f(x)Ψ, f(x) = x/(x + γ), x = π_θ/π_φ, π_φ whoever wrote them.
 
     So w = γx/(x + γ)²: of a token that π_θ finds unlikely it is about x/γ, more than the x of a plain importance weight, and
     nothing clips it. Where nobody has said π_φ (`Batch.logp_sampler` is 0) it is 1. The ratio is `Token()`.

@@ -81,8 +81,8 @@ class ImplicitReward(Part):
             return {}
         total, kept = ragged.masked(batch.implicit_reward, batch.mask).sum(1).double(), batch.mask.any(1)
         pair = (batch.group[:, None] == batch.group) & kept[:, None] & kept
-        better = pair & (batch.reward[:, None] > batch.reward)
-        gap = (total[:, None] - total)[better]
+        better, worse = (pair & (batch.reward[:, None] > batch.reward)).nonzero(as_tuple=True)
+        gap = total[better] - total[worse]
         metrics: Metrics = {"reward_model/reward": mean_of(batch.implicit_reward, batch.mask)}
         if len(gap):
             right = (gap > 0).double() + 0.5 * (gap == 0).double()

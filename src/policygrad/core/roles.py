@@ -45,7 +45,10 @@ ROLES = {  # in the order of the data's way
     "corrections": Role("a correction", (Correction,), several=True),
     "aggregate": Role("an aggregation", (Aggregation,)),
     "terms": Role(
-        "a term", (Term, LossTerm), "it needs score(out, batch) and value(out, batch), or objective(out, batch)", True
+        "a term",
+        (Term, LossTerm),
+        "it needs score(out, batch, psi) and value(out, batch, psi), or objective(out, batch, psi)",
+        True,
     ),
     "step": Role("an update rule", (UpdateRule,)),
     "critic": Role("a critic", (Critic,), "it has no targets or loss()"),

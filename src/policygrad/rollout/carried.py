@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from policygrad.tasks.types import Example
 
 PREFIX = "carried/"
 """Begins the tensors' names."""
+PLAIN = ("text", "truncated", "turn_rewards", "reward", "metrics", "states", "parts")
+"""Fields of a trajectory that come back as they were written."""
 
 
 def pack(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -28,6 +30,8 @@ def pack(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[str, Any
         "logp": torch.cat([logp.float() for _, logp in drawn]),  # as a batch takes it
         "version": torch.cat([s.tokens * 0 + s.version for s, _ in drawn]),
     }
+    routes = [t.routes for g in groups for t in g.trajectories if t.routes is not None]
+    tensors |= {"routes": torch.cat(routes)} if routes else {}
     return {PREFIX + name: tensor for name, tensor in tensors.items()}, [_group(g) for g in groups]
 
 
@@ -52,11 +56,12 @@ def unpack(
         if not said["sampled"]:
             return Segment(tokens)
         version = take("version", n)
-        return Segment(tokens, take("logp", n), version if said["version"] is None else said["version"])
+        routes = take("routes", said["routes"]) if said["routes"] else None
+        return Segment(tokens, take("logp", n), version if said["version"] is None else said["version"], routes)
 
     def trajectory(said: Mapping[str, Any]) -> Trajectory:
         segments, marks = tuple(segment(s) for s in said["segments"]), said["marks"]
-        plain = {name: said[name] for name in ("text", "truncated", "turn_rewards", "reward", "metrics")}
+        plain = {name: said[name] for name in PLAIN}
         return Trajectory(segments, marks=None if marks is None else Marks(*marks), **plain)
 
     return tuple(
@@ -64,32 +69,45 @@ def unpack(
             Start(example(said["key"][-1]), said["key"], said["max_tokens"]),
             take("prompts", said["prompt"]),
             tuple(trajectory(t) for t in said["trajectories"]),
+            said["rewards"],
         )
         for said in values
     )
 
 
 def _group(group: Group) -> dict[str, Any]:
+    known: dict[Hashable, int] = {}  # of a state only what it is equal to matters, and not all of them can be written
     return {
         "key": group.start.key,
         "max_tokens": group.start.max_tokens,
         "prompt": len(group.prompt),
-        "trajectories": [_trajectory(t) for t in group.trajectories],
+        "trajectories": [_trajectory(t, known) for t in group.trajectories],
+        "rewards": tuple((name, float(weight)) for name, weight in group.rewards),
     }
 
 
-def _trajectory(row: Trajectory) -> dict[str, Any]:
+def _trajectory(row: Trajectory, known: dict[Hashable, int]) -> dict[str, Any]:
+    last = max(
+        (i for i, s in enumerate(row.segments) if s.sampled), default=-1
+    )  # its routes are those of all before it
     return {
-        "segments": [_segment(s) for s in row.segments],
+        "segments": [_segment(s, s.routes if i == last else None) for i, s in enumerate(row.segments)],
         "text": row.text,
         "truncated": row.truncated,
-        "turn_rewards": tuple(None if r is None else float(r) for r in row.turn_rewards),
+        "turn_rewards": _numbers(row.turn_rewards),
         "reward": None if row.reward is None else float(row.reward),
         "marks": None if row.marks is None else (row.marks.ends, tuple(map(float, row.marks.scores))),
         "metrics": {name: float(value) for name, value in row.metrics.items()},
+        "states": tuple(known.setdefault(state, len(known)) for state in row.states),
+        "parts": _numbers(row.parts),
     }
 
 
-def _segment(segment: Segment) -> dict[str, Any]:
+def _numbers(said: Sequence[float | None]) -> tuple[float | None, ...]:
+    return tuple(None if x is None else float(x) for x in said)
+
+
+def _segment(segment: Segment, routes: Tensor | None) -> dict[str, Any]:
     version = segment.version if isinstance(segment.version, int) else None  # None: it changed on the way
-    return {"tokens": len(segment.tokens), "sampled": segment.sampled, "version": version}
+    read = 0 if routes is None else len(routes)
+    return {"tokens": len(segment.tokens), "sampled": segment.sampled, "version": version, "routes": read}

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from policygrad.core import ragged
-from policygrad.core.batch import Batch
 from policygrad.training.loop import Done
 
 MISMATCH = 1.0
@@ -27,24 +24,24 @@ def values_of(done: Done) -> dict[str, float]:
 def rows_of(done: Done) -> list[dict[str, Any]]:
     """A step's completions, for the log: prompt, completion, reward, advantage (of the first token), truncated, tokens.
 
+    The reward is what was said of the completion, whether it takes part or a filter left it out; None = it could not be judged.
     Where answers are looked at in steps, also each step's [tokens up to its end, advantage].
     """
     batch, rollout = done.batch, done.rollout
-    judged = rollout.batch.counted | (rollout.batch.mask & ~rollout.batch.own).any(1)  # demonstrations may stand apart
-    counted, rewards = judged.tolist(), _rewards(rollout.batch).tolist()
-    advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(counted)
-    truncated = batch.truncated.tolist() if batch.truncated is not None else [False] * len(counted)
+    rewards = [t.reward for g in rollout.groups for t in g.trajectories]
+    advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(rewards)
+    truncated = batch.truncated.tolist() if batch.truncated is not None else [False] * len(rewards)
     rows: list[dict[str, Any]] = [
         {
             "prompt": prompt,
             "completion": text,
-            "reward": reward if ok else None,
+            "reward": reward,
             "advantage": advantage,
             "tokens": tokens,
             "truncated": cut,
         }
-        for prompt, text, reward, ok, advantage, tokens, cut in zip(
-            rollout.prompts, rollout.texts, rewards, counted, advantages, rollout.lengths, truncated, strict=True
+        for prompt, text, reward, advantage, tokens, cut in zip(
+            rollout.prompts, rollout.texts, rewards, advantages, rollout.lengths, truncated, strict=True
         )
     ]
     for row, shown in zip(rows, batch.demonstration.tolist(), strict=True) if batch.demonstration is not None else ():
@@ -52,13 +49,6 @@ def rows_of(done: Done) -> list[dict[str, Any]]:
     for row, end, psi in zip(rows, batch.step_end, done.psi, strict=True) if batch.step_end is not None else ():
         row["steps"] = [[t + 1, float(psi[t])] for t in end.nonzero().flatten().tolist()]
     return rows
-
-
-def _rewards(batch: Batch) -> Tensor:
-    """[B] the outcome's reward; with what an environment gave for the turns, where that stands apart."""
-    if batch.anchor is None or batch.token_reward is None:
-        return batch.reward
-    return batch.reward + ragged.masked(batch.token_reward, batch.mask).sum(1)
 
 
 def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:
@@ -119,8 +109,12 @@ def _why_nothing(done: Done, values: dict[str, float]) -> str:
         return "no completion has a reward: see the notes about the reward functions"
     if values.get("teacher/kl") == 0.0:
         return "the teacher says of every token what the policy says: take another one"
+    if "baseline" in done.algorithm.declared and values.get("reward") == values.get("reward/greedy"):
+        return "every completion is worth what the greedy one of its prompt is: the task is too hard or too easy"
     if values.get("frac_reward_zero_std") == 1.0:
         return "in every group all rewards are equal: the task is too hard, too easy, or the samples too few"
     if truncated is not None and bool(truncated.all()) and not bool(done.batch.mask.any()):
         return "every completion was cut off by the token budget, and the overlong mask drops those: raise --max-tokens"
+    if not done.algorithm.filters:
+        return "every advantage is 0: nothing that was sampled is better or worse than what it is compared with"
     return "the filters left no completion that could move the weights"

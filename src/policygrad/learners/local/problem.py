@@ -85,8 +85,12 @@ class LocalGradientProblem:
         networks, batch, device = self.networks, self.selected(), self.networks.device
         coefficients = self.algorithm.all_coefficients(batch)
         moving = active(batch, self.psi, coefficients) if learning and self.skip else batch.mask.any(1)
+        whole = (
+            self.algorithm.gate.whole_groups
+        )  # a weight needs all of its group: equal completions, and those with Ψ = 0
+        if whole:
+            moving = torch.isin(batch.group, batch.group[moving]) & batch.mask.any(1)
         rows = moving.nonzero().squeeze(1)
-        whole = self.algorithm.gate.whole_groups  # equal completions of a group count one by one
         merge_equal = self.merge and not whole
         merged = Merged.of(batch, self.psi, rows, self.algorithm.needs) if merge_equal else Merged.apart(batch, rows)
         summed, count = tuple(map(merged.summed, coefficients)), merged.count.float()
