@@ -91,8 +91,8 @@ def filled(text: str, found: LabReport, reports: list[LabReport]) -> str:
 
 
 if __name__ == "__main__":
-    rows = measurable(ALGORITHMS)
-    whole = report(rows)
+    whole = report(measurable(ALGORITHMS, 4))
+    rows = measurable(ALGORITHMS, SIZES[0])
     over = [report(rows, size, names=()) for size in SIZES]
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), whole, over), encoding="utf-8")
     print(PAGE)

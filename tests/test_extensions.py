@@ -31,7 +31,8 @@ def small(tmp_path: Path, **changes: Any) -> pg.Run:
 
 
 def run_block(name: str, tmp_path: Path, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Executes a block of the page with `pg.train` at a small size; (what the block defines, what the trainer was given)."""
+    """Executes a block of the page with `pg.train` at a small size, by GRPO where it names no algorithm, so that a step is one
+    update; (what the block defines, what the trainer was given)."""
     given: dict[str, Any] = {}
 
     class Small:
@@ -42,7 +43,9 @@ def run_block(name: str, tmp_path: Path, **more: Any) -> tuple[dict[str, Any], d
         def train(run: pg.Run, **options: Any) -> Any:
             given.update(options, run=run)
             given["trainer"] = trainer = pg.Trainer(
-                small(tmp_path, algorithm=run.algorithm), display=False, **(options | more)
+                small(tmp_path, algorithm=pg.GRPO if run.algorithm == pg.DAPO else run.algorithm),
+                display=False,
+                **(options | more),
             )
             given["result"] = trainer.train()
 

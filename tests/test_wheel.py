@@ -84,5 +84,5 @@ def test_the_installed_command_trains(binaries: Path, tmp_path: Path) -> None:
     small = "--steps 2 --prompts-per-step 4 --evaluation.problems 0 --plain"
     said = run(binaries / "policygrad", "train", *small.split(), cwd=tmp_path)
     assert "step 2/2" in said
-    assert (tmp_path / "runs" / "grpo-1" / "model" / "model.safetensors").is_file()
+    assert (tmp_path / "runs" / "dapo-1" / "model" / "model.safetensors").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]

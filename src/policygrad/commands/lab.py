@@ -18,7 +18,6 @@ from policygrad.commands.describe import HEAD, NAME, QUIET, Line
 from policygrad.commands.lab_parts import named, tried, with_part
 from policygrad.commands.options import gathered, writable, write
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.run_checks import check_sampling
 from policygrad.core.update_rules import FirstOrder
 from policygrad.errors import ConfigError
 from policygrad.training.config.parts import find_algorithm
@@ -112,17 +111,10 @@ def _all(group_size: int) -> dict[str, Algorithm]:
     most rows are."""
     from policygrad.lab.setting import measurable, unmeasurable
 
-    found = dict(ALGORITHMS)
-    for name, row in ALGORITHMS.items() if group_size > 1 else ():
-        try:
-            check_sampling(row, group_size, 1.0)
-        except ConfigError as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
-            del found[name]
-    for row in found.values():
-        if why := unmeasurable(row):
+    for row in ALGORITHMS.values():
+        if why := unmeasurable(row, group_size):
             print(f"{row.name} is left out: {why}", file=sys.stderr)
-    return measurable(found)
+    return measurable(ALGORITHMS, group_size)
 
 
 def html(found: LabReport, algorithms: Mapping[str, Algorithm]) -> str:

@@ -14,6 +14,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.distillation import TeacherLogRatio
 from policygrad.core.loss_terms import ExactKLToReference
+from policygrad.core.run_checks import check_sampling
 from policygrad.core.shaping import KLInReward
 from policygrad.core.terms import KLToReference
 from policygrad.core.vine import Vine
@@ -25,9 +26,13 @@ STEP = 2
 """Tokens of a step of an answer, for the parts that read step ends; the last one may be shorter."""
 
 
-def unmeasurable(algorithm: Algorithm) -> str | None:
-    """Why the lab has no step of this algorithm; None = it has."""
+def unmeasurable(algorithm: Algorithm, group_size: int = 1) -> str | None:
+    """Why the lab has no step of this algorithm in groups of this size; None = it has."""
     if not any(isinstance(link, Vine) for link in algorithm.psi):
+        try:
+            check_sampling(algorithm, group_size, 1.0)
+        except ConfigError as error:
+            return str(error) if group_size > 1 else None
         return None
     return (
         f"{algorithm.name} trains on single tokens that are tried in the midst of answers (Vine), and the lab's steps are groups "
@@ -35,9 +40,9 @@ def unmeasurable(algorithm: Algorithm) -> str | None:
     )
 
 
-def measurable(algorithms: Mapping[str, Algorithm]) -> dict[str, Algorithm]:
-    """Those that the lab has a step of."""
-    return {name: algorithm for name, algorithm in algorithms.items() if unmeasurable(algorithm) is None}
+def measurable(algorithms: Mapping[str, Algorithm], group_size: int = 1) -> dict[str, Algorithm]:
+    """Those that the lab has a step of, in groups of this size; of one, nobody is left out, since most rows refuse that."""
+    return {name: a for name, a in algorithms.items() if unmeasurable(a, group_size) is None}
 
 
 @dataclass(frozen=True, eq=False)

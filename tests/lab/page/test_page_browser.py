@@ -16,7 +16,7 @@ from policygrad.commands.lab import html
 from policygrad.lab.report import report
 from policygrad.lab.setting import measurable
 
-ROWS = measurable(ALGORITHMS)
+ROWS = measurable(ALGORITHMS, 2)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -301,7 +301,9 @@ class Run(Draft):
         algorithm = replace(self.algorithm.with_budget(self.sampling.max_tokens), samples_per_prompt=self.group_size)
         if self.few_prompts:
             algorithm = replace(algorithm, step=replace(algorithm.step, minibatches=self.prompts_per_step))  # type: ignore[type-var]
-        usual = LR_TINY / algorithm.step.updates**0.5 if isinstance(self.model, str) and self.model == "tiny" else LR
+        step = algorithm.step
+        updates = step.updates if step.uses_lr else step.value_updates
+        usual = LR_TINY / updates**0.5 if isinstance(self.model, str) and self.model == "tiny" else LR
         if algorithm.critic is not None and not algorithm.step.uses_lr:  # there is no policy's rate for it to follow
             algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.rate(usual)))
         default = usual if algorithm.step.uses_lr else None
