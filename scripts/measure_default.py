@@ -15,11 +15,11 @@ from pathlib import Path
 
 
 def main() -> None:
-    """One row per seed: held-out accuracy before and after, seconds of the whole command, sampled tokens."""
+    """One row per seed: held-out accuracy before and after, seconds of training and of the whole command, sampled tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     args, options = parser.parse_known_args()
-    print("seed  before  after   gain  seconds  steps  sampled tokens", flush=True)
+    print("seed  before  after   gain  training  command  steps  sampled tokens", flush=True)
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "run"
@@ -42,7 +42,7 @@ def main() -> None:
             tokens = sum(row.get("tokens/sampled") or 0 for row in rows)
             before, after = result["held_out_before"], result["held_out_after"]
             print(
-                f"{seed:4}  {before:6.3f} {after:6.3f} {after - before:+6.3f} {seconds:8.0f} {result['steps']:6} {tokens:15.0f}",
+                f"{seed:4}  {before:6.3f} {after:6.3f} {after - before:+6.3f} {result['seconds']:9.1f} {seconds:8.1f} {result['steps']:6} {tokens:15.0f}",
                 flush=True,
             )
 

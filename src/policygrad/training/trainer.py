@@ -34,6 +34,7 @@ from policygrad.training.memory import peak_memory
 from policygrad.training.report import notes_of, rows_of, values_of
 from policygrad.training.resources import Resources, SamplerFactory, made, needed_for, policy_tokenizer
 from policygrad.training.resources import load as load_resources
+from policygrad.training.threads import few_threads
 from policygrad.weight_sync.in_process import put_weights
 
 LearnerFactory = Callable[[nn.Module, Run], Learner]
@@ -145,6 +146,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         run = self.config
         self.resources = found = load_resources(stack, needed_for(run, self._sampler, self._environment))
         self.model, self.tokenizer = found.model, found.tokenizer
+        stack.enter_context(few_threads(found.model))
         self.learner = self._learned(found.model)
         measured = run.evaluation.problems if found.scored else 0
         self._held_out = found.task.held_out(measured) if measured else []
