@@ -19,7 +19,7 @@ from policygrad.training.trainer import train
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"algorithm": pg.ITERATIVE_GRPO}, ["Reference.every = 100", "18 steps", "--steps above 100", "every at 4"]),
+        ({"algorithm": pg.ITERATIVE_GRPO}, ["Reference.every = 100", "16 steps", "--steps above 100", "every at 4"]),
         ({"algorithm": pg.ITERATIVE_GRPO, "steps": 101}, []),
         ({"algorithm": pg.PRORL}, ["Reference.every = 200", "--steps above 200"]),
         ({"algorithm": pg.PRORL, "steps": 200}, ["Reference.every = 200"]),

@@ -113,7 +113,7 @@ class Options:
     """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
     held_out: Annotated[Any, named("FILE", str, "a sixteenth of the task, chosen by a hash of the prompt")] = None
     """A .jsonl file of held-out problems for a .jsonl task. From Python also rows."""
-    steps: int = 18
+    steps: int = 16
     """Rollouts, each followed by the algorithm's updates."""
     tokens: Annotated[int | None, optional("INT", "no budget")] = None
     """End earlier, after the step in which so many tokens have been sampled; a learning-rate schedule still counts steps."""
