@@ -41,10 +41,10 @@ def main() -> None:
             rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
             tokens = sum(row.get("tokens/sampled") or 0 for row in rows)
             before, after = result["held_out_before"], result["held_out_after"]
-            print(
-                f"{seed:4}  {before:6.3f} {after:6.3f} {after - before:+6.3f} {result['seconds']:9.1f} {seconds:8.1f} {result['steps']:6} {tokens:15.0f}",
-                flush=True,
+            told = (
+                f"{seed:4}  {before:6.3f} {after:6.3f} {after - before:+6.3f} {result['seconds']:9.1f} {seconds:8.1f}"
             )
+            print(f"{told} {result['steps']:6} {tokens:15.0f}", flush=True)
 
 
 if __name__ == "__main__":
