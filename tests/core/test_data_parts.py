@@ -286,6 +286,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: replace(pg.LUFFY, filters=(pg.Downsample(4),)),
         ["might leave out the demonstration"],
     ),
+    "refill before a demonstration joins": (
+        lambda: replace(pg.LUFFY, filters=(pg.DropNoSpread(),)),
+        ["DropNoSpread samples other prompts", "before a demonstration joins", "mode='drop'"],
+    ),
     "shaping beside rewards one by one": (
         lambda: replace(pg.GDPO, shaping=(pg.SoftOverlong(),)),
         ["each reward function's own number, which SoftOverlong would not change", "shaping=()"],

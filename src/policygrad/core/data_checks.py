@@ -20,6 +20,11 @@ def data_problems(algorithm: Composition) -> Iterator[str]:
     declared = algorithm.declared
     if "demonstration" in declared:
         yield from _demonstrations(algorithm)
+        for part in (part for part in algorithm.filters if part.refill):
+            yield (
+                f"{type(part).__name__} samples other prompts for groups without spread before a demonstration joins them, so that "
+                "those it would teach most are thrown away: set DropNoSpread(mode='drop'), or leave it out"
+            )
     if "rewards" in declared and algorithm.shaping:
         names = " and ".join(type(part).__name__ for part in algorithm.shaping)
         yield (
