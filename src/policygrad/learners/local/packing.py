@@ -62,7 +62,8 @@ def merge_equal(batch: Batch, psi: Tensor, rows: Tensor, needs: frozenset[str] =
     Ψ have one gradient, times the sum of their coefficients.
 
     Equal in everything the batch holds, since a part of anyone's may read it. `needs`: the fields an algorithm declares; what
-    Ψ was made of and what the sampler said (the same up to rounding) tell two completions apart only if they are among them.
+    Ψ was made of and what the sampler said (the same up to rounding) tell two completions apart only if they are among them,
+    and where a mixture sent equal tokens (`experts`) never: the first one's stand for all.
     The batch is on the CPU.
     """
     if not len(rows):
