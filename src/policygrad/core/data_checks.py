@@ -9,7 +9,6 @@ from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.curriculum import NoPositiveResampling
 from policygrad.core.filters import Downsample, MaskTruncated
-from policygrad.core.ratios import Sequence, SequenceProduct
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.vine import SelfNormalisation, SelfNormalised, Vine
 from policygrad.errors import ConfigError
@@ -99,8 +98,6 @@ def _demonstrations(algorithm: Composition) -> Iterator[str]:
             "a part asks for demonstrations and nothing learns from them: set gate=PolicyShaping(), add DemonstrationNLL() to "
             "terms, or drop it"
         )
-    if gate and isinstance(algorithm.ratio, (Sequence, SequenceProduct)):
-        yield f"{type(algorithm.gate).__name__} needs the ratio of each token: set ratio=Token()"
     if algorithm.critic is not None:
         yield (
             "a critic is fitted to what the policy's own samples return, and a demonstration is none: set critic=None and a group "

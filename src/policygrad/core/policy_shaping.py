@@ -26,6 +26,7 @@ class PolicyShaping(Clip):
     """
 
     gamma: float = 0.1
+    token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration", "logp_old", "logp_sampler"})
 
     def __post_init__(self) -> None:
