@@ -272,7 +272,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "log-probabilities in nats, finite and at most 0, got 0.5",
     ),
     "too few": ({"text": "1 1", "logp": [-1.0]}, "1 log-probabilities for 3 tokens, the end token included"),
-    "too long": ("1 1 1", "has 4 tokens, more than the 3 that an answer may have: raise max_tokens"),
 }
 
 
@@ -288,3 +287,20 @@ def test_an_environment_has_no_demonstrations() -> None:
         pg.ConfigError, match="a demonstration is an answer, and an episode of an environment has turns"
     ):
         run(pg.LUFFY, environment=Rooms, example=lambda i: Example(str(i % 4), SHOWN))
+
+
+@pytest.mark.parametrize("long", [0, 1, 3])
+def test_a_demonstration_longer_than_an_answer_is_left_out_and_counted(long: int) -> None:
+    """With the end token "1 1" has 3 of the 3 tokens that an answer may have, "1 1 1" one more. The step goes on without it."""
+    said = [pg.Example(str(i), {"demonstration": "1 1 1" if i < long else "1 1"}) for i in range(3)]
+    rollout = run(pg.LUFFY, example=lambda i: said[i % 3])
+    batch = rollout.batch
+    assert batch.demonstration is not None
+    assert batch.demonstration.tolist() == [False] * 4 * long + ([False] * 4 + [True]) * (3 - long)
+    assert batch.mask.any(1).all()
+    counted = rollout.metrics.get("demonstrations/too_long")
+    assert (counted.value if counted else 0) == long
+    assert rollout.metrics["demonstrations/count"].value == 3 - long
+    assert ("demonstrations/mean_length" in rollout.metrics) is (long < 3)
+    told = [m for m in rollout.messages if "of more than 3 tokens are left out" in m and "--max-tokens" in m]
+    assert len(told) == (long > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import policygrad as pg
-from doubles.files import rows, same, weights
+from doubles.files import rows, same, weights, write_rows
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.trackers.base import pick_sample
@@ -99,6 +100,48 @@ def test_a_task_without_demonstrations_is_refused_before_anything_is_sampled(run
         pg.ConfigError, match=r"learns from demonstrations, which are answers, and an episode .* has turns"
     ):
         pg.train(replace(run, algorithm=pg.LUFFY), environment=lambda example: pg.SingleTurn(example), display=False)
+
+
+def test_rows_with_a_demonstration_too_long_are_refused_before_anything_is_sampled(run: pg.Run, tmp_path: Path) -> None:
+    """At once and with all that is needed to mend it: not at the step that comes to the row, and at each resume again."""
+    long = [{**row, "demonstration": "1 2 3 4 5" + "!" * i} if i in (5, 9) else row for i, row in enumerate(TASK)]
+    file = write_rows(tmp_path / "sums.jsonl", long)
+    message = (
+        r"sums\.jsonl:6: column 'demonstration' has (\d+) tokens, more than the 6 that an answer may have \(2 of 12 "
+        r"demonstrations are too long\): set --max-tokens (\d+), which is enough for all, or drop those rows"
+    )
+    run = replace(run, algorithm=pg.LUFFY, task=file, steps=1)
+    with pytest.raises(pg.DataError, match=message) as error:
+        pg.train(run, display=False)
+    first, enough = map(int, re.search(message, str(error.value)).groups())  # type: ignore[union-attr]
+    assert 6 < first <= enough
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    pg.train(replace(run, sampling=pg.Sampling(max_tokens=enough)), display=False)
+    with pytest.raises(pg.DataError, match=f"set --max-tokens {enough}"):
+        pg.train(
+            replace(run, sampling=pg.Sampling(max_tokens=enough - 1), output=str(tmp_path / "less")), display=False
+        )
+
+
+class Endless:
+    """A task that makes its examples: every demonstration is longer than an answer may be."""
+
+    name, rewards, steps, rows, held_out_is_train = "endless", (), (), (), False
+
+    def train(self, index: int) -> pg.Example:
+        return pg.Example(f"{index} + 1 =\n", {"answer": str(index + 1), "demonstration": "much too long" * 4})
+
+    def held_out(self, count: int) -> list[pg.Example]:
+        return []
+
+
+@pytest.mark.parametrize("name", ["luffy", "chord"])
+def test_a_step_whose_demonstrations_are_all_too_long_trains_on_the_samples(run: pg.Run, name: str) -> None:
+    run = replace(run, task=Endless(), algorithm=pg.ALGORITHMS[name], reward=(brief,), steps=2)
+    result = pg.train(run, display=False)
+    measured = [row for row in rows(result.output / "metrics.jsonl") if "demonstrations/count" in row]
+    assert [(row["demonstrations/count"], row["demonstrations/too_long"]) for row in measured] == [(0, 4)] * 2
+    assert all(math.isfinite(row["objective"]) and row["updates/taken"] for row in measured)
 
 
 def test_an_algorithm_without_demonstrations_leaves_the_column_alone(run: pg.Run, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from policygrad.rollout.trajectory import Group, Trajectory
 def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Batch:
     """Right-padded tensors; an episode without a reward (None) has an all-false mask: it takes no part in anything.
 
-    needs: fields that are filled only where somebody reads them: rewards.
+    needs: fields that are filled only where somebody reads them: rewards, and demonstration where there is none.
     """
     rows = [t for g in groups for t in g.trajectories]
 
@@ -44,7 +44,7 @@ def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Ba
         example=torch.tensor([number(g.start.example) for g in groups], dtype=torch.int64).repeat_interleave(sizes),
         **_experts(groups),
     )
-    if any(t.demonstration for t in rows):
+    if "demonstration" in needs or any(t.demonstration for t in rows):
         batch = replace(batch, demonstration=torch.tensor([t.demonstration for t in rows], dtype=torch.bool))
     return _with_rewards(batch, groups) if "rewards" in needs else batch
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from policygrad.core.metrics import Mean, Metrics, Sum, merge
 from policygrad.errors import DataError
 from policygrad.rollout.episodes import Encoder
 from policygrad.rollout.judging import Judged
 from policygrad.rollout.trajectory import Group, Segment, Trajectory
+from policygrad.tasks.types import Example
 
 COLUMN = "demonstration"
 WAY_OUT = (
@@ -36,33 +38,54 @@ class Shown:
     logp: tuple[float, ...] | None
 
 
+def check_rows(rows: Sequence[Example], encoder: Encoder, max_tokens: int) -> None:
+    """Raises DataError for the first of a task's rows whose demonstration cannot be read, or is longer than an episode may be."""
+    lengths = []
+    for example in rows:
+        where = f"{example.source or 'a row'}: column {COLUMN!r}"
+        if (found := read(example, where)) is not None:
+            prompt = encoder.encode(example.prompt, max_tokens, example.source)
+            lengths.append((where, len(_ids(found, example, prompt, encoder, where))))
+    if long := [(where, n) for where, n in lengths if n > max_tokens]:
+        where, n = long[0]
+        raise DataError(
+            f"{where} has {n} tokens, more than the {max_tokens} that an answer may have ({len(long)} of {len(lengths)} "
+            f"demonstrations are too long): set --max-tokens {max(n for _, n in long)}, which is enough for all, or drop those rows"
+        )
+
+
 def joined(groups: list[Group], encoder: Encoder, judge: Judge) -> tuple[list[Group], Judged]:
     """The groups, each with the demonstration of its example behind its episodes; judged like them.
 
-    What is measured of episodes is of those the policy sampled; of these there are demonstrations/reward, /mean_length and
-    /count.
+    What is measured of episodes is of those the policy sampled; of these there are demonstrations/reward, /mean_length,
+    /count, and /too_long: those left out because an episode may not be as long. A task that makes its examples cannot be asked
+    for that beforehand, as rows are (`check_rows`).
 
     Raises:
-        DataError: no example of these has one; what cannot be read as one, or is longer than an episode may be.
+        DataError: no example of these has one; what cannot be read as one.
     """
-    shown = [read(group) for group in groups]
-    if not any(shown):
+    found = [_trajectory(group, encoder) for group in groups]
+    if all(t is None for t in found):
         raise DataError(f"{groups[0].start.where} has no demonstration, nor has any of its step: {WAY_OUT}")
-    having = [(group, found) for group, found in zip(groups, shown, strict=True) if found is not None]
-    alone = [replace(g, trajectories=(_trajectory(g, found, encoder),)) for g, found in having]
-    judged, said = judge(alone)
+    long = [t is not None and len(t.tokens) > g.start.max_tokens for g, t in zip(groups, found, strict=True)]
+    shown = [None if out else t for t, out in zip(found, long, strict=True)]
+    judged, said = judge([replace(g, trajectories=(t,)) for g, t in zip(groups, shown, strict=True) if t is not None])
     rest = iter(judged)
     whole = [
-        group if found is None else replace(group, trajectories=(*group.trajectories, *next(rest).trajectories))
-        for group, found in zip(groups, shown, strict=True)
+        group if t is None else replace(group, trajectories=(*group.trajectories, *next(rest).trajectories))
+        for group, t in zip(groups, shown, strict=True)
     ]
     failed: Metrics = {name: m for name, m in said.metrics.items() if name.startswith("rewards/failed_")}
-    return whole, Judged(merge(failed, _measure(judged)), said.messages)
+    told = (
+        f"demonstrations of more than {groups[0].start.max_tokens} tokens are left out, as no answer may be as long; "
+        "demonstrations/too_long counts them, --max-tokens raises it"
+    )
+    return whole, Judged(merge(failed, _measure(judged, sum(long))), (*said.messages, *((told,) * any(long))))
 
 
-def read(group: Group) -> Shown | None:
-    """The demonstration of a group's example. Raises DataError for what is none."""
-    value, where = group.start.example.columns.get(COLUMN), f"{group.start.where}: column {COLUMN!r}"
+def read(example: Example, where: str) -> Shown | None:
+    """The demonstration of an example. Raises DataError for what is none."""
+    value = example.columns.get(COLUMN)
     if value is None:
         return None
     if isinstance(value, str):
@@ -92,32 +115,37 @@ def _numbers(value: Mapping[str, Any], name: str, kind: Any, where: str) -> tupl
     return tuple(found)
 
 
-def _trajectory(group: Group, shown: Shown, encoder: Encoder) -> Trajectory:
-    where = f"{group.start.where}: column {COLUMN!r}"
+def _ids(shown: Shown, example: Example, prompt: Tensor, encoder: Encoder, where: str) -> list[int]:
+    """Its token ids. Raises DataError for log-probabilities that are not theirs."""
     ids = list(shown.tokens or ())
     if shown.text is not None:
-        ids = encoder.answer(group.prompt, group.start.example.prompt, shown.text, where)
-    if len(ids) > group.start.max_tokens:
-        raise DataError(
-            f"{where} has {len(ids)} tokens, more than the {group.start.max_tokens} that an answer may have: raise max_tokens, "
-            "or shorten it"
-        )
+        ids = encoder.answer(prompt, example.prompt, shown.text, where)
     if shown.logp is not None and len(shown.logp) != len(ids):
         raise DataError(
             f"{where}: {len(shown.logp)} log-probabilities for {len(ids)} tokens, the end token included: give one for each, and "
             'the ids that they belong to as "tokens"'
         )
+    return ids
+
+
+def _trajectory(group: Group, encoder: Encoder) -> Trajectory | None:
+    where = f"{group.start.where}: column {COLUMN!r}"
+    shown = read(group.start.example, where)
+    if shown is None:
+        return None
+    ids = _ids(shown, group.start.example, group.prompt, encoder, where)
     tokens = torch.tensor(ids, dtype=torch.int64)
     logp = torch.zeros(len(ids)) if shown.logp is None else torch.tensor(shown.logp)
     text = encoder.decode(tokens) if shown.text is None else shown.text
     return Trajectory((Segment(tokens, logp),), text, False, demonstration=True)
 
 
-def _measure(judged: Sequence[Group]) -> Metrics:
+def _measure(judged: Sequence[Group], too_long: int) -> Metrics:
     rows = [t for g in judged for t in g.trajectories]
     known = [t.reward for t in rows if t.reward is not None]
-    found: Metrics = {
-        "demonstrations/count": Sum(float(len(rows))),
-        "demonstrations/mean_length": Mean(float(sum(len(t.tokens) for t in rows)), float(len(rows))),
-    }
-    return found | ({"demonstrations/reward": Mean(sum(known), float(len(known)))} if known else {})
+    found: Metrics = {"demonstrations/count": Sum(float(len(rows)))}
+    if rows:
+        found["demonstrations/mean_length"] = Mean(float(sum(len(t.tokens) for t in rows)), float(len(rows)))
+    if known:
+        found["demonstrations/reward"] = Mean(sum(known), float(len(known)))
+    return found | ({"demonstrations/too_long": Sum(float(too_long))} if too_long else {})

@@ -17,7 +17,7 @@ from policygrad.models.routing import Routing
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import Reward, RewardPool, resolve
 from policygrad.rewards.process_rewards import StepEnd
-from policygrad.rollout.demonstrations import COLUMN, WAY_OUT
+from policygrad.rollout.demonstrations import COLUMN, WAY_OUT, check_rows
 from policygrad.rollout.judging import unrewarded
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import Sampler
@@ -101,6 +101,8 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         )
     for example in task.rows:  # a prompt too long for the model is better found now than in a week
         tokenizer.encode(example.prompt, needed.max_tokens, example.source or "a prompt")
+    if "demonstration" in (needed.needs or ()):
+        check_rows(task.rows, tokenizer, needed.max_tokens)
     rollouter = Rollouter(
         task.train,
         tokenizer,
