@@ -113,7 +113,18 @@ def test_maximum_likelihood_by_hand() -> None:
     chain = (pg.GroupMean(), pg.OverGroupMean())
     assert psi_of(chain, [1, 0, 0, 0]) == approx([3, -1, -1, -1])
     assert psi_of(chain, [0, 0, 0, 0]) == [0, 0, 0, 0]
-    assert psi_of(chain, [-1, 0, 0, 0]) == [0, 0, 0, 0]
+    assert psi_of(chain, [0.5, 0.25, 0, 0.25]) == approx([1, 0, -1, 0])
+
+
+def test_a_likelihood_of_success_takes_no_reward_below_0() -> None:
+    """mean_g = 0.125 would make of a punishment of −0.5 and a success an advantage of 7; mean_g = −0.25 nothing at all."""
+    refused = r"OverGroupMean follows .* the reward of row 1 is -0\.5: give a reward of 0 or more.*such as grpo"
+    for rewards in ([1, -0.5, 0, 0], [0, -0.5, 0, 0]):
+        with pytest.raises(pg.ConfigError, match=refused):
+            psi_of((pg.GroupMean(), pg.OverGroupMean()), rewards)
+    for part in (pg.SoftOverlong(), pg.KLInReward()):
+        with pytest.raises(pg.ConfigError, match=f"{type(part).__name__} would lower rewards below 0: set shaping="):
+            replace(pg.MAXRL, shaping=(part,), reference=pg.Reference())
 
 
 def test_baselines_by_hand() -> None:
@@ -132,11 +143,11 @@ def test_the_greedy_baseline_is_asked_for() -> None:
 @given(shape=shapes(max_groups=4, max_size=5, max_width=4))
 def test_what_is_masked_or_not_counted_moves_nothing(shape: Shape) -> None:
     """A row that does not count may hold any reward."""
-    batch, _ = make(shape)
+    batch, _ = make(shape, extra="successes")
     nobody = ~batch.mask.any(1)
     for chain in ((pg.PassAtK(2),), (pg.GroupMean(), pg.OverGroupMean()), (pg.Accepted("best"),), (pg.Accepted(),)):
         a = pg.Algorithm(psi=chain)
-        close(a.advantages(replace(batch, reward=torch.where(nobody, 9.0, batch.reward))), a.advantages(batch))
+        close(a.advantages(replace(batch, reward=torch.where(nobody, -9.0, batch.reward))), a.advantages(batch))
 
 
 def test_a_ratio_of_a_completion_is_tapered_on_one_side() -> None:
@@ -197,7 +208,7 @@ def test_equal_rewards_give_exactly_zero_to_what_compares_them(dtype: torch.dtyp
         reward=torch.full((8,), reward, dtype=dtype),
         example=torch.zeros(8, dtype=torch.int64),
     )
-    for name in ("maxrl", "passk", "gpg", "reinforce_pp_baseline", "lite_ppo", "scale_rl"):
+    for name in ("maxrl",) * (reward >= 0) + ("passk", "gpg", "reinforce_pp_baseline", "lite_ppo", "scale_rl"):
         algorithm = pg.algorithm(name)
         psi = algorithm.advantages(algorithm.filtered(batch))
         assert psi.dtype == dtype

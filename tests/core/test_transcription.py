@@ -14,7 +14,7 @@ from doubles.random_batches import Random, Shape, close, gradients, make, passed
 from doubles.transcriptions import objectives, two_models
 from doubles.transcriptions.critic import CRITIC, corrected
 from doubles.transcriptions.data import DATA, FIELDS
-from doubles.transcriptions.off_policy import OFF_POLICY_PARTS, OUTCOMES
+from doubles.transcriptions.off_policy import OFF_POLICY_PARTS, OUTCOME_FIELDS, OUTCOMES
 from doubles.transcriptions.parts import EXTRA_FIELDS, PARTS, ROWS
 from doubles.transcriptions.steps import STEPS, process_alone
 from doubles.transcriptions.trust import TRUST, TRUST_FIELDS, TRUST_PARTS
@@ -24,7 +24,12 @@ from doubles.transcriptions.vine import VINE, VINE_FIELDS, VINE_PARTS
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
 NAMED = objectives.NAMED | CRITIC | ROWS | STEPS | OUTCOMES | TRUST | DATA | two_models.ROWS | VINE
 EXTRA_FIELDS = (
-    EXTRA_FIELDS | dict.fromkeys((*STEPS, "process rewards alone"), "steps") | TRUST_FIELDS | FIELDS | VINE_FIELDS
+    EXTRA_FIELDS
+    | dict.fromkeys((*STEPS, "process rewards alone"), "steps")
+    | OUTCOME_FIELDS
+    | TRUST_FIELDS
+    | FIELDS
+    | VINE_FIELDS
 )
 CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
 ALONE = {"process rewards alone": (replace(pg.GRPO_PROCESS, psi=(pg.ProcessReward(outcome=False),)), process_alone)}

@@ -56,6 +56,11 @@ def with_demonstrations(batch: pg.Batch, random: Draws) -> pg.Batch:
     return replace(batch, demonstration=shown, logp_sampler=sampler)
 
 
+def with_successes(batch: pg.Batch, random: Draws) -> pg.Batch:
+    """No reward below 0: how much of a success each was."""
+    return replace(batch, reward=batch.reward.abs())
+
+
 def with_weights(batch: pg.Batch, random: Draws) -> pg.Batch:
     """A positive weight at every token."""
     weight = 0.1 + random.uniform(*batch.mask.shape)
@@ -66,6 +71,7 @@ FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
     "rewards": with_rewards,
     "turns": with_turns,
     "demonstrations": with_demonstrations,
+    "successes": with_successes,
     "weights": with_weights,
 }
 READ_BY = {"rewards": "rewards", "anchor": "turns", "demonstration": "demonstrations"}

@@ -112,6 +112,8 @@ def extra_of(algorithm: pg.Algorithm) -> str | None:
     """What `make` is to fill for it."""
     if "step_end" in algorithm.declared:
         return "steps"
+    if any(isinstance(link, pg.OverGroupMean) for link in algorithm.psi):
+        return "successes"
     if algorithm.select_needs:
         return "entropy"
     return next((extra for field, extra in READ_BY.items() if field in algorithm.declared), None)

@@ -9,6 +9,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.curriculum import NoPositiveResampling
 from policygrad.core.filters import Downsample, MaskTruncated
+from policygrad.core.success import OverGroupMean
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.vine import SelfNormalisation, SelfNormalised, Vine
 from policygrad.errors import ConfigError
@@ -29,6 +30,12 @@ def data_problems(algorithm: Composition) -> Iterator[str]:
         yield (
             f"the advantage reads each reward function's own number, which {names} would not change: set shaping=(), or make it "
             "a reward function, or put KLToReference() into terms"
+        )
+    if algorithm.shaping and any(isinstance(link, OverGroupMean) for link in algorithm.psi):
+        names = " and ".join(type(part).__name__ for part in algorithm.shaping)
+        yield (
+            f"OverGroupMean follows the likelihood of success, and {names} would lower rewards below 0: set shaping=(), and put "
+            "KLToReference() into terms, or replace OverGroupMean by GroupStd()"
         )
     resting = [part for part in algorithm.filters if isinstance(part, NoPositiveResampling)]
     if resting and any(part.refill for part in algorithm.filters):

@@ -23,7 +23,12 @@ class OverGroupMean(Advantage):
 
     For rewards of 0 and 1 and p the probability of success, log p = −Σ_k (1 − p)^k/k, so ∇log p = Σ_k 1/k ∇pass@k. The mean
     score of the right ones among G samples is an unbiased estimate of the first G terms; less the mean score of all, and 0
-    where none is right (Ψ = 0 where mean_g ≤ 0), of the first G − 1. Source: Tajwar et al. 2026 (MaxRL), arXiv:2602.02710.
+    where none is right (Ψ = 0 where mean_g ≤ 0), of the first G − 1. A reward of 0 or more weighs a success; below 0 there is no
+    likelihood of it, and a group's mean near 0 would multiply what it divides. Source: Tajwar et al. 2026 (MaxRL),
+    arXiv:2602.02710.
+
+    Raises:
+        ConfigError: a reward below 0, of a completion that counts.
     """
 
     group_statistic: ClassVar[bool] = True
@@ -33,7 +38,14 @@ class OverGroupMean(Advantage):
         return "/mean_g,  0 where mean_g ≤ 0"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        mean = Groups(batch.group, batch.counted).mean(totals(batch))
+        total = totals(batch)
+        if bool((below := total < 0).any()):
+            row = int(below.nonzero()[0])
+            raise ConfigError(
+                f"OverGroupMean follows the likelihood of success, and the reward of row {row} is {float(total[row]):g}: give a "
+                "reward of 0 or more, such as 1 for what is right and else 0, or take an algorithm for any reward, such as grpo"
+            )
+        mean = Groups(batch.group, batch.counted).mean(total)
         some = mean > 0
         return ragged.masked(psi / torch.where(some, mean, 1)[:, None], batch.mask & some[:, None])
 

@@ -226,6 +226,8 @@ OUTCOMES = {
         lite_ppo,
     )
 }
+OUTCOME_FIELDS = {"maxrl": "successes"}
+"""What `random_batches.make` is to fill for a row."""
 OFF_POLICY_PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
     "the best of the group": (replace(pg.RAFT, psi=(pg.Accepted("best"),)), best_of_group),
     "pass@3": (replace(pg.PASSK, psi=(pg.PassAtK(3),)), lambda p, w: passk(p, w, 3)),
