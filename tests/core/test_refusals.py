@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -47,7 +48,16 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "cap, NaN": (lambda: pg.WeightCap(0.0, float("nan")), ["high = nan"]),
     "a negative clip range": (lambda: pg.Clip(0.2, -0.1), ["Clip.high", "-0.1"]),
     "dual clip's c": (lambda: pg.DualClip(c=1.0), ["DualClip.c", "greater than 1"]),
-    "a soft gate's temperature": (lambda: pg.SoftGate(tau_neg=0.0), ["SoftGate.tau_neg", "greater than 0"]),
+    "a soft gate's temperature": (
+        lambda: pg.SoftGate(tau_neg=0.0),
+        ["SoftGate.tau_neg must be above 0 and finite, not 0.0"],
+    ),
+    "a soft gate's endless temperature": (
+        lambda: pg.SoftGate(math.inf),
+        ["SoftGate.tau_pos must be above 0 and finite, not inf"],
+    ),
+    "a clip that is no number": (lambda: pg.Clip(high=math.nan), ["Clip.high must be at least 0, not nan"]),
+    "a discount above 1": (lambda: pg.GAE(gamma=1.5), ["GAE.gamma must be in [0, 1], not 1.5"]),
     "no budget": (lambda: pg.FixedLength(0), ["FixedLength.length", "at least 1 token"]),
     "no penalty": (lambda: pg.SoftOverlong(scale=0.0), ["SoftOverlong.scale", "leave the part out"]),
     "no such level": (lambda: pg.KLInReward(level="turn"), ["KLInReward.level", "'token'", "'sequence'", "'turn'"]),  # type: ignore[arg-type]

@@ -15,13 +15,8 @@ from torch import Tensor
 
 from policygrad.core.batch import Batch
 from policygrad.core.protocols import Gate
+from policygrad.core.ranges import not_negative, positive
 from policygrad.errors import ConfigError
-
-
-def _not_negative(part: object, **values: float) -> None:
-    for name, value in values.items():
-        if not value >= 0:
-            raise ConfigError(f"{type(part).__name__}.{name} must be at least 0, not {value}")
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class Clip(Gate):
     high: float = 0.2
 
     def __post_init__(self) -> None:
-        _not_negative(self, low=self.low, high=self.high)
+        not_negative(self, low=self.low, high=self.high)
 
     @property
     def formula(self) -> str:
@@ -152,9 +147,7 @@ class SoftGate(Gate):
     tau_neg: float = 1.05
 
     def __post_init__(self) -> None:
-        for name in ("tau_pos", "tau_neg"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"SoftGate.{name} must be greater than 0, not {getattr(self, name)}")
+        positive(self, tau_pos=self.tau_pos, tau_neg=self.tau_neg)
 
     @property
     def formula(self) -> str:

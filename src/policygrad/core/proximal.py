@@ -15,18 +15,13 @@ from torch import Tensor
 from policygrad.core import ragged
 from policygrad.core.batch import Batch
 from policygrad.core.protocols import Gate
+from policygrad.core.ranges import positive
 from policygrad.core.ratios import bounded_exp
 from policygrad.errors import ConfigError
 
 Divergence = Literal["tv", "kl"]
 _NEVER_ZERO = 1e-8
 """Added to 1 − π in the binary KL, as the authors' code has it: a token that is certain has no rest to compare."""
-
-
-def _positive(part: object, **values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{type(part).__name__}.{name} must be above 0 and finite, not {value}")
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ class GeometricMean(Gate):
     token_ratio: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _positive(self, low=self.low, high=self.high)
+        positive(self, low=self.low, high=self.high)
 
     @property
     def formula(self) -> str:
@@ -90,7 +85,7 @@ class DivergenceClip(Gate):
             raise ConfigError(
                 f"DivergenceClip.measure must be 'tv' (|π_θ − π_old|) or 'kl' (binary, in nats), not {self.measure!r}"
             )
-        _positive(self, delta=self.delta)
+        positive(self, delta=self.delta)
         if self.measure == "tv" and self.delta >= 1:
             raise ConfigError(
                 f"DivergenceClip.delta must be below 1 for 'tv', not {self.delta}: no total variation is more"
@@ -141,7 +136,7 @@ class GammaKernel(Gate):
     lambda_neg: float = 2.0
 
     def __post_init__(self) -> None:
-        _positive(self, k_pos=self.k_pos, lambda_pos=self.lambda_pos, k_neg=self.k_neg, lambda_neg=self.lambda_neg)
+        positive(self, k_pos=self.k_pos, lambda_pos=self.lambda_pos, k_neg=self.k_neg, lambda_neg=self.lambda_neg)
 
     @property
     def formula(self) -> str:
@@ -172,7 +167,7 @@ class LogClip(Gate):
     high: float = 0.2
 
     def __post_init__(self) -> None:
-        _positive(self, low=self.low, high=self.high)
+        positive(self, low=self.low, high=self.high)
         if self.low >= 1:
             raise ConfigError(f"LogClip.low must be below 1, not {self.low}: log(1 − low) is the lower bound of log r")
 

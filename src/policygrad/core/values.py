@@ -23,6 +23,7 @@ from policygrad.core import ragged
 from policygrad.core.batch import Batch, required
 from policygrad.core.metrics import Max, Mean, Metrics, Min
 from policygrad.core.protocols import Advantage
+from policygrad.core.ranges import positive, unit
 from policygrad.errors import ConfigError
 
 NEEDS = frozenset({"values"})
@@ -34,12 +35,6 @@ def _needs(bootstrap: bool) -> frozenset[str]:
 
 def _cut_off(bootstrap: bool) -> str:
     return ",  V(end) = V_φ where cut off" if bootstrap else ""
-
-
-def _unit(part: object, **values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value <= 1:
-            raise ConfigError(f"{type(part).__name__}.{name} must be in [0, 1], not {value}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +98,7 @@ class NStep(Advantage):
     starts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _unit(self, gamma=self.gamma)
+        unit(self, gamma=self.gamma)
         if self.n < 0:
             raise ConfigError(f"NStep.n must be at least 1, or 0 for Monte Carlo, not {self.n}")
 
@@ -146,7 +141,7 @@ class GAE(Advantage):
     starts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _unit(self, gamma=self.gamma, lam=self.lam)
+        unit(self, gamma=self.gamma, lam=self.lam)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -176,9 +171,8 @@ class LengthAdaptiveGAE(Advantage):
     starts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _unit(self, gamma=self.gamma)
-        if not self.alpha > 0:
-            raise ConfigError(f"LengthAdaptiveGAE.alpha must be greater than 0, not {self.alpha}")
+        unit(self, gamma=self.gamma)
+        positive(self, alpha=self.alpha)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
