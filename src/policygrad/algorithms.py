@@ -312,7 +312,8 @@ def algorithm(name: str) -> Algorithm:
     """
     key = name.strip().lower().replace("-", "_")
     if key not in ALGORITHMS:
-        near = difflib.get_close_matches(key, ALGORITHMS, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(key, ALGORITHMS, n=3, cutoff=0.6)
+        near.sort(key=lambda known: sorted(known) != sorted(key))  # letters that changed places, before others
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ALGORITHMS)}"
         raise ConfigError(f"unknown algorithm {name!r}: {hint}")
     return ALGORITHMS[key]

@@ -81,7 +81,7 @@ def _run(args: list[str]) -> int:
 
 def _command(name: str) -> Callable[[list[str]], int]:
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}: {hint}")
     module, _, function = COMMANDS[name].partition(":")

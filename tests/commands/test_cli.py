@@ -218,6 +218,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
     ("command", "says"),
     [
         ("trian", "did you mean 'train'"),
+        ("nosuch", "there are train, sft"),
         ("train gprpo", "did you mean 'grpo'"),
         ("train --dry-run gprpo", "did you mean 'grpo'"),
         ("train grpo dapo", "one algorithm too many"),

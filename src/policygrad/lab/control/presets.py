@@ -137,7 +137,7 @@ def preset(name: str) -> Preset:
     """
     key = name.strip().lower().replace("-", "_")
     if key not in PRESETS:
-        near = difflib.get_close_matches(key, PRESETS, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(key, PRESETS, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"no algorithm {name!r} on classic control: {hint}there are {', '.join(PRESETS)}")
     return PRESETS[key]
