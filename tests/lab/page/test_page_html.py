@@ -16,7 +16,8 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.lab import html
 from policygrad.lab.experiments import EXPERIMENTS
 from policygrad.lab.finding import Finding
-from policygrad.lab.page.page import family, typeset
+from policygrad.lab.page.frame import typeset
+from policygrad.lab.page.page import family
 from policygrad.lab.page.plots import PLOTS, plot_of
 from policygrad.lab.page.sections import SECTIONS, sections
 from policygrad.lab.report import LabReport, report

@@ -9,7 +9,7 @@ from typing import Any
 from policygrad.compare.outcomes import AXES
 from policygrad.compare.report import Kind, Report, RowReport
 from policygrad.compare.statistics import Estimate
-from policygrad.lab.page.page import embedded, typeset
+from policygrad.lab.page.frame import framed
 
 SHOWN = 8
 """Rows whose curves are shown at first where there are more: those of the greatest area."""
@@ -28,18 +28,13 @@ SIGNS = {
 
 def page(found: Report) -> str:
     """The page."""
-    from jinja2 import Environment  # only this page and the lab's are templates
-
-    ours, labs = files("policygrad.compare.page") / "web", files("policygrad.lab.page") / "web"
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"typeset": typeset, "short": short, "estimate": estimate, "share": lambda x: f"{x:.0%}"}
-    html = (ours / "compare.html").read_text(encoding="utf-8")
-    return environment.from_string(html).render(
-        style=(labs / "page.css").read_text(encoding="utf-8") + (ours / "compare.css").read_text(encoding="utf-8"),
-        script=(labs / "plots.js").read_text(encoding="utf-8")
-        + "\n"
-        + (ours / "compare.js").read_text(encoding="utf-8"),
-        data=embedded(data(found)),
+    web = files("policygrad.compare.page") / "web"
+    return framed(
+        web / "compare.html",
+        data(found),
+        styles=(web / "compare.css",),
+        scripts=(web / "compare.js",),
+        filters={"short": short, "estimate": estimate, "share": lambda x: f"{x:.0%}"},
         found=found,
         title=title(found),
         axes=AXES,

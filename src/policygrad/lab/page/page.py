@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -16,6 +14,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.process import ProcessReward
 from policygrad.lab.finding import Finding
 from policygrad.lab.findings.shapes import GATES, weights
+from policygrad.lab.page.frame import framed
 from policygrad.lab.page.plots import plot_of
 from policygrad.lab.page.sections import sections
 from policygrad.lab.report import LabReport
@@ -40,25 +39,18 @@ def page(
     algorithms: those that were measured, by the names in the report.
     matrix: for each of them its parts by column, in words.
     """
-    from jinja2 import Environment  # only this page is a template
-
     findings = [with_own_gates(f, algorithms) if f.name == "gate_weights" else f for f in found.findings]
     web = files("policygrad.lab.page") / "web"
-    html, style, plots, script = (
-        (web / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "plots.js", "page.js")
-    )
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["typeset"] = typeset
     told = found.to_dict()
     columns = [
         c
         for c in dict.fromkeys(c for row in matrix.values() for c in row)
         if any(row.get(c) for row in matrix.values())
     ]
-    return environment.from_string(html).render(
-        style=style,
-        script=f"{plots}\n{script}",
-        data=embedded({"algorithms": _rows(told, algorithms), "families": FAMILIES, "plots": _plots(findings)}),
+    return framed(
+        web / "page.html",
+        {"algorithms": _rows(told, algorithms), "families": FAMILIES, "plots": _plots(findings)},
+        scripts=(web / "page.js",),
         found=found,
         figures=FIGURES,
         columns=columns,
@@ -69,14 +61,6 @@ def page(
         held=sum(f.holds for f in found.findings),
         sampled=not all(m.exact for pair in found.rows for m in pair),
     )
-
-
-def typeset(text: str) -> Any:
-    """Markup with π_ref and G^-0.5 as subscript and superscript."""
-    from markupsafe import Markup, escape
-
-    lowered = re.sub(r"(?<=[πA-Za-z])_(ref|old|π)\b", r"<sub>\1</sub>", str(escape(text)))
-    return Markup(re.sub(r"\^([-−]?[\d.]*\d)", r"<sup>\1</sup>", lowered))
 
 
 def with_own_gates(finding: Finding, algorithms: Mapping[str, Algorithm]) -> Finding:
@@ -115,9 +99,3 @@ def _rows(told: dict[str, Any], algorithms: Mapping[str, Algorithm]) -> list[dic
 def _plots(findings: Sequence[Finding]) -> dict[str, Any]:
     plots = {finding.name: (plot_of(finding), finding) for finding in findings}
     return {name: plot.drawn(finding) for name, (plot, finding) in plots.items() if plot is not None}
-
-
-def embedded(data: Any) -> str:
-    """JSON that may stand in a script element: no `</script>` can be in it."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

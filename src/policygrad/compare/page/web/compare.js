@@ -136,18 +136,10 @@ function start() {
   const draws = figures.map((figure) => curves(figure, DATA.kinds[figure.dataset.curves]));
   const matrices = [...document.querySelectorAll("[data-pairs]")];
   const renew = { axis: () => draws.forEach((draw) => draw()), measure: () => matrices.forEach((table) => pairs(table, DATA.kinds[table.dataset.pairs])) };
-  for (const group of document.querySelectorAll("[data-switch]"))
-    group.addEventListener("click", (event) => {
-      const button = event.target.closest("button");
-      if (!button) return;
-      for (const b of group.children) b.setAttribute("aria-pressed", String(b === button));
-      CHOSEN[group.dataset.switch] = button.dataset.value;
-      renew[group.dataset.switch]();
-    });
+  switches((name, value) => { CHOSEN[name] = value; renew[name](); });
   for (const figure of document.querySelectorAll("[data-rates]")) linePlot(figure, DATA.rates[figure.dataset.rates]);
   document.querySelectorAll("table.sortable").forEach(sortable);
   renew.measure();
-  addEventListener("keydown", (event) => { if (event.key === "Escape") hush(); });
 }
 
 start();

@@ -138,14 +138,7 @@ function table() {
 function start() {
   const draw = scatter(document.getElementById("scatter"));
   const renew = () => { draw(); table(); scatterSentence(); };
-  for (const group of document.querySelectorAll("[data-switch]"))
-    group.addEventListener("click", (event) => {
-      const button = event.target.closest("button");
-      if (!button) return;
-      for (const b of group.children) b.setAttribute("aria-pressed", String(b === button));
-      VIEW[group.dataset.switch] = Number(button.dataset.value);
-      renew();
-    });
+  switches((name, value) => { VIEW[name] = Number(value); renew(); });
   for (const button of document.querySelectorAll("#figures thead button"))
     button.addEventListener("click", () => {
       SORT.up = SORT.key === button.dataset.key ? !SORT.up : true;
@@ -154,7 +147,6 @@ function start() {
     });
   renew();
   for (const figure of document.querySelectorAll("[data-plot]")) linePlot(figure, DATA.plots[figure.dataset.plot]);
-  addEventListener("keydown", (event) => { if (event.key === "Escape") hush(); });
 }
 
 start();

@@ -81,6 +81,18 @@ function tell(title, rows, x, y) {
 }
 
 function hush() { TIP.hidden = true; }
+addEventListener("keydown", (event) => { if (event.key === "Escape") hush(); });
+
+// Groups of buttons of which one is pressed; `choose` is told the group's name and the button's value.
+function switches(choose) {
+  for (const group of document.querySelectorAll("[data-switch]"))
+    group.addEventListener("click", (event) => {
+      const button = event.target.closest("button");
+      if (!button) return;
+      for (const b of group.children) b.setAttribute("aria-pressed", String(b === button));
+      choose(group.dataset.switch, button.dataset.value);
+    });
+}
 
 // π_old with its index lowered, for an SVG text
 function lowered(text) {

@@ -1,0 +1,61 @@
+"""What the lab's page and the comparison's are made in: one HTML file, its style, script and data inside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+
+def framed(
+    body: Traversable,
+    data: Any,
+    *,
+    styles: tuple[Traversable, ...] = (),
+    scripts: tuple[Traversable, ...] = (),
+    filters: dict[str, Callable[..., Any]] | None = None,
+    **values: Any,
+) -> str:
+    """The page.
+
+    body: a template that extends `frame.html`, rendered with `values`.
+    data: what the scripts draw, read by `plots.js`.
+    styles, scripts: what the page has beside `page.css` and `plots.js`.
+    """
+    from jinja2 import DictLoader, Environment  # only these pages are templates
+
+    web = files("policygrad.lab.page") / "web"
+    environment = Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=DictLoader({"frame.html": _text(web / "frame.html")}),
+    )
+    environment.filters |= {"typeset": typeset} | (filters or {})
+    return environment.from_string(_text(body)).render(
+        style="".join(map(_text, (web / "page.css", *styles))),
+        script="\n".join(map(_text, (web / "plots.js", *scripts))),
+        data=embedded(data),
+        **values,
+    )
+
+
+def _text(file: Traversable) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+def typeset(text: str) -> Any:
+    """Markup with π_ref and G^-0.5 as subscript and superscript."""
+    from markupsafe import Markup, escape
+
+    lowered = re.sub(r"(?<=[πA-Za-z])_(ref|old|π)\b", r"<sub>\1</sub>", str(escape(text)))
+    return Markup(re.sub(r"\^([-−]?[\d.]*\d)", r"<sup>\1</sup>", lowered))
+
+
+def embedded(data: Any) -> str:
+    """JSON that may stand in a script element: no `</script>` can be in it."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
