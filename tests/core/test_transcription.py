@@ -19,6 +19,7 @@ from doubles.transcriptions.parts import EXTRA_FIELDS, PARTS, ROWS
 from doubles.transcriptions.steps import STEPS, process_alone
 from doubles.transcriptions.trust import TRUST, TRUST_FIELDS, TRUST_PARTS
 from doubles.transcriptions.vine import VINE, VINE_FIELDS, VINE_PARTS
+from policygrad.core.objective import with_selected
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
@@ -54,14 +55,15 @@ def both(name: str, shape: Shape, off_policy: float | None) -> tuple[list[Tensor
     algorithm, transcription = TABLE[name]
     batch, logits = make(shape, off_policy, EXTRA_FIELDS.get(name))
     logp = policy(logits, batch.tokens, batch.mask)
-    paper = transcription(objectives.read(known(batch, algorithm, logp), logp), shape.width)
-    expected = [paper.detach(), *gradients(paper, logp, logits)]
-
     rollout = algorithm.filtered(known(batch, algorithm, logp))
     psi = algorithm.advantages(rollout)
     kept = algorithm.corrections or "logp_old" in algorithm.gate.needs
     step = rollout if kept else replace(rollout, logp_old=batch.logp_old)
     out = passed(logp, step)
+    step = with_selected(out, step, psi, algorithm)
+    given = replace(known(batch, algorithm, logp), selected=step.selected)  # what a paper leaves to chance
+    paper = transcription(objectives.read(given, logp), shape.width)
+    expected = [paper.detach(), *gradients(paper, logp, logits)]
     loss = pg.surrogate(out, step, psi, algorithm)
     actual = [pg.objective(out, step, psi, algorithm), *gradients(-loss, logp, logits)]
     return actual, expected

@@ -40,6 +40,8 @@ class Completion:
     reward_weights: tuple[float, ...] = ()
     demonstration: bool = False
     implicit: list[Tensor] = field(default_factory=list)
+    drawn: list[Tensor] = field(default_factory=list)
+    """Whether chance has chosen a token, for an objective that is stated given a draw."""
 
     def __len__(self) -> int:
         return len(self.logp)
@@ -84,6 +86,7 @@ def read(batch: Any, logp: Tensor) -> Prompts:
                 reward_weights=batch.reward_weights,
                 demonstration=bool(batch.demonstration[i]) if batch.demonstration is not None else False,
                 implicit=tokens(i, batch.implicit_reward, []),
+                drawn=tokens(i, batch.selected, []),
             )
             prompts[int(batch.group[i])].append(o)
     return list(prompts.values())

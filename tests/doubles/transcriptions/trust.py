@@ -101,23 +101,23 @@ def clip_cov(
     band: tuple[float, float] = (1.0, 5.0),
     kept: Callable[[Prompts], Prompts] = without_no_spread,
 ) -> Tensor:
-    """Of the tokens in the band and not clipped, ⌊share·N⌋ (at least one) count 0; evenly spread over the band's order."""
+    """Of the tokens in the band and not clipped, ⌊share·N⌋ (at least one) are drawn at random and count 0.
+
+    The objective is stated given the draw, and any draw will do that is one: of the band alone, and of that number. Tokens of
+    equal covariance may come together (`core/selection.py`), so that it is the number of different ones that is not exceeded.
+    """
     prompts = kept(prompts)
     J, A = zero(prompts), {id(o): zscore(o, outputs) for outputs in prompts for o in outputs}
-    cov, inside = covariances(prompts, A), []
+    cov, inside, drawn = covariances(prompts, A), set(), {(id(o), t) for o, t in tokens(prompts) if bool(o.drawn[t])}
     for o, t in tokens(prompts):
         a, r = A[id(o)], o.r(t)
         surrogate = torch.minimum(r * a, clip(r, 1 - high, 1 + high) * a)
         if band[0] < cov[id(o), t] < band[1] and not bool(surrogate < r * a):
-            inside.append(cov[id(o), t])
-    inside, number = sorted(inside), max(1, math.floor(share * count_tokens(prompts)))
-    number = min(number, len(inside))
-    drawn = {inside[math.floor((j + 0.5) * len(inside) / number)] for j in range(number)}
-    for o, t in tokens(prompts):
-        a, r = A[id(o)], o.r(t)
-        clipped = bool(torch.minimum(r * a, clip(r, 1 - high, 1 + high) * a) < r * a)
-        if clipped or cov[id(o), t] not in drawn:
-            J = J + torch.minimum(r * a, clip(r, 1 - high, 1 + high) * a)
+            inside.add((id(o), t))
+        J = J + (0 if (id(o), t) in drawn else surrogate)
+    number = min(max(1, math.floor(share * count_tokens(prompts))), len(inside))
+    assert drawn <= inside
+    assert len({round(cov[token], 12) for token in drawn}) <= number <= len(drawn)
     return J / max(1, count_tokens(prompts))
 
 
