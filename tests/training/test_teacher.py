@@ -12,6 +12,7 @@ import policygrad as pg
 from doubles.files import rows, write_rows
 from doubles.trackers import Record
 from policygrad.commands.train import flags
+from policygrad.trackers.words import described, number
 from policygrad.training.config.run import Run
 from policygrad.training.config.toml import load
 from policygrad.training.trainer import train
@@ -40,7 +41,14 @@ def test_a_task_without_rewards(small: Run, tmp_path: Path) -> None:
     result = train(run, display=record)
     assert result.before is result.after is None
     assert "no reward" in record.info.facts["held out"]
-    assert all(row["reward"] == 0 and row["updates/taken"] == 1 for row in rows(result.output / "metrics.jsonl"))
+    measured = rows(result.output / "metrics.jsonl")
+    assert all(row["updates/taken"] == 1 for row in measured if "step" in row and "teacher/kl" in row)
+    assert not {"reward", "reward_std", "frac_reward_zero_std"} & set().union(*measured)
+    assert all(row["reward"] is None for row in rows(result.output / "completions.jsonl"))
+    said = [described(metrics) for _, metrics in record.steps]
+    assert [words[0][0] for words in said] == ["teacher kl"] * 2
+    assert said[0][0][1] == f"teacher kl {number(record.steps[0][1]['teacher/kl'])}"
+    assert "reward" not in dict(said[0])
     with pytest.raises(pg.PolicygradError, match="has no reward of its own"):
         train(replace(run, algorithm=pg.GRPO, output=str(tmp_path / "grpo")), display=False)
 

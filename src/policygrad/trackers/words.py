@@ -51,6 +51,7 @@ FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # metric, label
     ("loss", "loss", lambda x: number(x, 3)),
     ("accuracy", "accuracy", number),
     ("margin", "margin", number),
+    ("teacher/kl", "teacher kl", number),
     ("kl", "kl", number),
     ("entropy", "entropy", number),
     ("completions/mean_length", "length", lambda x: number(x, 1)),
@@ -69,11 +70,11 @@ def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def described(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label, words) for a line of text: the first five fields, and how many completions were cut off, if any were."""
+    """(label, words) for a line of text: what was learned and how fast, and how many completions were cut off, if any were."""
     named = dict(shown(metrics))
     if named.get("cut off") == "0%":
         named.pop("cut off", None)
-    keys = ("reward", "loss", "accuracy", "margin", "kl", "entropy", "length", "tok/s", "cut off")
+    keys = ("reward", "loss", "accuracy", "margin", "teacher kl", "kl", "entropy", "length", "tok/s", "cut off")
     return [(k, f"{named[k]} {k}" if k in ("tok/s", "cut off") else f"{k} {named[k]}") for k in keys if k in named]
 
 

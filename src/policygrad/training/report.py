@@ -10,25 +10,28 @@ from policygrad.training.loop import Done
 
 MISMATCH = 1.0
 """Nats; bfloat16 rounding stays below, a model that decodes otherwise than it is trained does not."""
+OF_REWARDS = ("reward", "reward_std", "frac_reward_zero_std")
+"""What there is to say only where somebody asked for a reward."""
 Note = tuple[str, str]
 """(what is odd, its kind): of one kind the first is said."""
 
 
-def values_of(done: Done) -> dict[str, float]:
-    """Every metric as a number."""
-    values = {name: metric.value for name, metric in done.metrics.items()}
+def values_of(done: Done, scored: bool = True) -> dict[str, float]:
+    """Every metric as a number. scored: whether answers are worth anything; in a distillation without a reward they are not."""
+    values = {name: metric.value for name, metric in done.metrics.items() if scored or name not in OF_REWARDS}
     elapsed = values["time/rollout"] + values["time/update"]
     return values | {"tokens_per_second": values["tokens/sampled"] / elapsed if elapsed else 0.0}
 
 
-def rows_of(done: Done) -> list[dict[str, Any]]:
+def rows_of(done: Done, scored: bool = True) -> list[dict[str, Any]]:
     """A step's completions, for the log: prompt, completion, reward, advantage (of the first token), truncated, tokens.
 
-    The reward is what was said of the completion, whether it takes part or a filter left it out; None = it could not be judged.
+    The reward is what was said of the completion, whether it takes part or a filter left it out; None = it could not be judged,
+    or nobody asked for that (`scored`).
     Where answers are looked at in steps, also each step's [tokens up to its end, advantage].
     """
     batch, rollout = done.batch, done.rollout
-    rewards = [t.reward for g in rollout.groups for t in g.trajectories]
+    rewards = [t.reward if scored else None for g in rollout.groups for t in g.trajectories]
     advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(rewards)
     truncated = batch.truncated.tolist() if batch.truncated is not None else [False] * len(rewards)
     rows: list[dict[str, Any]] = [

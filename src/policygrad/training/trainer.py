@@ -278,11 +278,12 @@ class Trainer(Lifecycle[Run, Progress, float]):
     def record(self, done: Done) -> Metrics:
         """After every step: its lines in the files, its picture on the display, and perhaps an evaluation."""
         evaluation, step = self.config.evaluation, done.step
-        values = values_of(done)
+        scored = self.resources.scored
+        values = values_of(done, scored)
         for text, kind in notes_of(done, values, self._waiting):
             self.note(text, kind)
         self._waiting = "value_pretraining" in values
-        self.log(step, values, rows_of(done))
+        self.log(step, values, rows_of(done, scored))
         if evaluation.every and step % evaluation.every == 0 and step < self.steps and self._held_out:
             score = self.take(f"evaluating at step {step}", step)
             return {} if score is None else {"held_out": Mean(score)}
