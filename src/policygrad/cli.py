@@ -14,26 +14,40 @@ from typing import TextIO
 from policygrad.commands import COMMANDS
 from policygrad.errors import ConfigError, PolicygradError
 
-HELP = """policygrad: the policy-gradient family for language models, as one equation with interchangeable parts
+HELP = """policygrad: the policy-gradient family for language models, as one equation
+with interchangeable parts
 
-  policygrad train [ALGORITHM] [options]   train; without options: DAPO on a small model and task inside the package
-  policygrad train --resume RUN            go on with a run
-  policygrad train mine.py:MY_ALGORITHM    an algorithm of your own, from a file or a module
-  policygrad train ... --dry-run           print the configuration and the algorithm's equation, load no model
-  policygrad sft --data FILE               supervised fine-tuning on demonstrations
-  policygrad reward-model --data FILE      a reward model from preferences; train ... --reward model:RUN uses it
-  policygrad eval MODEL --task TASK        mean@k and pass@k of a model on held-out problems
-  policygrad compare ROW ROW ...           algorithms against each other: seeds, learning rates, curves, what can be concluded
-  policygrad algorithms [--json]           the matrix of named algorithms
-  policygrad show                          what there is: the algorithms by family, the parts by where they go
-  policygrad show NAME                     an algorithm: its equation, parts, defaults with sources, what it fixes,
-                                           how it fails; or one part, such as Clip; or your own, mine.py:NAME
-  policygrad lab                           gradient estimators measured against the true gradient, on small problems
-  policygrad lab control                   the same algorithms on Gymnasium environments
-  policygrad completion bash|zsh           a script for tab completion
+  policygrad train [ALGORITHM] [options]  train; without options: DAPO, on a
+                                          model and a task inside the package
+  policygrad train --resume RUN           go on with a run
+  policygrad train mine.py:MY_ALGORITHM   an algorithm of your own, from a file
+                                          or a module
+  policygrad train ... --dry-run          print the configuration and the
+                                          equation; load no model
+  policygrad sft --data FILE              supervised fine-tuning on
+                                          demonstrations
+  policygrad reward-model --data FILE     a reward model from preferences, for
+                                          train ... --reward model:RUN
+  policygrad eval MODEL --task TASK       mean@k and pass@k on held-out problems
+  policygrad compare ROW ROW ...          algorithms against each other: seeds,
+                                          learning rates, curves, what can be
+                                          concluded
+  policygrad algorithms [--json]          the matrix of named algorithms
+  policygrad show                         what there is: the algorithms by
+                                          family, the parts by where they go
+  policygrad show NAME                    an algorithm: its equation, parts,
+                                          defaults with sources, what it fixes,
+                                          how it fails; or one part, such as
+                                          Clip; or your own, mine.py:NAME
+  policygrad lab                          gradient estimators measured against
+                                          the true gradient, on small problems
+  policygrad lab control                  the same algorithms on Gymnasium
+                                          environments
+  policygrad completion bash|zsh          a script for tab completion
   policygrad --version
 
-`policygrad COMMAND --help` lists a command's options. Documentation: README.md and docs/.
+`policygrad COMMAND --help` lists a command's options.
+Documentation: README.md and docs/.
 """
 
 

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import policygrad as pg
 from policygrad import __version__, cli
 from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands import describe
+from policygrad.commands.compare import CompareOptions
+from policygrad.commands.control import ControlOptions
+from policygrad.commands.evaluate import EvalOptions
+from policygrad.commands.lab import LabOptions
 from policygrad.commands.options import take_algorithm
+from policygrad.commands.train import TrainOptions
 from policygrad.errors import RunError
 from policygrad.papers import PAPERS
-from policygrad.training.config.run import Run
+from policygrad.training.config.parts import part_names
+from policygrad.training.config.run import Options, Run
 from policygrad.training.config.toml import load
 
 
@@ -73,6 +84,33 @@ def test_help_of_every_command(run_command: Any) -> None:
     for flag in ("--algorithm.gate.high", "--samples-per-prompt", "--stop-after", "--learner.device"):
         assert flag in out
     assert "(default: the algorithm's own)" in " ".join(out.replace("│", " ").split())
+
+
+def test_help_fits_80_columns(run_command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, cli.HELP.splitlines())) <= 80
+    for words in (*((command,) for command in cli.COMMANDS), ("lab", "control")):
+        said = run_command(*words, "--help")[1]
+        assert max(map(len, said.splitlines())) <= 80, words
+
+
+def test_help_breaks_no_sentence() -> None:
+    """tyro keeps the line breaks of a field's text: each is the end of a sentence."""
+    kinds = [Options, *TrainOptions.__mro__[:2], CompareOptions, ControlOptions, EvalOptions, LabOptions]
+    kinds += [*pg.SFTConfig.__mro__[:2], pg.RewardModelConfig, pg.Sampling, pg.OptimizerConfig, pg.LearnerConfig]
+    kinds += [pg.Rewarding, pg.Evaluation, pg.Checkpointing, *(getattr(pg, name) for name in part_names())]
+    texts = [(kind.__name__, text) for kind in kinds for text in field_texts(kind)]
+    assert len(texts) > 150
+    for name, text in texts:
+        lines = [line.strip() for line in text.splitlines()]
+        assert all(line.endswith(".") for line in lines[:-1]), (name, text)
+
+
+def field_texts(kind: type) -> list[str]:
+    """What stands below the fields of a class: its help."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
+    pairs = [(a, b) for a, b in itertools.pairwise(body) if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)]
+    return [b.value.value for a, b in pairs if "ClassVar" not in ast.unparse(a.annotation)]  # type: ignore[attr-defined]
 
 
 # --- algorithms and show

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from policygrad.commands.describe import about_command
 from policygrad.commands.options import writable, write
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
@@ -67,7 +68,13 @@ class ControlOptions:
 
 def control(args: list[str]) -> int:
     """`policygrad lab control`."""
-    options = tyro.cli(ControlOptions, args=args, prog="policygrad lab control", config=(tyro.conf.FlagCreatePairsOff,))
+    options = tyro.cli(
+        ControlOptions,
+        args=args,
+        prog="policygrad lab control",
+        description=about_command(ControlOptions),
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
     algorithm, settings = chosen(options)
     if options.output is not None:
         writable(options.output, "--output")

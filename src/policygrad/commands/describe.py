@@ -57,6 +57,11 @@ def paragraphs(*texts: str) -> str:
     return "\n".join(f" {line}" for line in lines)
 
 
+def about_command(options: type) -> str:
+    """A command's description: what its options' class says."""
+    return paragraphs(" ".join((options.__doc__ or "").split()))
+
+
 def page_width() -> int:
     """Columns for running text: the terminal's, at most 100, for the eye; 80 in a pipe."""
     return max(40, min(100, shutil.get_terminal_size((80, 24)).columns))

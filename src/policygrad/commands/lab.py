@@ -46,8 +46,8 @@ class LabOptions:
     algorithm: Annotated[tuple[str, ...], optional("NAME", "all of them")] = ()
     """Which algorithms; several are allowed, your own too: mine.py:NAME, mine:NAME."""
     part: Annotated[tuple[str, ...], optional("[FIELD=]PART[,PART]", "none")] = ()
-    """A part, or a chain of them, measured in `base` beside the others: yours, mine:MyGate or mine.py:MyGate, or ours;
-    psi=GroupMean,mine:Asym. Several are allowed, each measured alone."""
+    """A part, or a chain of them, psi=GroupMean,mine:Asym, measured in `base` beside the others.
+    Yours, mine:MyGate or mine.py:MyGate, or ours. Several are allowed, each measured alone."""
     base: str = "dr_grpo"
     """The algorithm that a part is put into."""
     group_size: int = 4

@@ -68,7 +68,7 @@ class ShowOptions:
 
 def show(args: list[str]) -> int:
     """`policygrad show [NAME]`."""
-    name = tyro.cli(ShowOptions, args=args, prog="policygrad show", config=(tyro.conf.FlagCreatePairsOff,)).name
+    name = tyro.cli(ShowOptions, args=args, prog="policygrad show", description=words.about_command(ShowOptions)).name
     width = words.page_width()
     if name is None:
         words.emit(index(width))

@@ -145,8 +145,8 @@ class OptimalBaseline(Advantage):
     """
 
     norm: Norm = "exact"
-    """n: exact = ‖s‖², a backward pass per distinct completion; length = |o|, which ‖s‖² grows with when tokens' scores are
-    orthogonal and of one size (Hao et al. 2025, OPO)."""
+    """n: exact = ‖s‖², a backward pass per distinct completion.
+    length = |o|, which ‖s‖² grows with when tokens' scores are orthogonal and of one size (Hao et al. 2025, OPO)."""
     leave_one_out: bool = True
     """Over the siblings only, so unbiased. False = the plug-in Σ_j n_j R_j / Σ_j n_j as published: it sees R_i, so it is biased."""
     group_statistic: ClassVar[bool] = True

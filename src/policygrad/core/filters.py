@@ -29,8 +29,8 @@ class DropNoSpread(Filter):
     mode: Literal["refill", "reweight", "drop"] = "refill"
     max_rounds: int = 4
     carry: bool = True
-    """With refill: groups with spread that a full step has no room for begin the next one, where π_old/μ corrects for the older
-    weights. False = they are thrown away, and every sample is the policy's own."""
+    """With refill: groups with spread that a full step has no room for begin the next one; π_old/μ corrects for older weights.
+    False = they are thrown away, and every sample is the policy's own."""
     group_statistic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -132,11 +132,12 @@ class Downsample(Filter):
     keep: int = 4
     """G ≤ N, N being the samples per prompt."""
     by: Choice = "random"
-    """random: the gradient's expectation stays that of all N, where statistics = all. spread: those with the largest variance of
-    rewards, some lowest and some highest ones; equal rewards in random order."""
+    """random: the gradient's expectation stays that of all N, where statistics = all.
+    spread: those with the largest variance of rewards, some lowest and some highest ones; equal rewards in random order."""
     statistics: Statistics = "all"
-    """all: the N completions make the baseline and the scale; who is left out has weight 0, the others N/G, so that a prompt
-    weighs as before. A critic is fitted to all N. kept: the others are as if they had not been sampled."""
+    """all: the N make the baseline and the scale; who is left out has weight 0, the others N/G: a prompt weighs as before.
+    A critic is fitted to all N.
+    kept: the others are as if they had not been sampled."""
     seed: int = 0
     """Of the choice alone."""
 

@@ -36,8 +36,8 @@ class ProcessReward(Advantage):
     eps: float = 1e-4
     ddof: int = 1
     outcome: bool = True
-    """Whether the completion's reward is part of the last step's. False = process supervision alone, as published: the outcome is
-    measured, and does not enter Ψ."""
+    """Whether the completion's reward is part of the last step's.
+    False = process supervision alone, as published: the outcome is measured, and does not enter Ψ."""
     needs: ClassVar[frozenset[str]] = frozenset({"step_end", "token_reward"})
     starts: ClassVar[bool] = True
     group_statistic: ClassVar[bool] = True

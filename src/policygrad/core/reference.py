@@ -15,20 +15,20 @@ from policygrad.errors import ConfigError
 class Reference(Part):
     """π_ref: the model the run started from, or another one. It is held in memory only when a part needs `logp_ref`.
 
-    every: take the policy of the moment as the new reference after so many rollouts (iterative GRPO); None = never.
-    stall: take it anew when so many periodic held-out evaluations in a row have not exceeded the best before them, after
-        the rollout that follows; None = never. Source: Liu et al. 2025 (ProRL), sec. 2 and 3.
-    reset: with either, also forget the optimiser's state (ProRL).
-    model: another model in its place, a teacher say: folder, hub id, or a run's folder; frozen. It reads the policy's token
-        ids, so its tokenizer has the policy's vocabulary. None = the model the run started from.
-
     Its memory, with `stall`: the best held-out score, and the evaluations `waited` since it or since the last refresh.
+    Source: Liu et al. 2025 (ProRL), sec. 2 and 3.
     """
 
     every: int | None = None
+    """Take the policy of the moment as the new reference after so many rollouts (iterative GRPO); None = never."""
     reset: bool = False
+    """With either, also forget the optimiser's state (ProRL)."""
     stall: int | None = None
+    """Take it anew when so many periodic held-out evaluations in a row have not exceeded the best before them; None = never.
+    It is taken after the rollout that follows."""
     model: str | None = None
+    """Another model in its place, a teacher say: folder, hub id, or a run's folder; frozen. None = the one the run started from.
+    It reads the policy's token ids, so its tokenizer has the policy's vocabulary."""
 
     def __post_init__(self) -> None:
         for name, unit in (("every", "rollout"), ("stall", "evaluation")):

@@ -64,8 +64,8 @@ class PassAtK(Advantage):
     k: int = 4
     eps: float = 1e-6
     normalise: bool = True
-    """Over σ. False: the difference alone, G/k times the unbiased gradient of pass@k less a baseline of the group itself
-    (Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201)."""
+    """Over σ. False: the difference alone, G/k times the unbiased gradient of pass@k less a baseline of the group itself.
+    That one is of Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201."""
     group_statistic: ClassVar[bool] = True
     starts: ClassVar[bool] = True
 

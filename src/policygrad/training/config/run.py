@@ -104,11 +104,11 @@ class Options:
     tokenizer: Annotated[Any, named("ID|DIR", str, "the model's own")] = None
     """Directory or hub id of another tokenizer than the model's. From Python also a tokenizer."""
     task: Annotated[Any, named("NAME|FILE", str)] = "embedded"
-    """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file. From Python also
-    rows, each a dict with `prompt`."""
+    """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file.
+    From Python also rows, each a dict with `prompt`."""
     reward: Annotated[tuple[Any, ...], named("NAME", tuple[str, ...], "the task's own")] = ()
-    """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model, each with an optional
-    weight (format*0.5)."""
+    """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
+    Each may have a weight (format*0.5)."""
     step_end: Annotated[str | None, optional("REGEX", "the task's own")] = None
     """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
     held_out: Annotated[Any, named("FILE", str, "a sixteenth of the task, chosen by a hash of the prompt")] = None
