@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from doubles.comparison import MEASURE, StubRunner, plan, row
 from policygrad.commands.compare_table import table
 from policygrad.compare.outcomes import Outcome
+from policygrad.compare.page.page import page
 from policygrad.compare.plan import TUNING, Job
 from policygrad.compare.report import Report, report
 from policygrad.compare.work import Results, Work
@@ -44,6 +46,18 @@ def carried_out(folder: Path, **fails: Any) -> Report:
 
 def text(found: Report, width: int = 100) -> list[str]:
     return ["".join(piece for piece, _ in line) for line in table(found, width)]
+
+
+def test_one_of_a_thing_is_not_several() -> None:
+    runs = {"short": [outcome(0.6, updates=1.0, seconds=1.0)], "long": [outcome(1.0, updates=1.0, seconds=2.5)]}
+    said = by_hand(runs).says
+    assert [words.split(", ")[0] for words in said[:3]] == ["At 100 tokens", "At 1 update", "At 1 second"]
+    other = {label: [replace(x, seconds=(0.0, 0.6, 1.2))] for label, (x,) in runs.items()}
+    assert by_hand(other).says[2].startswith("At 1.2 seconds, which every run reaches")
+    one, several = by_hand(runs), by_hand({label: found * 3 for label, found in runs.items()})
+    assert "over 1 seed of" in one.limits[0]
+    assert "over 3 seeds of" in several.limits[0]
+    assert 'title="At 1 second, which' in page(one)
 
 
 def test_equal_tokens_updates_and_seconds_by_hand() -> None:

@@ -18,6 +18,7 @@ from policygrad.commands import describe as words
 from policygrad.commands.compare_rows import rows_of
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.options import writable, write
+from policygrad.compare.counts import counted
 from policygrad.compare.ladders import LADDERS
 from policygrad.compare.plan import TUNING, Plan, next_folder, open_folder, read
 from policygrad.errors import ConfigError
@@ -124,7 +125,7 @@ def run(plan: Plan, folder: Path, options: CompareOptions) -> int:
     threads = options.threads or max(1, _cores() // options.jobs)
     with locked(folder / "lock"):
         print(
-            f"{folder}: {options.jobs} run{'s' * (options.jobs > 1)} at a time, {threads} threads each", file=sys.stderr
+            f"{folder}: {counted(options.jobs, 'runs')} at a time, {counted(threads, 'threads')} each", file=sys.stderr
         )
         results = Work(plan, folder, Processes(threads), options.jobs, _say).do()
         found = report(plan, results, options.threshold)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from policygrad.commands.describe import HEAD, NAME, QUIET, Line, wrapped
+from policygrad.compare.counts import counted
 from policygrad.compare.outcomes import AXES
 from policygrad.compare.report import Kind, Report, RowReport
 from policygrad.compare.statistics import Estimate
@@ -46,8 +47,7 @@ def table(found: Report, width: int) -> list[Line]:
 
 def _heading(found: Report, kind: Kind, width: int) -> list[Line]:
     task, model = kind.measure.get("task", ""), kind.measure.get("model", "")
-    seeds = f"{len(found.seeds)} seed{'s' * (len(found.seeds) > 1)}"
-    head = f"{task}, {model}: {found.tokens:,} tokens a run, {seeds}"
+    head = f"{task}, {model}: {found.tokens:,} tokens a run, {counted(len(found.seeds), 'seeds')}"
     says = "interquartile mean of held-out scores [95 % bootstrap interval over seeds]; * = at the edge of its grid"
     return [*wrapped((), head, width, HEAD), *wrapped((), says, width, QUIET)]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from policygrad.compare.counts import counted
 from policygrad.compare.statistics import LEVEL, separation_by_chance
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def says(found: Report) -> Iterable[str]:
             close = _together(found, best.label, axis)
             told = f"; not told apart from it: {', '.join(close)}" if close else "; all others are below it"
             score = best.summary.equal[axis] if best.summary else None
-            yield f"At {end:,.0f} {axis}{where}, which every run reaches, {best.label} is highest, {score}{told}."
+            at = counted(f"{end:,.0f}" if end >= 10 else f"{end:.2g}", axis)
+            yield f"At {at}{where}, which every run reaches, {best.label} is highest, {score}{told}."
     both = [pair for pair in found.pairs if pair.apart["tokens"] and pair.apart["updates"]]
     turned = [p for p in both if (p.probability["tokens"].value > 0.5) != (p.probability["updates"].value > 0.5)]
     if both:
@@ -103,14 +105,14 @@ def limits(found: Report) -> Iterable[str]:
         yield f"It is not whole: of {len(found.seeds)} seeds there are {short}."
     few = "; with so few the true coverage of a percentile interval is below its 95 %" if len(found.seeds) < FEW else ""
     yield (
-        f"Intervals are over {len(found.seeds)} seed{'s' * (len(found.seeds) > 1)} of the same held-out problems{few}. They do not "
+        f"Intervals are over {counted(len(found.seeds), 'seeds')} of the same held-out problems{few}. They do not "
         "cover other tasks, models or budgets."
     )
     if pairs := found.pairs:
         open_ = sum(not pair.apart["tokens"] for pair in found.pairs)
         by_chance = f", and of {len(pairs)} pairs some exclude ½ by chance alone" if len(pairs) > 5 else ""
         yield (
-            f"At equal tokens {open_} of {len(pairs)} pair{'s' * (len(pairs) > 1)} cannot be told apart: the interval of P(above) "
+            f"At equal tokens {open_} of {counted(len(pairs), 'pairs')} cannot be told apart: the interval of P(above) "
             f"holds ½{by_chance}.{_few(len(found.seeds))}"
         )
     yield (
@@ -143,8 +145,8 @@ def _rates(found: Report) -> Iterable[str]:
         )
         return
     yield (
-        f"A learning rate is the best of its grid by the mean final score of {len(found.tuning_seeds)} tuning "
-        f"seed{'s' * (len(found.tuning_seeds) > 1)} besides those reported; nothing else was tuned."
+        "A learning rate is the best of its grid by the mean final score of "
+        f"{counted(len(found.tuning_seeds), 'tuning seeds')} besides those reported; nothing else was tuned."
     )
     if edges := [f"{row.label} ({row.edge})" for row in found.rows if row.edge]:
         yield f"Best at the edge of its grid, so that a wider one might do better: {', '.join(edges)}."

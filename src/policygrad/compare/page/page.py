@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
+from policygrad.compare.counts import counted
 from policygrad.compare.outcomes import AXES
 from policygrad.compare.report import Kind, Report, RowReport
 from policygrad.compare.statistics import Estimate
@@ -34,7 +35,7 @@ def page(found: Report) -> str:
         data(found),
         styles=(web / "compare.css",),
         scripts=(web / "compare.js",),
-        filters={"short": short, "estimate": estimate, "share": lambda x: f"{x:.0%}"},
+        filters={"short": short, "counted": counted, "estimate": estimate, "share": lambda x: f"{x:.0%}"},
         found=found,
         title=title(found),
         axes=AXES,
