@@ -25,7 +25,7 @@ NoPositiveResampling NumericsError OPO Observation OnPolicy OptimalBaseline Opti
 PPO_PENALTY PRIME PRORL Part PassAtK PolicyDrift PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
 Published RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference Request RewardError
 RewardModelConfig RewardPool RewardZScores Rewarding Rollout Rollouter Run RunError RunInfo RunningMean SAPO
-SCALE_RL SFTConfig Sampler Sampling Scaled SecondMoment Segment SelfNormalisation SelfNormalised Sequence
+SCALE_RL SFTConfig Sampler Sampling SecondMoment Segment SelfNormalisation SelfNormalised Sequence
 SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SoftGate SoftOverlong Step TOPR TRPO TRPO_VINE Taper
 TeacherLogRatio Term Token TokenMean Tracker Trainer Trajectory TruncatedIS TrustRegion Unweighted UpdateRule VAPO
 VESPO VINEPPO Vine WeightCap Whiten algorithm collect evaluate gate_weight load_reference load_task local_learner

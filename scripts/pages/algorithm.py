@@ -15,6 +15,7 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import COLUMNS, EQUATION, NOWHERE, difference, number, part_name, settings
 from policygrad.compare.overrides import OVERRIDES
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.mixing import rest
 from policygrad.core.vine import Vine
 from policygrad.papers import PAPERS, RECIPE, USUAL
 
@@ -84,6 +85,7 @@ def pseudo_code(a: Algorithm) -> list[str]:
         formula = _formula(part)
         chain = f"Ψ{formula.replace(';', ',')}" if formula[0] in "/;" else formula
         lines.append(_note(f"Ψ ← {chain}", part))
+    lines += [_note(f"Ψ ← {number(rest(a.terms))}·Ψ", part) for part in a.terms if part.mixture]
     if a.critic is not None:
         lines.append(_note(f"critic's targets ← GAE(λ = {number(a.critic.lam)}) + V_old", a.critic))
     inner = _inner(a)

@@ -44,7 +44,6 @@ _HOME = {
     "policygrad.core.update_rules": "FirstOrder",
     "policygrad.core.values": "GAE LengthAdaptiveGAE NStep Whiten",
     "policygrad.core.demonstrations": "DemonstrationNLL",
-    "policygrad.core.mixing": "Scaled",
     "policygrad.core.multi_reward": "RewardZScores",
     "policygrad.core.policy_shaping": "PolicyShaping",
     "policygrad.core.turns": "GroupInGroup",

@@ -16,7 +16,6 @@ from policygrad.core.distillation import TeacherLogRatio
 from policygrad.core.drift_terms import KLCov, PolicyDrift
 from policygrad.core.filters import DemonstrationsApart, DropNoSpread, MaskTruncated
 from policygrad.core.gates import Clip, Importance, OnPolicy, SoftGate, WeightCap
-from policygrad.core.mixing import Scaled
 from policygrad.core.multi_reward import RewardZScores
 from policygrad.core.off_policy import Taper, Unweighted
 from policygrad.core.policy_shaping import PolicyShaping
@@ -255,7 +254,6 @@ LUFFY = replace(
 CHORD = replace(
     GRPO,
     name="chord",
-    psi=(GroupMean(), GroupStd(), Scaled(0.9)),
     aggregate=TokenMean(),
     terms=(DemonstrationNLL(0.1),),
     filters=(DemonstrationsApart(),),

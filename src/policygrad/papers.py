@@ -603,8 +603,9 @@ PAPERS: dict[str, Paper] = {
         {
             "DemonstrationNLL.mu": "μ = 0.1, the authors' settings for CHORD-φ",
             "DemonstrationNLL.phi": "on: CHORD-φ; off, and with μ from 0.9 to 0.05, it is CHORD-μ",
+            "DemonstrationNLL.final": "μ stays in CHORD-φ; 0.05 in the authors' settings for CHORD-μ",
+            "DemonstrationNLL.rollouts": "200 steps of a cosine, the authors' settings for CHORD-μ",
             "DemonstrationNLL.aggregate": "the mean over the demonstrations' tokens, the authors' code",
-            "Scaled.factor": "1 − μ",
             "Clip.low": "0.2, the authors' settings",
             "Clip.high": "0.2, the authors' settings",
             "samples_per_prompt": "8, the authors' settings",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -225,6 +226,38 @@ def test_without_demonstrations_they_are_their_parents() -> None:
         close(found[0], factor * expected[0])
 
 
+def test_one_mu_is_the_share_of_both_sides() -> None:
+    """μ of the demonstrations leaves 1 − μ of Ψ, whatever else is put in μ's place."""
+    batch, _ = make(Shape((4, 3), 5, seed=3, binary=True), 0.3, "demonstrations")
+    batch = pg.CHORD.filtered(batch)
+    plain = replace(pg.GRPO, terms=()).advantages(replace(batch, demonstration=None))
+    for mu in (0.0, 0.1, 0.35, 1.0):
+        algorithm = replace(pg.CHORD, terms=(pg.DemonstrationNLL(mu),))
+        assert torch.equal(algorithm.advantages(batch), (1 - mu) * plain)
+        assert algorithm.equation()["Ψ"].endswith(f"; × {1 - mu:g}" if mu else "/(std_g + 0.0001)")
+    both = replace(pg.CHORD, terms=(pg.DemonstrationNLL(0.5), pg.DemonstrationNLL(0.25, phi=False)))
+    assert torch.equal(both.advantages(batch), 0.25 * plain)
+
+
+def test_mu_goes_along_half_a_cosine_and_the_policys_share_with_it() -> None:
+    """CHORD-μ: from 0.9 to 0.05; half of the way after half of the rollouts, and there after all of them."""
+    algorithm = replace(pg.CHORD, terms=(pg.DemonstrationNLL(0.9, phi=False, final=0.05, rollouts=4),))
+    batch = pg.CHORD.filtered(make(Shape((4, 3), 5, seed=3, binary=True), 0.3, "demonstrations")[0])
+    plain = replace(pg.GRPO, terms=()).advantages(replace(batch, demonstration=None))
+    state, seen = algorithm.init(), []
+    for _ in range(6):
+        now = algorithm.at(json.loads(json.dumps(state)))  # as a checkpoint holds it
+        seen.append(now.report(batch)["demonstrations/mu"].value)
+        assert torch.equal(now.advantages(batch), (1 - seen[-1]) * plain)
+        state = algorithm.update(state, batch)
+    eighth = 0.05 + 0.85 * (1 + math.sqrt(0.5)) / 2
+    assert seen == pytest.approx([0.9, eighth, 0.475, 0.95 - eighth, 0.05, 0.05], rel=1e-12)
+    assert algorithm.equation()["Ψ"].endswith("; × (1 − μ)")
+    assert algorithm.equation()["k"] == "μ·1 on demonstrations,  μ from 0.9 to 0.05 in 4 rollouts"
+    assert pg.CHORD.init() == {}
+    assert "demonstrations/mu" not in pg.CHORD.report(batch)
+
+
 def test_a_part_that_does_not_take_demonstrations_averages_over_the_samples() -> None:
     batch, _ = make(Shape((4, 3), 5, seed=5, binary=True), 0.3, "demonstrations")
     own = replace(batch, mask=batch.own)
@@ -309,8 +342,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "an eps": (lambda: pg.RewardZScores(eps=-1.0), ["RewardZScores.eps must be at least 0"]),
     "another divisor": (lambda: pg.RewardZScores(ddof=3), ["RewardZScores.ddof must be 0 or 1"]),
     "no γ": (lambda: pg.PolicyShaping(gamma=0.0), ["PolicyShaping.gamma must be greater than 0"]),
-    "a negative μ": (lambda: pg.DemonstrationNLL(mu=-0.1), ["DemonstrationNLL.mu must be at least 0"]),
-    "a share of nothing": (lambda: pg.Scaled(0.0), ["Scaled.factor must be greater than 0"]),
+    "a negative μ": (lambda: pg.DemonstrationNLL(mu=-0.1), ["DemonstrationNLL.mu must be in [0, 1], not -0.1"]),
+    "a μ to come": (lambda: pg.DemonstrationNLL(final=1.5), ["DemonstrationNLL.final must be in [0, 1], not 1.5"]),
+    "no rollouts": (lambda: pg.DemonstrationNLL(rollouts=0), ["DemonstrationNLL.rollouts must be at least 1, not 0"]),
+    "more than the whole": (
+        lambda: replace(pg.CHORD, terms=(pg.DemonstrationNLL(0.7), pg.DemonstrationNLL(0.4, phi=False))),
+        ["DemonstrationNLL 0.7 and DemonstrationNLL 0.4", "at most 1"],
+    ),
     "a demonstration taken for a sample": (
         lambda: pg.DR_GRPO.advantages(shown([-1.0])),
         ["row 2 is a demonstration", "dr_grpo would take for a sample", "gate=PolicyShaping()"],

@@ -13,7 +13,7 @@ import policygrad as pg
 from doubles.random_batches import Random, Shape, close, gradients, make, passed, policy, shapes
 from doubles.transcriptions import objectives, two_models
 from doubles.transcriptions.critic import CRITIC, corrected
-from doubles.transcriptions.data import DATA, FIELDS
+from doubles.transcriptions.data import DATA, DATA_PARTS, FIELDS
 from doubles.transcriptions.off_policy import OFF_POLICY_PARTS, OUTCOME_FIELDS, OUTCOMES
 from doubles.transcriptions.parts import EXTRA_FIELDS, PARTS, ROWS
 from doubles.transcriptions.steps import STEPS, process_alone
@@ -41,6 +41,7 @@ TABLE = (
     | TRUST_PARTS
     | {"truncated IS": (CORRECTED, corrected)}
     | OFF_POLICY_PARTS
+    | DATA_PARTS
     | two_models.PARTS
     | VINE_PARTS
 )

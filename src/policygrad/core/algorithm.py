@@ -20,6 +20,7 @@ from policygrad.core.equation import written
 from policygrad.core.filters import applied, reweight
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric, Metrics, merge
+from policygrad.core.mixing import mixed
 from policygrad.core.protocols import (
     Advantage,
     Aggregation,
@@ -168,11 +169,10 @@ class Algorithm:
         """
         check_rewards(batch)
         check_demonstrations(self, batch)
-        shaped = shaped or self.shaped(batch)
-        psi = reward_to_go(shaped)
+        psi = reward_to_go(shaped := shaped or self.shaped(batch))
         for link in self.psi:
             psi = link(psi, shaped)
-        return ragged.masked(psi, batch.mask)
+        return ragged.masked(mixed(psi, self.terms), batch.mask)
 
     def with_targets(self, batch: Batch, shaped: Batch | None = None) -> Batch:
         """The batch with the critic's targets, from the rewards after shaping; computed once per rollout, like Ψ."""

@@ -9,6 +9,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
 from policygrad.core.curriculum import NoPositiveResampling
 from policygrad.core.filters import Downsample, MaskTruncated
+from policygrad.core.mixing import rest
 from policygrad.core.success import OverGroupMean
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.vine import SelfNormalisation, SelfNormalised, Vine
@@ -25,6 +26,9 @@ def data_problems(algorithm: Composition) -> Iterator[str]:
                 f"{type(part).__name__} samples other prompts for groups without spread before a demonstration joins them, so that "
                 "those it would teach most are thrown away: set DropNoSpread(mode='drop'), or leave it out"
             )
+    if rest(algorithm.terms) < 0:
+        names = " and ".join(f"{type(term).__name__} {term.mixture:g}" for term in algorithm.terms if term.mixture)
+        yield f"the terms' shares of the objective are {names}, more than the whole: let them add up to at most 1"
     if "rewards" in declared and algorithm.shaping:
         names = " and ".join(type(part).__name__ for part in algorithm.shaping)
         yield (

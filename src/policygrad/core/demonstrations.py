@@ -6,8 +6,10 @@ such a part refuses a batch that has some.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -15,7 +17,9 @@ from torch import Tensor
 from policygrad.core import ragged
 from policygrad.core.aggregates import TokenMean
 from policygrad.core.batch import Batch, Forward, required
-from policygrad.core.protocols import Aggregation, Term
+from policygrad.core.metrics import Mean, Metric, Metrics
+from policygrad.core.protocols import Aggregation, State, Term
+from policygrad.core.ranges import unit
 from policygrad.errors import ConfigError
 
 
@@ -28,22 +32,55 @@ def shown(batch: Batch, part: object) -> Tensor:
 class DemonstrationNLL(Term):
     """μ·φ·log π_θ on the tokens of demonstrations, a mean over those tokens; φ = p(1 − p), p = π_θ (`phi`), or 1.
 
-    φ is largest where the policy is in two minds (p = ½) and 0 where it is sure or has given up on a token.
+    The objective is a mixture, (1 − μ)·J + μ·this: the policy's Ψ is multiplied with 1 − μ. φ is largest where the policy is in
+    two minds (p = ½) and 0 where it is sure or has given up on a token.
     Source: Zhang et al. 2025 (CHORD), arXiv:2508.11408; φ = 1 is supervised fine-tuning beside reinforcement learning.
     """
 
     mu: float = 0.1
+    """The share of what is shown; of what is sampled there is 1 − μ."""
     phi: bool = True
     aggregate: Aggregation | None = field(default_factory=TokenMean)
+    final: float | None = None
+    """Where μ goes from `mu`, along half a cosine; None = it stays."""
+    rollouts: int = 200
+    """After which μ is `final`."""
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
 
     def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ConfigError(f"DemonstrationNLL.mu must be at least 0, not {self.mu}")
+        unit(self, mu=self.mu)
+        if self.final is not None:
+            unit(self, final=self.final)
+        if self.rollouts < 1:
+            raise ConfigError(f"DemonstrationNLL.rollouts must be at least 1, not {self.rollouts}")
+
+    @property
+    def mixture(self) -> float:  # type: ignore[override]
+        return self.mu
 
     @property
     def formula(self) -> str:
-        return f"{self.mu:g}·{'p(1 − p)' if self.phi else '1'} on demonstrations" + (",  p = π_θ" if self.phi else "")
+        mu = f"{self.mu:g}" if self.final is None else "μ"
+        where = f"{mu}·{'p(1 − p)' if self.phi else '1'} on demonstrations" + (",  p = π_θ" if self.phi else "")
+        return where + (
+            "" if self.final is None else f",  μ from {self.mu:g} to {self.final:g} in {self.rollouts} rollouts"
+        )
+
+    def init(self) -> State | None:
+        """The rollouts done, where μ moves."""
+        return None if self.final is None else {"rollouts": 0}
+
+    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        return {"rollouts": state["rollouts"] + 1}
+
+    def at(self, state: State) -> Self:
+        assert self.final is not None
+        done = min(1.0, state["rollouts"] / self.rollouts)
+        return replace(self, mu=self.final + (self.mu - self.final) * (1 + math.cos(math.pi * done)) / 2)
+
+    def report(self, batch: Batch) -> Metrics:
+        """demonstrations/mu, where it moves."""
+        return {} if self.final is None else {"demonstrations/mu": Mean(self.mu)}
 
     def where(self, batch: Batch) -> Tensor:
         """[B, 1] bool; the demonstrations, in k and in its denominators."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from policygrad.core.composition import Composition
+from policygrad.core.mixing import told
 from policygrad.core.protocols import Advantage
 
 
@@ -11,7 +12,7 @@ def written(a: Composition) -> dict[str, str]:
     chain = "R"
     for link in a.psi:
         chain = linked(chain, link)
-    lines = {"Ψ": chain, "w": a.gate.formula, "c": a.aggregate.formula}
+    lines = {"Ψ": chain + told(a.terms), "w": a.gate.formula, "c": a.aggregate.formula}
     if a.ratio is not None:
         lines["r"] = a.ratio.formula
     if a.behaviour == "sampler":

@@ -1,30 +1,28 @@
-"""LEVER 1 where another term has a share: the policy's part of a mixture."""
+"""Mixtures: what the terms that take a share of the objective leave to the policy's."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from torch import Tensor
 
-from policygrad.core.batch import Batch
-from policygrad.core.protocols import Advantage
-from policygrad.errors import ConfigError
+from policygrad.core.protocols import Additive
 
 
-@dataclass(frozen=True)
-class Scaled(Advantage):
-    """Ψ ← factor·Ψ: the share of the policy's term where another one has the rest."""
+def rest(terms: Iterable[Additive]) -> float:
+    """1 − Σ `Additive.mixture`: 1 where no term has one."""
+    return 1 - sum(term.mixture for term in terms)
 
-    factor: float = 1.0
 
-    def __post_init__(self) -> None:
-        if not (self.factor > 0 and math.isfinite(self.factor)):
-            raise ConfigError(f"Scaled.factor must be greater than 0 and finite, not {self.factor}")
+def mixed(psi: Tensor, terms: Iterable[Additive]) -> Tensor:
+    """[B, T] -> [B, T]: Ψ times what the terms leave."""
+    left = rest(terms)
+    return psi if left == 1 else left * psi
 
-    @property
-    def formula(self) -> str:
-        return f"; × {self.factor:g}"
 
-    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return self.factor * psi
+def told(terms: Iterable[Additive]) -> str:
+    """What Ψ is multiplied with, for the equation; nothing where no term has a share."""
+    shared = [term for term in terms if term.mixture]
+    if any(term.init() is not None for term in shared):
+        return "; × (1 − μ)"
+    return f"; × {rest(shared):g}" if shared else ""

@@ -145,6 +145,8 @@ class Additive(Part):
     """'kl_old' for a penalty that holds π_θ near π_old."""
     aggregate: Aggregation | None = None
     """None = as the policy's tokens are averaged."""
+    mixture: float = 0.0
+    """Its share of a mixture, (1 − μ)·J + μ·its own: the policy's term has what all shares leave of 1. 0 = it comes on top."""
 
     def where(self, batch: Batch) -> Tensor | None:
         """[B, T] or [B, 1] bool: the tokens that count, in it and in its denominators; None = all."""

@@ -80,6 +80,7 @@ _MEANS = {
     "forward_needs": "the Forward fields it reads",
     "constrains": "'kl_old' for a penalty on it, or None",
     "aggregate": "how its tokens are averaged, None as the policy's",
+    "mixture": "what it takes from the policy's term, 0 where it comes on top",
     "where": "the tokens that count in it, or None for all",
     "rounds": "rounds of sampling that a step may take",
     "carry": "whether groups that a step has no room for begin the next one",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+import policygrad as pg
 from doubles.transcriptions.objectives import (
     Completion,
     Prompts,
@@ -101,8 +104,8 @@ def luffy(prompts: Prompts, width: int) -> Tensor:
     return J / max(1, count_tokens(prompts))
 
 
-def chord(prompts: Prompts, width: int) -> Tensor:
-    """CHORD-φ: 0.9 × GRPO over what was sampled + 0.1 × the token mean of sg[p(1 − p)] log p over what was shown."""
+def chord(prompts: Prompts, width: int, mu: float = 0.1, phi: bool = True) -> Tensor:
+    """(1 − μ) × GRPO over what was sampled + μ × the token mean of sg[p(1 − p)] log p, or log p, over what was shown."""
     sampled = [[o for o in outputs if not o.demonstration] for outputs in prompts]
     shown = [[o for o in outputs if o.demonstration] for outputs in prompts]
     J, S = zero(prompts), zero(prompts)
@@ -113,10 +116,17 @@ def chord(prompts: Prompts, width: int) -> Tensor:
         for o in outputs:
             for t in range(len(o)):
                 p = sg(torch.exp(o.logp[t]))
-                S = S + p * (1 - p) * o.logp[t]
-    return 0.9 * J / max(1, count_tokens(sampled)) + 0.1 * S / max(1, count_tokens(shown))
+                S = S + (p * (1 - p) if phi else 1) * o.logp[t]
+    return (1 - mu) * J / max(1, count_tokens(sampled)) + mu * S / max(1, count_tokens(shown))
 
 
 DATA = {"gdpo": gdpo, "gigpo": gigpo, "luffy": luffy, "chord": chord}
+DATA_PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
+    "CHORD-μ, at first": (
+        replace(pg.CHORD, terms=(pg.DemonstrationNLL(0.9, phi=False, final=0.05),)),
+        lambda p, w: chord(p, w, 0.9, phi=False),
+    )
+}
 FIELDS = {"gdpo": "rewards", "gigpo": "turns", "luffy": "demonstrations", "chord": "demonstrations"}
+FIELDS |= dict.fromkeys(DATA_PARTS, "demonstrations")
 """What a random batch needs for each."""
