@@ -21,6 +21,13 @@ def discounted(x: Tensor, mask: Tensor, rate: float) -> Tensor:
     x = masked(x, mask)
     if rate in (0, 1):
         return masked(to_go(x), mask) if rate else x
+    return recursion(x, mask, rate)
+
+
+def recursion(x: Tensor, mask: Tensor, rate: Tensor | float) -> Tensor:
+    """As `discounted`, one step after the other whatever the rate, a number or one per completion [B]: sums of float32 that run
+    through `to_go` are rounded otherwise."""
+    x = masked(x, mask)
     total, columns = torch.zeros_like(x[:, :1]).sum(1), list[Tensor]()
     for t in reversed(range(x.shape[1])):
         total = torch.where(mask[:, t], x[:, t] + rate * total, total)

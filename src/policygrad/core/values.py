@@ -75,15 +75,6 @@ class Packed:
         return torch.zeros_like(x).scatter(1, self.order, ragged.masked(x, self.mask))
 
 
-def _discounted(delta: Tensor, rate: Tensor | float) -> Tensor:
-    """Σ_l rate^l δ_{t+l} [B, N]; `rate` a number or one per completion [B]."""
-    total, columns = torch.zeros_like(delta[:, 0]) if delta.shape[1] else delta.sum(1), list[Tensor]()
-    for t in reversed(range(delta.shape[1])):
-        total = delta[:, t] + rate * total
-        columns.append(total)
-    return torch.stack(columns[::-1], 1) if columns else delta
-
-
 @dataclass(frozen=True)
 class NStep(Advantage):
     """A_t = Σ_{k<n} γ^k r_{t+k} + γ^n V_{t+n} − V_t. n = 1 is TD(0); n = 0 takes every reward to the end: Monte Carlo.
@@ -117,7 +108,7 @@ class NStep(Advantage):
         p = Packed.of(batch, self, self.bootstrap)
         width = p.mask.shape[1]
         if self.n == 0 or self.n >= width:
-            return p.back(_discounted(_delta(p, self.gamma), self.gamma))
+            return p.back(ragged.recursion(_delta(p, self.gamma), p.mask, self.gamma))
         delta = _delta(p, self.gamma)
         padded = torch.cat([delta, delta.new_zeros(len(delta), self.n)], 1)
         total = torch.zeros_like(delta)
@@ -154,7 +145,7 @@ class GAE(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         p = Packed.of(batch, self, self.bootstrap)
-        return p.back(_discounted(_delta(p, self.gamma), self.gamma * self.lam))
+        return p.back(ragged.recursion(_delta(p, self.gamma), p.mask, self.gamma * self.lam))
 
 
 @dataclass(frozen=True)
@@ -197,7 +188,7 @@ class LengthAdaptiveGAE(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         p = Packed.of(batch, self, self.bootstrap)
-        return p.back(_discounted(_delta(p, self.gamma), self.gamma * self.lam(batch)))
+        return p.back(ragged.recursion(_delta(p, self.gamma), p.mask, self.gamma * self.lam(batch)))
 
 
 @dataclass(frozen=True)
