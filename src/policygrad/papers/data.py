@@ -59,8 +59,7 @@ DATA: dict[str, Paper] = {
         "    + μ · 1/Σ_j|o*_j| Σ_j Σ_t sg[ p (1 − p) ] log p,   p = π_θ(o*_{j,t}),   o* demonstrations\n" + ZSCORE,
         {
             "DemonstrationNLL.mu": "μ = 0.1, the authors' settings for CHORD-φ",
-            "DemonstrationNLL.phi": "on: CHORD-φ; off, and with μ from 0.9 to 0.05, it is CHORD-μ",
-            "DemonstrationNLL.final": "μ stays in CHORD-φ; 0.05 in the authors' settings for CHORD-μ",
+            "DemonstrationNLL.phi": "on: CHORD-φ; off, and with mu=0.9, final=0.05, it is CHORD-μ",
             "DemonstrationNLL.rollouts": "200 steps of a cosine, the authors' settings for CHORD-μ",
             "DemonstrationNLL.aggregate": "the mean over the demonstrations' tokens, the authors' code",
             "Clip.low": "0.2, the authors' settings",
