@@ -8,16 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
 
-from torch import nn
-
 from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.manager import Saved
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.environments import EnvironmentFactory
-from policygrad.errors import ConfigError, RunError
+from policygrad.errors import RunError
 from policygrad.learners.base import Learner
-from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.reference import load_reference
 from policygrad.rollout import carried
 from policygrad.samplers.base import Sampler
 from policygrad.tasks.types import Example
@@ -27,42 +23,18 @@ from policygrad.training.config.composed import Composed, composed
 from policygrad.training.config.run import Run
 from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import algorithm_to_dict, load
+from policygrad.training.facts import facts
 from policygrad.training.folder import check_resumable
+from policygrad.training.learner import LearnerFactory, learner_of, put_back
+from policygrad.training.learner import local_learner as local_learner
 from policygrad.training.lifecycle import Followers, Lifecycle, Result
 from policygrad.training.loop import Done, Progress, loop
 from policygrad.training.memory import peak_memory
 from policygrad.training.report import notes_of, rows_of, values_of
-from policygrad.training.resources import Resources, SamplerFactory, made, needed_for, policy_tokenizer
+from policygrad.training.resources import Resources, SamplerFactory, needed_for
 from policygrad.training.resources import load as load_resources
 from policygrad.training.threads import few_threads
 from policygrad.weight_sync.in_process import put_weights
-
-LearnerFactory = Callable[[nn.Module, Run], Learner]
-"""From the run's model and its configuration to what learns: `local_learner`, or a wrapper around it."""
-
-
-def local_learner(model: nn.Module, run: Run) -> LocalLearner:
-    """The learner of a run in one process.
-
-    Raises:
-        ModelError: a reference that is named and cannot be read, or has not the policy's tokenizer.
-    """
-    named = run.algorithm.reference.model if run.algorithm.reference is not None else None
-    reference: nn.Module | None = None
-    if named is not None:
-        tokenizer = policy_tokenizer(run.model, run.tokenizer, model)
-        device = str(next(model.parameters()).device)
-        reference = load_reference(named, tokenizer, dtype=run.learner.dtype, device=device)
-    return LocalLearner(
-        model,
-        run.algorithm,
-        lr=run.lr,
-        steps=run.steps,
-        temperature=run.sampling.temperature,
-        config=run.learner,
-        optimizer=run.optimizer,
-        reference=reference,
-    )
 
 
 def train(
@@ -147,20 +119,11 @@ class Trainer(Lifecycle[Run, Progress, float]):
         self.resources = found = load_resources(stack, needed_for(run, self._sampler, self._environment))
         self.model, self.tokenizer = found.model, found.tokenizer
         stack.enter_context(few_threads(found.model))
-        self.learner = self._learned(found.model)
+        self.learner = learner_of(self._learner, found.model, run)
         measured = run.evaluation.problems if found.scored else 0
         self._held_out = found.task.held_out(measured) if measured else []
         for example in self._held_out:  # before there is a folder: a prompt that leaves no room for the completion
             found.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
-
-    def _learned(self, model: nn.Module) -> Learner:
-        learner = made(self._learner, Learner, model, self.config)
-        if not isinstance(learner, Learner):
-            raise ConfigError(
-                f"learner is {learner!r}: give a function of (model, run) that returns what policygrad.Learner describes "
-                "(evaluate, update, publish, version, state, restore), such as pg.local_learner"
-            )
-        return learner
 
     def _publish(self) -> None:
         """The learner's weights to the sampler, and into the model that is saved: a learner of one's own may have others in
@@ -210,15 +173,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
                 f"{self.folder}: the run {had} from Python, and what it learned there would go on as something else: go on as it "
                 f"began, with pg.train(run, resume={str(self.folder)!r}, environment=…) or without"
             )
-        try:
-            self.learner.restore(tensors, state["learner"])
-        except KeyError as error:
-            raise RunError(
-                f"{saved.path} has no {error}, which {algorithm.name} needs: go on with the algorithm that the run began with, "
-                f"or train anew from its model, --model {self.folder}"
-            ) from error
-        except RuntimeError as error:
-            raise RunError(f"{saved.path} does not fit the model {run.named('model')!r}: {error}") from error
+        put_back(self.learner, saved, tensors, run, self.folder)
         self.before, self.measured, self._binary = state["before"], state["measured"], state["binary"]
         parts, kept = state["parts"], carried.unpack(groups, state.get("carried", ()), self.resources.task.train)
         if state["algorithm"] != algorithm_to_dict(algorithm):
@@ -231,24 +186,6 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     def info(self, progress: Progress) -> RunInfo:
         run = self.config
-        batch = f"{run.prompts_per_step} prompts × {run.group_size} samples, {run.steps} steps"
-        budget = "" if run.tokens is None else f" or {run.tokens:,} tokens, whichever is first"
-        facts = {
-            "model": f"{run.named('model')} ({sum(p.numel() for p in self.model.parameters()) / 1e6:.2f}M parameters)",
-            "batch": batch + budget,
-            "reward": ", ".join(self.resources.rewards),
-            "run": str(self.folder),
-        }
-        if isinstance(self.learner, LocalLearner) and run.algorithm.reference and run.algorithm.reference.model:
-            facts["reference"] = (
-                f"{run.algorithm.reference.model} ({self.learner.reference_parameters / 1e6:.2f}M parameters)"
-            )
-        if not self.resources.scored:
-            facts["held out"] = (
-                "not measured: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
-            )
-        if self._held_out and self.resources.task.held_out_is_train:
-            facts["held out"] = "too few prompts to hold any out: measured on the training prompts"
         for text in idle(run):
             self.trackers.note(text)
         if objects := [*run.objects, *self._given]:
@@ -260,7 +197,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
             self.trackers.note(self._few_prompts)
         return RunInfo(
             f"policygrad · {self._composed.title} on {run.named('task')}",
-            facts,
+            facts(run, self.resources, self.learner, self.folder, bool(self._held_out)),
             run.steps,
             first_step=progress.step + 1,
             history=self.files.history("reward"),

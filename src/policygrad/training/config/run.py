@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Annotated, Any
 
@@ -11,37 +10,18 @@ import tyro
 
 from policygrad.algorithms import DAPO
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.run_checks import check_rollout, check_sampling
-from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.rewards.process_rewards import check_pattern
 from policygrad.samplers.base import Sampling
+from policygrad.training.config.checks import check
+from policygrad.training.config.hints import named as named
+from policygrad.training.config.hints import optional as optional
 
 OBJECT = "object:"
 """Begins what stands in a file for an object that was given in Python."""
 LR_TINY, LR = 1e-3, 1e-6
 """Default learning rates: of the embedded model of 0.7M parameters, over √K for K updates a rollout, and of models of the size
 people post-train."""
-
-
-def optional(metavar: str, words: str) -> Any:
-    """For an option that may be left open: its help names what is then taken, in words."""
-
-    def hint(default: str) -> str:
-        return f"(default: {words if default in ('None', '') else default})"
-
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
-
-
-def named(metavar: str, kind: Any, words: str = "") -> Any:
-    """For what has a name on the command line and may be an object in Python."""
-
-    def hint(default: str) -> str:
-        known = default.strip("[]'")
-        return f"(default: {words if known in ('None', '') else known})"
-
-    return tyro.conf.arg(metavar=metavar, constructor=kind, help_behavior_hint=hint)
 
 
 @dataclass(frozen=True)
@@ -160,42 +140,7 @@ class Run(Draft):
     """
 
     def __post_init__(self) -> None:
-        self._check_types()
-        for name in ("steps", "prompts_per_step"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.tokens is not None and self.tokens < 1:
-            raise ConfigError(f"tokens must be at least 1, or left out for no budget, not {self.tokens}")
-        if self.lr is not None and not 0 <= self.lr < math.inf:
-            raise ConfigError(f"lr must be at least 0 and finite, not {self.lr}")
-        if self.seed < 0:
-            raise ConfigError(f"seed must be at least 0, not {self.seed}")
-        check_sampling(self.algorithm, self.group_size, self.sampling.temperature)
-        check_rollout(self.algorithm)
-        if self.group_size < 1:
-            raise ConfigError(f"samples_per_prompt must be at least 1, not {self.group_size}")
-        if self.sampling.temperature == 0:
-            raise ConfigError(
-                "temperature 0 leaves nothing to learn from, all samples are equal: set --temperature above 0"
-            )
-        if self.sampling.cuts_off:
-            raise ConfigError(
-                "training with top_p < 1 or top_k > 0 would sample from another distribution than the one that learns: the "
-                "ratio of an unchanged policy would not be 1. Leave top_p = 1 and top_k = 0 (eval takes both)"
-            )
-        if self.learner.score_parameters and "score_norm" not in self.algorithm.needs:
-            raise ConfigError(
-                f"learner.score_parameters is {self.learner.score_parameters!r}, and no part of {self.algorithm.name} reads score "
-                "norms: put OptimalBaseline(norm='exact') into psi, or leave it empty"
-            )
-        self._check_rate()
-        self._check_steps()
-        self._check_stall()
-        if self.few_prompts and "minibatches" not in {f.name for f in fields(self.algorithm.step)}:  # type: ignore[arg-type]
-            raise ConfigError(
-                f"{self.algorithm.step.minibatches} minibatches of whole groups need as many prompts per step, not "
-                f"{self.prompts_per_step}"
-            )
+        check(self)
 
     @property
     def few_prompts(self) -> str:
@@ -208,66 +153,6 @@ class Run(Draft):
             f"{self.algorithm.name} splits a rollout into {wanted} minibatches of whole groups, and {prompts} prompts a step make "
             f"{prompts}, with one prompt each: raise prompts_per_step to {wanted} for its own number of updates"
         )
-
-    def _check_stall(self) -> None:
-        """A reference that waits for held-out scores which nobody takes."""
-        reference, measured = self.algorithm.reference, self.evaluation.every and self.evaluation.problems
-        if reference is not None and reference.stall and not measured:
-            raise ConfigError(
-                f"Reference.stall = {reference.stall} counts periodic held-out evaluations without improvement, and this run "
-                "makes none: set evaluation.every (and evaluation.problems) above 0, or stall to 0"
-            )
-
-    def _check_rate(self) -> None:
-        """Options of a gradient step, where the algorithm's takes none."""
-        step, critic = self.algorithm.step, self.algorithm.critic
-        if step.uses_lr:
-            return
-        way_out = (
-            "algorithm.step.delta, in nats a token, sets how far it goes"
-            if isinstance(step, TrustRegion)
-            else "it has none"
-        )
-        if self.lr is not None:
-            own = "; the critic's own rate is algorithm.critic.lr" if critic is not None else ""
-            raise ConfigError(
-                f"lr is {self.lr:g}, and {type(step).__name__} has no learning rate: {way_out}{own}. Leave lr out (--lr None)"
-            )
-        if critic is None and self.optimizer != OptimizerConfig():
-            raise ConfigError(
-                f"optimizer.* shapes AdamW's steps, {type(step).__name__} takes none and there is no critic: {way_out}. "
-                "Leave the optimizer's options out"
-            )
-
-    def _check_steps(self) -> None:
-        """`step_end` says where steps end, not what they are worth."""
-        if self.step_end is None:
-            return
-        check_pattern(self.step_end)
-        name, read = self.algorithm.name, self.algorithm.declared
-        if "step_end" not in read:
-            raise ConfigError(f"step_end is {self.step_end!r}, and no part of {name} looks at steps: leave it away")
-        if "token_reward" in read:
-            raise ConfigError(
-                f"step_end {self.step_end!r} says where steps end, and {name} needs to know what they are worth: name a process "
-                "reward instead, --reward exact_match mine.py:f with @reward(process=True)"
-            )
-
-    def _check_types(self) -> None:
-        """From Python it is easy to give a name where an object or several names belong."""
-        if not isinstance(self.algorithm, Algorithm):
-            way_out = f"pg.algorithm({self.algorithm!r})" if isinstance(self.algorithm, str) else "pg.GRPO"
-            raise ConfigError(f"algorithm must be an Algorithm, such as {way_out}, not {self.algorithm!r}")
-        for place, part in self.algorithm.parts():
-            if not is_dataclass(part):
-                raise ConfigError(
-                    f"{type(part).__name__} in {place} is no dataclass, so that run.toml cannot hold its settings: write "
-                    "@dataclass(frozen=True) above its class"
-                )
-        if isinstance(self.reward, str):
-            raise ConfigError(
-                f"reward must be a tuple of names, reward=({self.reward!r},), not the text {self.reward!r}"
-            )
 
     @property
     def objects(self) -> tuple[str, ...]:

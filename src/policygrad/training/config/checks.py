@@ -1,0 +1,119 @@
+"""What a run refuses of its options, alone and together, each with the way out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING
+
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.run_checks import check_rollout, check_sampling
+from policygrad.core.trust_region import TrustRegion
+from policygrad.errors import ConfigError
+from policygrad.learners.config import OptimizerConfig
+from policygrad.rewards.process_rewards import check_pattern
+
+if TYPE_CHECKING:
+    from policygrad.training.config.run import Run
+
+
+def check(run: Run) -> None:
+    """Raises ConfigError for the first thing that is wrong."""
+    _types(run)
+    for name in ("steps", "prompts_per_step"):
+        if getattr(run, name) < 1:
+            raise ConfigError(f"{name} must be at least 1, not {getattr(run, name)}")
+    if run.tokens is not None and run.tokens < 1:
+        raise ConfigError(f"tokens must be at least 1, or left out for no budget, not {run.tokens}")
+    if run.lr is not None and not 0 <= run.lr < math.inf:
+        raise ConfigError(f"lr must be at least 0 and finite, not {run.lr}")
+    if run.seed < 0:
+        raise ConfigError(f"seed must be at least 0, not {run.seed}")
+    check_sampling(run.algorithm, run.group_size, run.sampling.temperature)
+    check_rollout(run.algorithm)
+    if run.group_size < 1:
+        raise ConfigError(f"samples_per_prompt must be at least 1, not {run.group_size}")
+    if run.sampling.temperature == 0:
+        raise ConfigError(
+            "temperature 0 leaves nothing to learn from, all samples are equal: set --temperature above 0"
+        )
+    if run.sampling.cuts_off:
+        raise ConfigError(
+            "training with top_p < 1 or top_k > 0 would sample from another distribution than the one that learns: the "
+            "ratio of an unchanged policy would not be 1. Leave top_p = 1 and top_k = 0 (eval takes both)"
+        )
+    if run.learner.score_parameters and "score_norm" not in run.algorithm.needs:
+        raise ConfigError(
+            f"learner.score_parameters is {run.learner.score_parameters!r}, and no part of {run.algorithm.name} reads score "
+            "norms: put OptimalBaseline(norm='exact') into psi, or leave it empty"
+        )
+    _rate(run)
+    _steps(run)
+    _stall(run)
+    if run.few_prompts and "minibatches" not in {f.name for f in fields(run.algorithm.step)}:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{run.algorithm.step.minibatches} minibatches of whole groups need as many prompts per step, not "
+            f"{run.prompts_per_step}"
+        )
+
+
+def _stall(run: Run) -> None:
+    """A reference that waits for held-out scores which nobody takes."""
+    reference, measured = run.algorithm.reference, run.evaluation.every and run.evaluation.problems
+    if reference is not None and reference.stall and not measured:
+        raise ConfigError(
+            f"Reference.stall = {reference.stall} counts periodic held-out evaluations without improvement, and this run "
+            "makes none: set evaluation.every (and evaluation.problems) above 0, or stall to 0"
+        )
+
+
+def _rate(run: Run) -> None:
+    """Options of a gradient step, where the algorithm's takes none."""
+    step, critic = run.algorithm.step, run.algorithm.critic
+    if step.uses_lr:
+        return
+    way_out = (
+        "algorithm.step.delta, in nats a token, sets how far it goes"
+        if isinstance(step, TrustRegion)
+        else "it has none"
+    )
+    if run.lr is not None:
+        own = "; the critic's own rate is algorithm.critic.lr" if critic is not None else ""
+        raise ConfigError(
+            f"lr is {run.lr:g}, and {type(step).__name__} has no learning rate: {way_out}{own}. Leave lr out (--lr None)"
+        )
+    if critic is None and run.optimizer != OptimizerConfig():
+        raise ConfigError(
+            f"optimizer.* shapes AdamW's steps, {type(step).__name__} takes none and there is no critic: {way_out}. "
+            "Leave the optimizer's options out"
+        )
+
+
+def _steps(run: Run) -> None:
+    """`step_end` says where steps end, not what they are worth."""
+    if run.step_end is None:
+        return
+    check_pattern(run.step_end)
+    name, read = run.algorithm.name, run.algorithm.declared
+    if "step_end" not in read:
+        raise ConfigError(f"step_end is {run.step_end!r}, and no part of {name} looks at steps: leave it away")
+    if "token_reward" in read:
+        raise ConfigError(
+            f"step_end {run.step_end!r} says where steps end, and {name} needs to know what they are worth: name a process "
+            "reward instead, --reward exact_match mine.py:f with @reward(process=True)"
+        )
+
+
+def _types(run: Run) -> None:
+    """From Python it is easy to give a name where an object or several names belong."""
+    if not isinstance(run.algorithm, Algorithm):
+        way_out = f"pg.algorithm({run.algorithm!r})" if isinstance(run.algorithm, str) else "pg.GRPO"
+        raise ConfigError(f"algorithm must be an Algorithm, such as {way_out}, not {run.algorithm!r}")
+    for place, part in run.algorithm.parts():
+        if not is_dataclass(part):
+            raise ConfigError(
+                f"{type(part).__name__} in {place} is no dataclass, so that run.toml cannot hold its settings: write "
+                "@dataclass(frozen=True) above its class"
+            )
+    if isinstance(run.reward, str):
+        raise ConfigError(f"reward must be a tuple of names, reward=({run.reward!r},), not the text {run.reward!r}")

@@ -1,0 +1,31 @@
+"""What people are told of a run before its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from policygrad.learners.base import Learner
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.training.config.run import Run
+from policygrad.training.resources import Resources
+
+
+def facts(run: Run, resources: Resources, learner: Learner, folder: Path, measured: bool) -> dict[str, str]:
+    """Name and value: the model, the batch, what answers are worth, where files go. measured: whether on held-out problems."""
+    batch = f"{run.prompts_per_step} prompts × {run.group_size} samples, {run.steps} steps"
+    budget = "" if run.tokens is None else f" or {run.tokens:,} tokens, whichever is first"
+    told = {
+        "model": f"{run.named('model')} ({sum(p.numel() for p in resources.model.parameters()) / 1e6:.2f}M parameters)",
+        "batch": batch + budget,
+        "reward": ", ".join(resources.rewards),
+        "run": str(folder),
+    }
+    if isinstance(learner, LocalLearner) and run.algorithm.reference and run.algorithm.reference.model:
+        told["reference"] = f"{run.algorithm.reference.model} ({learner.reference_parameters / 1e6:.2f}M parameters)"
+    if not resources.scored:
+        told["held out"] = (
+            "not measured: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
+        )
+    if measured and resources.task.held_out_is_train:
+        told["held out"] = "too few prompts to hold any out: measured on the training prompts"
+    return told

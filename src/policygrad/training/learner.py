@@ -1,0 +1,75 @@
+"""What learns in a run, and how it goes on from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from policygrad.checkpoint.format import Checkpoint
+from policygrad.errors import ConfigError, RunError
+from policygrad.learners.base import Learner
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.models.reference import load_reference
+from policygrad.training.config.run import Run
+from policygrad.training.resources import made, policy_tokenizer
+
+LearnerFactory = Callable[[nn.Module, Run], Learner]
+"""From the run's model and its configuration to what learns: `local_learner`, or a wrapper around it."""
+
+
+def local_learner(model: nn.Module, run: Run) -> LocalLearner:
+    """The learner of a run in one process.
+
+    Raises:
+        ModelError: a reference that is named and cannot be read, or has not the policy's tokenizer.
+    """
+    named = run.algorithm.reference.model if run.algorithm.reference is not None else None
+    reference: nn.Module | None = None
+    if named is not None:
+        tokenizer = policy_tokenizer(run.model, run.tokenizer, model)
+        device = str(next(model.parameters()).device)
+        reference = load_reference(named, tokenizer, dtype=run.learner.dtype, device=device)
+    return LocalLearner(
+        model,
+        run.algorithm,
+        lr=run.lr,
+        steps=run.steps,
+        temperature=run.sampling.temperature,
+        config=run.learner,
+        optimizer=run.optimizer,
+        reference=reference,
+    )
+
+
+def learner_of(given: Learner | LearnerFactory, model: nn.Module, run: Run) -> Learner:
+    """What was given, or what it makes of model and run.
+
+    Raises:
+        ConfigError: neither is a learner.
+    """
+    learner = made(given, Learner, model, run)
+    if not isinstance(learner, Learner):
+        raise ConfigError(
+            f"learner is {learner!r}: give a function of (model, run) that returns what policygrad.Learner describes "
+            "(evaluate, update, publish, version, state, restore), such as pg.local_learner"
+        )
+    return learner
+
+
+def put_back(learner: Learner, saved: Checkpoint, tensors: Mapping[str, Tensor], run: Run, folder: Path) -> None:
+    """The learner as it was at the checkpoint, whose own tensors these are.
+
+    Raises:
+        RunError: a checkpoint of another algorithm, or of another model.
+    """
+    try:
+        learner.restore(tensors, saved.state["learner"])
+    except KeyError as error:
+        raise RunError(
+            f"{saved.path} has no {error}, which {run.algorithm.name} needs: go on with the algorithm that the run began with, "
+            f"or train anew from its model, --model {folder}"
+        ) from error
+    except RuntimeError as error:
+        raise RunError(f"{saved.path} does not fit the model {run.named('model')!r}: {error}") from error
