@@ -261,7 +261,6 @@ def test_a_demonstration_may_say_what_its_writer_thought() -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "none at all": (None, "training prompt 0 has no demonstration, nor has any of its step: give the task a column"),
     "a number": (3, "must be text, null, or an object"),
     "both": ({"text": "1", "tokens": [1]}, 'either "text" or "tokens"'),
     "another key": ({"text": "1", "logps": [0.0]}, "has 'logps'"),
@@ -280,6 +279,18 @@ def test_what_is_no_demonstration_is_refused_with_its_place(value: Any, message:
     with pytest.raises(pg.DataError, match="training prompt 0") as error:
         run(pg.LUFFY, example=lambda i: Example(str(i % 4), {"demonstration": value}))
     assert message in str(error.value)
+
+
+def test_a_step_whose_prompts_have_no_demonstration_trains_on_its_samples() -> None:
+    """Where few rows of a file have one, some steps have none. A task without the column is another matter."""
+    rollout = run(pg.LUFFY, example=lambda i: Example(str(i % 4), {"demonstration": None}))
+    assert rollout.batch.demonstration is not None
+    assert not rollout.batch.demonstration.any()
+    assert rollout.metrics["demonstrations/count"].value == 0
+    with pytest.raises(
+        pg.DataError, match="training prompt 0 has no column 'demonstration', nor has any of its step: give the task a"
+    ):
+        run(pg.LUFFY)
 
 
 def test_an_environment_has_no_demonstrations() -> None:

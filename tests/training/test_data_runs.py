@@ -135,6 +135,26 @@ class Endless:
         return []
 
 
+class Bare(Endless):
+    """One that has the column, and nothing in it."""
+
+    def train(self, index: int) -> pg.Example:
+        return pg.Example(f"{index} + 1 =\n", {"answer": str(index + 1), "demonstration": None})
+
+
+def test_a_task_that_makes_no_demonstration_is_refused_before_anything_is_sampled(run: pg.Run) -> None:
+    with pytest.raises(pg.ConfigError, match="and none of the first 64 examples of 'endless' has one: give the task a"):
+        pg.train(replace(run, task=Bare(), algorithm=pg.LUFFY, reward=(brief,)), display=False)
+
+
+def test_a_run_goes_on_over_steps_without_a_demonstration(run: pg.Run) -> None:
+    """One row of twelve has one, four prompts a step: two of three steps have none."""
+    sparse = [{**row, "demonstration": row["demonstration"] if i == 0 else None} for i, row in enumerate(TASK)]
+    result = pg.train(replace(run, task=sparse, algorithm=pg.LUFFY, reward=(brief,), steps=3), display=False)
+    measured = [row for row in rows(result.output / "metrics.jsonl") if "demonstrations/count" in row]
+    assert sorted(row["demonstrations/count"] for row in measured) == [0, 0, 1]
+
+
 @pytest.mark.parametrize("name", ["luffy", "chord"])
 def test_a_step_whose_demonstrations_are_all_too_long_trains_on_the_samples(run: pg.Run, name: str) -> None:
     run = replace(run, task=Endless(), algorithm=pg.ALGORITHMS[name], reward=(brief,), steps=2)

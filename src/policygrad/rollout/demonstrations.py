@@ -62,11 +62,11 @@ def joined(groups: list[Group], encoder: Encoder, judge: Judge) -> tuple[list[Gr
     for that beforehand, as rows are (`check_rows`).
 
     Raises:
-        DataError: no example of these has one; what cannot be read as one.
+        DataError: no example of these has the column; what cannot be read as a demonstration.
     """
+    if all(COLUMN not in group.start.example.columns for group in groups):
+        raise DataError(f"{groups[0].start.where} has no column {COLUMN!r}, nor has any of its step: {WAY_OUT}")
     found = [_trajectory(group, encoder) for group in groups]
-    if all(t is None for t in found):
-        raise DataError(f"{groups[0].start.where} has no demonstration, nor has any of its step: {WAY_OUT}")
     long = [t is not None and len(t.tokens) > g.start.max_tokens for g, t in zip(groups, found, strict=True)]
     shown = [None if out else t for t, out in zip(found, long, strict=True)]
     judged, said = judge([replace(g, trajectories=(t,)) for g, t in zip(groups, shown, strict=True) if t is not None])

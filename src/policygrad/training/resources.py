@@ -27,6 +27,8 @@ from policygrad.tasks.types import Task
 from policygrad.training.config.run import Run
 from policygrad.waiting import Waiter
 
+LOOKED_AT = 64
+"""Examples of a task that makes them, of which one must have what the algorithm learns from."""
 SamplerFactory = Callable[[nn.Module, Tokenizer], Sampler]
 """From the run's model and tokenizer to what samples: an engine, or a wrapper around one."""
 
@@ -132,14 +134,16 @@ def policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module) -> Tokenize
 
 
 def _check_shown(task: Task, environment: EnvironmentFactory | None) -> None:
-    """Raises ConfigError where there can be no demonstration; a task that makes its examples says so at the first step."""
+    """Raises ConfigError where there can be no demonstration, or none is seen: a step may be without, a task may not."""
     if environment is not None:
         raise ConfigError(
             "the algorithm learns from demonstrations, which are answers, and an episode of an environment has turns: take a task "
             "of prompts and answers, or an algorithm without demonstrations, such as grpo"
         )
-    if task.rows and all(example.columns.get(COLUMN) is None for example in task.rows):
-        raise ConfigError(f"the algorithm learns from demonstrations, and no row of {task.name!r} has one: {WAY_OUT}")
+    seen = task.rows or [task.train(index) for index in range(LOOKED_AT)]
+    if all(example.columns.get(COLUMN) is None for example in seen):
+        which = "no row" if task.rows else f"none of the first {LOOKED_AT} examples"
+        raise ConfigError(f"the algorithm learns from demonstrations, and {which} of {task.name!r} has one: {WAY_OUT}")
 
 
 def _sampler(needed: Needed, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
