@@ -33,7 +33,7 @@ def test_run_toml_is_the_first_file_of_a_run_so_that_a_killed_one_can_be_resumed
     with pytest.raises(KeyboardInterrupt):
         pg.train(pg.Run(**SMALL, evaluation=pg.Evaluation(problems=0), output=str(tmp_path / "run")))
     monkeypatch.undo()
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["run.toml"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["lock", "run.toml"]
     assert pg.train(resume=tmp_path / "run").steps == 1
 
 

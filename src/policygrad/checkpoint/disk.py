@@ -53,6 +53,6 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the second: half a character, which a command line may hold
         temporary.unlink(missing_ok=True)
-        raise RunError(f"{path} was not written: {error.strerror or error}") from error
+        raise RunError(f"{path} was not written: {getattr(error, 'strerror', None) or error}") from error
