@@ -154,8 +154,10 @@ def test_a_run_killed_before_it_wrote_its_configuration_is_in_nobodys_way(small:
     (tmp_path / "run" / ".tmp-run.toml").write_text("out")
     run = replace(small, steps=1, prompts_per_step=2, samples_per_prompt=2, output=str(tmp_path / "run"))
     assert pg.train(run, display=False).steps == 1
+    (tmp_path / "run" / LOCK).write_text("who it was")
     with pytest.raises(RunError, match="is not empty: go on with it by --resume"):
         pg.train(run, display=False)
+    assert (tmp_path / "run" / LOCK).read_text() == "who it was"
 
 
 def test_resuming_what_cannot_go_on_takes_nothing_away(small: pg.Run, tmp_path: Path) -> None:

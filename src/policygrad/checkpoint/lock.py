@@ -28,7 +28,7 @@ LOOK = 0.2
 """Seconds between tries for a lock that is waited for."""
 SHOWN = 200
 """Characters of another process's command that are shown."""
-WAIT = "wait for it, or stop it"
+WAIT = "wait for it, or stop it; two would do everything twice"
 _NONE_HERE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -40,6 +40,7 @@ def locked(path: Path, *, way_out: str = WAIT, wait: Callable[[], bool] = lambda
         RunError: another process holds it.
     """
     with take(path, way_out=way_out, wait=wait) as file:
+        sign(file)
         yield file
 
 
@@ -50,9 +51,7 @@ def take(
     wait: Callable[[], bool] = lambda: False,
     note: Callable[[str], None] = lambda text: None,
 ) -> IO[bytes]:
-    """The open file, held until it is closed, with who holds it written inside.
-
-    What it says means nothing once its process is gone. note: hears that a file system (some NFS) has no locks; one goes on.
+    """The open file, held until it is closed. note: hears that a file system (some NFS) has no locks; one goes on.
 
     Raises:
         RunError: another process holds it, named as far as it is known; with the way out.
@@ -63,13 +62,9 @@ def take(
         try:
             while not _taken(file, path, note):
                 if not wait():
-                    raise RunError(
-                        f"another process is at work on {path.parent}{_words(file)}: {way_out}; two at once would spoil each "
-                        "other's files"
-                    )
+                    raise RunError(f"another process is at work on {path.parent}{_words(file)}: {way_out}")
                 time.sleep(LOOK)
             if _is(file, path):
-                _sign(file)
                 return file
         except BaseException:
             file.close()
@@ -99,8 +94,10 @@ def _is(file: IO[bytes], path: Path) -> bool:
         return False
 
 
-def _sign(file: IO[bytes]) -> None:
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+def sign(file: IO[bytes]) -> None:
+    """Writes who holds it, for others to read; it means nothing once this process is gone. Raises OSError."""
+    program = Path(sys.argv[0])
+    command = shlex.join([program.parent.name if program.name == "__main__.py" else program.name, *sys.argv[1:]])
     who = {
         "pid": os.getpid(),
         "host": socket.gethostname(),

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from policygrad.checkpoint.lock import LOCKS, take
+from policygrad.checkpoint.lock import LOCKS, sign, take
 from policygrad.errors import RunError
 from policygrad.trackers.jsonl import writing
 
@@ -30,9 +30,18 @@ class RunFolder:
         self._made, self._leaves = (), ()
 
     def __enter__(self) -> Self:
+        try:
+            with writing(self.path / LOCK, self.path):
+                sign(self._lock)
+        except RunError:
+            self._let_go()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
         with self._lock:
             if not LOCKS:  # Windows deletes no file that is open
                 self._lock.close()
