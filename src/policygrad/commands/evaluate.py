@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from policygrad.errors import ConfigError
+from policygrad.rewards.config import Isolation
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.run import optional
 
@@ -48,6 +49,8 @@ class EvalOptions:
     """fp32 or bf16."""
     budget: float = 10.0
     """Seconds per sample for a reward."""
+    rewards: Isolation = field(default_factory=Isolation)
+    """The reward workers."""
     show: int = 3
     """How many problems to print with a completion."""
     json: bool = False
@@ -72,7 +75,14 @@ def evaluate(args: list[str]) -> int:
     from policygrad.training.evaluation import evaluate as measure
 
     names = ("reward", "held_out", "problems", "samples", "sampling", "seed", "device", "dtype", "budget")
-    outcome = measure(options.model, options.task, **{name: getattr(options, name) for name in names}, progress=_count)
+    outcome = measure(
+        options.model,
+        options.task,
+        **{name: getattr(options, name) for name in names},
+        memory=options.rewards.memory,
+        reward_environment=options.rewards.environment,
+        progress=_count,
+    )
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < options.samples] + [options.samples]
     passes = {k: outcome.pass_at(k, options.threshold) for k in ks}
     if options.json:
