@@ -18,7 +18,7 @@ import pytest
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards import Reward, RewardPool, reward
 from policygrad.rewards.memory import size, words
-from policygrad.rewards.variables import chosen, hint, listed
+from policygrad.rewards.variables import GIVEN, chosen, hint, listed
 
 HELD: list[bytearray] = []
 MIB = 1 << 20
@@ -172,6 +172,12 @@ def test_names_of_variables() -> None:
             RewardPool(["format"], environment=(wrong,))
     with pytest.raises(ConfigError, match=r"write \('A',\)"):
         RewardPool(["format"], environment="A")
+
+
+def test_the_page_lists_what_is_given() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards-isolation.md").read_text(encoding="utf-8")
+    listed_there = page.partition("<!-- given: begin -->")[2].partition("<!-- given: end -->")[0]
+    assert re.findall(r"`(.+?)`", listed_there) == list(GIVEN)
 
 
 # --- memory
