@@ -9,7 +9,7 @@ from policygrad.errors import RewardError
 from policygrad.rewards.answers import NoAnswerError
 from policygrad.rewards.calls import Judgement
 from policygrad.rewards.patience import FEWEST, NeverAnswers
-from policygrad.rewards.slots import Slot, Work
+from policygrad.rewards.slots import FALSE_STARTS, Slot, Work
 from policygrad.rewards.variables import hint
 from policygrad.rewards.waits import Phase, Waits
 
@@ -60,9 +60,10 @@ class Dispatcher:
                     self._assign(slot, chosen)
             busy = [slot for slot in self._slots if slot.work]
             readable = _wait(busy, waits.due)
+            now = time.monotonic()  # before others are killed, which takes its time
             for slot in busy:
                 wrong = self._read(slot, queue, report) if slot in readable else None
-                if slot.work and (wrong or time.monotonic() >= slot.deadline):
+                if slot.work and (wrong or now >= slot.deadline):
                     self._replace(slot, wrong, queue, report)
             waits.look([slot for slot in busy if slot.work])
 
@@ -98,7 +99,7 @@ class Dispatcher:
             if not slot.ready and (started := inbox.started()) is not None:
                 if started.error:
                     raise RewardError(started.error + hint(started.error, slot.variables))
-                slot.ready = True
+                slot.ready, slot.started, slot.false_starts = True, True, 0
                 self._send(slot)
             while slot.ready and slot.work and (answer := inbox.answer(slot.asked)) is not None:
                 self._take(slot, answer.judgements, report)
@@ -123,6 +124,7 @@ class Dispatcher:
         rest = slot.work.after(slot.done) if slot.work else None
         slot.kill()
         slot.work = None
+        slot.launch()
         if rest:
             queue.appendleft(rest)
 
@@ -131,11 +133,10 @@ class Dispatcher:
         has never answered, behind the others, so that other samples show whether it can."""
         assert slot.work
         was_ready, how, work = slot.ready, slot.kill(), slot.work
+        slot.work = None
         if not was_ready:
-            what = f"ended ({how})" if wrong == "ended" else wrong or f"was not ready after {slot.limit:g} s"
-            raise RewardError(
-                f"a reward worker {what} while it loaded {slot.start.names}; import them by hand to see why"
-            )
+            self._start_again(slot, work, queue, f"ended ({how})" if wrong == "ended" else wrong)
+            return
         function, places = work.call(slot.done)
         if wrong:
             said, reason = f"ended its worker process ({how})" if wrong == "ended" else wrong, "crashed"
@@ -143,10 +144,19 @@ class Dispatcher:
             said = f"took more than its budget of {self._budgets[function]:g} s and was stopped"
             said, reason = f"{said}; @reward(budget=...) sets it", "timeout"
         report(function, places, [Judgement(None, reason, said)] * len(places))
-        slot.work = None
         if rest := work.after(slot.done + 1):
             (queue.appendleft if self._never.proven(function) else queue.append)(rest)
         self._never.lost(function, said.partition(";")[0])
+
+    def _start_again(self, slot: Slot, work: Work, queue: deque[Work], wrong: str | None) -> None:
+        """A worker came to nothing while it loaded: another may, where one did before, as when the machine has no memory left."""
+        slot.false_starts += 1
+        if slot.false_starts > (FALSE_STARTS if slot.started else 0):
+            what = wrong or f"was not ready after {slot.limit:g} s"
+            raise RewardError(
+                f"a reward worker {what} while it loaded {slot.start.names}; import them by hand to see why"
+            )
+        queue.appendleft(work)
 
 
 def _wait(slots: Sequence[Slot], due: float) -> list[Slot]:

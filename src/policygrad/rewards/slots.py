@@ -9,6 +9,7 @@ from policygrad.rewards.subprocess import WorkerProcess
 from policygrad.rewards.wire import Chunk, WorkerStart
 
 START_LIMIT = 120.0  # seconds for a worker to import what its functions need; not part of any sample's budget
+FALSE_STARTS = 3  # workers in a row that may end while they load what another has loaded before
 ALONE_LIMIT = 3600.0  # for one that loads, or first downloads, a model
 
 
@@ -39,6 +40,8 @@ class Slot:
     limit: float = START_LIMIT  # seconds for its start
     worker: WorkerProcess | None = None
     ready: bool = False
+    started: bool = False  # a worker has been ready here
+    false_starts: int = 0  # since then, in a row
     answered: int = 0  # calls of this worker
     work: Work | None = None
     done: int = 0  # calls of the chunk that are answered
