@@ -171,7 +171,9 @@ def test_episodes_that_the_environment_does_not_judge_are_said(run: pg.Run) -> N
 
     record = Record()
     silent = replace(run, reward=(), model="tiny")
-    with pytest.raises(pg.RewardError, match="no sample of the first evaluation has a reward: the environment gave no reward"):
+    with pytest.raises(
+        pg.RewardError, match="no sample of the first evaluation has a reward: the environment gave no reward"
+    ):
         pg.train(silent, environment=Silent, display=record, stop_after=1)
     assert "the environment gave no reward" in record.said
 
