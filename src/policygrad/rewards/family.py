@@ -35,13 +35,15 @@ def join(parent: int) -> None:
 
 def crowded() -> bool:
     """Whether this process has adopted more ended processes than it should hold: its own children are its function's to collect,
-    so nobody else may."""
+    so nobody else may. The kernel gives adopted ones to the first thread, whose number is the process's."""
     try:
-        children = [
-            pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
-        ]
+        fd = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY)
     except OSError:  # no Linux, or a kernel without such files
         return False
+    try:
+        children = os.read(fd, 1 << 16).split()
+    finally:
+        os.close(fd)
     return len(children) > _UNCOLLECTED and sum(_ended(int(pid)) for pid in children) > _UNCOLLECTED
 
 

@@ -1,6 +1,7 @@
 """What a reward worker may take: a limit on its memory, and its place as the first to go when the machine has none left."""
 
 import contextlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -84,11 +85,12 @@ class Limit:
 
 
 def _statm(field: int) -> int:
-    """A field of /proc/self/statm, in bytes: 1 = resident, 5 = data and stack."""
+    """A field of /proc/self/statm, in bytes: 1 = resident, 5 = data and stack. Read plainly, as it is after every call."""
     try:
-        pages = Path("/proc/self/statm").read_text().split()[field]
+        fd = os.open("/proc/self/statm", os.O_RDONLY)
     except OSError:
         return 0
-    import resource
-
-    return int(pages) * resource.getpagesize()
+    try:
+        return int(os.read(fd, 256).split()[field]) * os.sysconf("SC_PAGE_SIZE")
+    finally:
+        os.close(fd)
