@@ -235,6 +235,22 @@ def test_a_call_that_takes_too_much_fails_with_the_options_name() -> None:
     assert score([takes], ["128"], workers=1).total == [128 * MIB]  # the default is larger
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def test_errors_of_memory_by_other_names() -> None:
+    def refused(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        kinds = {"start": OSError(12, "Cannot allocate memory"), "torch": RuntimeError("Cpu: can't allocate memory: 5")}
+        raise kinds.get(completions[0], OSError(2, "No such file"))
+
+    scores = score(
+        [Reward("f", refused), Reward("fine", lambda p, c, **_: [1.0])], ["start", "torch", "file"], workers=1
+    )
+    assert ["--rewards.memory" in message for message in scores.messages] == [True, True, False]
+
+
 @linux
 def test_a_reward_of_its_own_worker_has_no_limit_and_all_go_before_the_trainer() -> None:
     def limit(prompts: Any, completions: Any, **_: Any) -> list[float]:

@@ -1,6 +1,7 @@
 """What a reward worker may take: a limit on its memory, and its place as the first to go when the machine has none left."""
 
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -73,8 +74,7 @@ class Limit:
 
     def hint(self, error: BaseException) -> str:
         """The way out of an error that this limit may be the reason of; else ""."""
-        refused = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-        if self._count is None or not refused:
+        if self._count is None or not _of_memory(error):
             return ""
         return f"; a worker may take {words(self._count)} beyond what it has when it is loaded (--rewards.memory)"
 
@@ -82,6 +82,16 @@ class Limit:
     def half_used(self) -> bool:
         """Whether this process has grown by more than half of what it may: what it keeps from call to call will be too much."""
         return self._count is not None and resident() - self._start > self._count // 2
+
+
+def _of_memory(error: BaseException) -> bool:
+    """Whether memory was refused: to Python, to a process that was to be started, or to torch, which has no class for it."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    try:
+        return "can't allocate memory" in str(error)
+    except Exception:  # an error whose text cannot be shown
+        return False
 
 
 def _statm(field: int) -> int:
