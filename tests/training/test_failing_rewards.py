@@ -11,6 +11,7 @@ import pytest
 import policygrad as pg
 from doubles.files import rows
 from doubles.trackers import Record
+from policygrad.rewards import waits
 
 MINE = """
 import os, pathlib, time
@@ -106,6 +107,25 @@ def test_a_reward_that_hangs_on_every_sample_ends_the_run(
     assert "has not given a single reward yet" in err
     (tmp_path / "mended").touch()
     assert pg.train(resume=tmp_path / "run", stop_after=1, display=False).steps == 1
+
+
+class Phases(pg.Tracker):
+    """Remembers what happens meanwhile."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, int]] = []
+
+    def phase(self, text: str, done: int = 0, total: int = 0) -> None:
+        self.told.append((text, done, total))
+
+
+def test_what_is_waited_for_is_on_the_display(run: pg.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "SILENCE", 0.0)
+    display = Phases()
+    with pytest.raises(pg.RewardError):
+        pg.train(named(run, "hangs"), display=display)
+    assert any(text.startswith("waiting for re") and total == 32 for text, _, total in display.told)
+    assert display.told[-1] == ("", 0, 0)
 
 
 def test_patience_without_end(run: pg.Run) -> None:

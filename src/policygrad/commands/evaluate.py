@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,6 +83,7 @@ def evaluate(args: list[str]) -> int:
         memory=options.rewards.memory,
         reward_environment=options.rewards.environment,
         progress=_count,
+        phase=_waits(),
     )
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < options.samples] + [options.samples]
     passes = {k: outcome.pass_at(k, options.threshold) for k in ks}
@@ -125,6 +127,18 @@ def _print(options: EvalOptions, outcome: EvaluationResult, passes: dict[int, fl
         print(f"  {number(scores[0]):>5}  {one_line(texts[0], 70)}")
     for message in outcome.messages:
         print(f"note: {message}", file=sys.stderr)
+
+
+def _waits() -> Callable[[str, int, int], None]:
+    """Says on standard error what rewards are waited for, once each."""
+    said = {""}
+
+    def tell(text: str, done: int, total: int) -> None:
+        if text not in said:
+            said.add(text)
+            print(f"{text}: {done} of {total} answers so far", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _count(done: int, total: int) -> None:

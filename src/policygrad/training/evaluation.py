@@ -8,6 +8,7 @@ from typing import Any
 
 from policygrad.environments import EnvironmentFactory
 from policygrad.rewards.config import Rewarding
+from policygrad.rewards.waits import Phase, nobody
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.rollouter import Rollout
 from policygrad.samplers.base import Sampler, Sampling
@@ -58,11 +59,12 @@ def evaluate(
     budget: float = 10.0,
     memory: str = "4GiB",
     reward_environment: tuple[str, ...] = (),
+    phase: Phase = nobody,
     sampler: Sampler | SamplerFactory | None = None,
     environment: EnvironmentFactory | None = None,
 ) -> EvaluationResult:
     """Scores of a model on a task's held-out problems, as `Run`'s options of these names say; budget, memory and
-    reward_environment as `Rewarding`'s.
+    reward_environment as `Rewarding`'s. phase: is told what rewards are waited for.
 
     Raises:
         PolicygradError: what does not exist or does not fit, with the way out.
@@ -80,6 +82,7 @@ def evaluate(
             device=device,
             dtype=dtype,
             rewards=Rewarding(budget=budget, memory=memory, environment=reward_environment),
+            phase=phase,
             sampler=sampler,
             environment=environment,
         )
