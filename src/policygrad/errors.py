@@ -23,7 +23,7 @@ class ModelError(PolicygradError, ValueError):
 
 
 class RewardError(PolicygradError, RuntimeError):
-    """Rewards cannot be computed: a function that no worker can load, a column that does not exist, samples that nearly all fail."""
+    """Rewards cannot be computed: a function that no worker can load, a column that does not exist, or nearly all samples fail."""
 
 
 class EngineError(PolicygradError, RuntimeError):
