@@ -12,6 +12,7 @@ from policygrad.algorithms import DAPO
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.rewards.config import Rewarding
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.checks import check
 from policygrad.training.config.hints import named as named
@@ -56,22 +57,6 @@ class Checkpointing:
         if self.every < 1 or self.keep < 1:
             raise ConfigError(
                 f"checkpoint.every and checkpoint.keep must be at least 1, not {self.every} and {self.keep}"
-            )
-
-
-@dataclass(frozen=True)
-class Rewarding:
-    """How reward functions run: in worker processes that can be killed."""
-
-    workers: int = 2
-    """Worker processes."""
-    budget: float = 10.0
-    """Seconds per sample before its worker is killed and the sample fails."""
-
-    def __post_init__(self) -> None:
-        if self.workers < 1 or not self.budget > 0:
-            raise ConfigError(
-                f"rewards.workers must be at least 1 and rewards.budget above 0, not {self.workers}, {self.budget}"
             )
 
 
