@@ -87,7 +87,7 @@ class Texts:
         groups = batch.group[rows].tolist()
         sizes = np.array([len(batch.prompts[g]) for g in groups], dtype=np.int64)
         mask = batch.mask[rows].numpy()
-        extent = mask.shape[1] - mask[:, ::-1].argmax(1) if len(rows) else sizes
+        extent = mask.shape[1] - mask[:, ::-1].argmax(1)
         lengths = sizes + extent - 1
         ids = np.zeros((len(rows), int(lengths.max(initial=0))), dtype=">u4")
         answers = batch.tokens[rows].numpy()
@@ -101,8 +101,6 @@ class Texts:
 
     def in_order(self, group: Ints | None = None) -> Texts:
         """Texts that begin alike next to each other; where `group` [n] is given, within groups."""
-        if not len(self.rows) or not self.ids.shape[1]:
-            return self
         words = np.ascontiguousarray(self.ids).view(f"S{4 * self.ids.shape[1]}").ravel()
         order = np.argsort(words, kind="stable")
         return self[order if group is None else order[np.argsort(group[order], kind="stable")]]
@@ -125,6 +123,8 @@ def pack(batch: Batch, rows: Tensor, budget: int, *, whole: bool = False) -> Ite
         DataError: a batch without tokens or prompts.
     """
     texts = Texts.of(batch, rows)
+    if not len(texts.rows):
+        return
     texts = texts.in_order(batch.group.numpy()[texts.rows] if whole else None)
     shared = texts.shared()
     group = batch.group.numpy()[texts.rows]
@@ -138,8 +138,7 @@ def pack(batch: Batch, rows: Tensor, budget: int, *, whole: bool = False) -> Ite
             yield _lay_out(batch, texts[start:first], shared[start:first])
             start, held, more = first, 0, more + int(shared[first])
         held += more
-    if len(group):
-        yield _lay_out(batch, texts[start:], shared[start:])
+    yield _lay_out(batch, texts[start:], shared[start:])
 
 
 def _lay_out(batch: Batch, texts: Texts, shared: Ints) -> Pack:
