@@ -116,10 +116,15 @@ def test_dry_run_says_so(run_command: Any) -> None:
 def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a file's folder joins it
-    assert str(new_folder(None, "grpo+WeightCap")) == "runs/grpo+WeightCap-1"
-    assert str(new_folder(None, "my/own: π")) == "runs/my_own__π-1"
-    assert str(new_folder(None, "../..")) == "runs/_..-1"
-    assert str(new_folder(None, "")) == "runs/run-1"
+    for name, folder in (
+        ("grpo+WeightCap", "runs/grpo+WeightCap-1"),
+        ("my/own: π", "runs/my_own__π-1"),
+        ("../..", "runs/_..-1"),
+        ("", "runs/run-1"),
+    ):
+        with new_folder(None, name, "run.toml", print) as held:
+            assert str(held.path) == folder
+        assert not (tmp_path / "runs").exists()  # nothing came of it
 
 
 def test_ones_own_part_is_cited_by_its_place(run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from policygrad.checkpoint.lock import locked
 from policygrad.compare.outcomes import cost, finished
-from policygrad.compare.runner import Processes, locked
+from policygrad.compare.runner import Processes
 from policygrad.errors import RunError
 
 PROGRAM = """

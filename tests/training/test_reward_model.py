@@ -187,7 +187,7 @@ def test_what_is_no_reward_model_is_refused(
 def test_weights_without_a_head_are_refused(random_model: Path, changed: Callable[..., Path]) -> None:
     folder = changed()
     shutil.copy(random_model / "model.safetensors", folder / "model.safetensors")
-    with pytest.raises(ModelError, match=r"lacks score\.weight, so its scores would be random"):
+    with pytest.raises(ModelError, match=r"would have random weights: its file lacks 1 tensor \(score\.weight\)"):
         load_classifier(str(folder))
 
 

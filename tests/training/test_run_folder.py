@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ def test_run_toml_is_the_first_file_of_a_run_so_that_a_killed_one_can_be_resumed
     with pytest.raises(KeyboardInterrupt):
         pg.train(pg.Run(**SMALL, evaluation=pg.Evaluation(problems=0), output=str(tmp_path / "run")))
     monkeypatch.undo()
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["run.toml"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["lock", "run.toml"]
     assert pg.train(resume=tmp_path / "run").steps == 1
 
 
@@ -98,3 +99,18 @@ def test_a_run_that_nothing_could_be_scored_in_says_so(tmp_path: Path) -> None:
     assert "held_out" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     pg.train(replace(run, steps=2, reward=(mine(tmp_path, "[0.25]"),)), resume=tmp_path / "run", display=display)
     assert display.summary["held-out reward"] == "not scored -> 0.25"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes are not Windows's")
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_every_file_of_a_run_has_the_mode_that_the_umask_gives(small: pg.Run, tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        result = pg.train(replace(small, **{**SMALL, "steps": 2}, output=str(tmp_path / "run")), stop_after=1)
+        pg.train(resume=result.output)
+    finally:
+        os.umask(before)
+    paths = [result.output, *result.output.rglob("*")]
+    assert {"tensors.safetensors", "model.safetensors", "tokenizer.json", "lock"} <= {path.name for path in paths}
+    found = {(path.is_dir(), oct(path.stat().st_mode & 0o777)) for path in paths}
+    assert found == {(False, oct(0o666 & ~umask)), (True, oct(0o777 & ~umask))}

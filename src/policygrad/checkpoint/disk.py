@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
 from policygrad.errors import RunError
@@ -20,6 +22,23 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def as_others(folder: Path) -> None:
+    """Gives every file below a folder the mode that any new file gets there: safetensors makes its own 0600, whatever the umask.
+
+    Raises OSError.
+    """
+    probe = folder / ".tmp-mode"
+    probe.touch()  # the only way to learn the umask that changes it for no other thread, and a folder's default ACL with it
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
+            with contextlib.suppress(
+                PermissionError
+            ):  # a mount that has modes and lets nobody change them: no reason to lose a file
+                path.chmod(mode)
 
 
 def install(temporary: Path, final: Path) -> Path:
@@ -53,6 +72,6 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the second: half a character, which a command line may hold
         temporary.unlink(missing_ok=True)
-        raise RunError(f"{path} was not written: {error.strerror or error}") from error
+        raise RunError(f"{path} was not written: {getattr(error, 'strerror', None) or error}") from error

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from policygrad.checkpoint.disk import install, is_full
+from policygrad.checkpoint.disk import as_others, install, is_full
 from policygrad.checkpoint.manifest import check, dump, seal, verify
 from policygrad.checkpoint.tree import decode, encode, same_memory
 from policygrad.errors import CheckpointError
@@ -144,6 +144,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], state: bytes) -> None:
     except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"safetensors cannot hold one of the tensors ({error}): convert it first") from error
     (folder / STATE).write_bytes(state)
+    as_others(folder)
     seal(folder, FILES)
 
 

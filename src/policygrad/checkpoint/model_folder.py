@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from policygrad.checkpoint.disk import install, is_full, sync
+from policygrad.checkpoint.disk import as_others, install, is_full, sync
 from policygrad.errors import RunError
 
 
@@ -29,6 +29,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any, resume: str = "")
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         model.save_pretrained(temporary)  # type: ignore[operator]
         tokenizer.save_pretrained(temporary)
+        as_others(temporary)
         for path in (*temporary.rglob("*"), temporary):
             sync(path)
         old = install(temporary, final)

@@ -115,9 +115,10 @@ def compare(args: list[str]) -> int:
 
 def run(plan: Plan, folder: Path, options: CompareOptions) -> int:
     """Runs what is missing, and reports."""
+    from policygrad.checkpoint.lock import locked
     from policygrad.compare.page.page import page
     from policygrad.compare.report import report
-    from policygrad.compare.runner import Processes, locked
+    from policygrad.compare.runner import Processes
     from policygrad.compare.work import Work
 
     plan = open_folder(folder, plan)

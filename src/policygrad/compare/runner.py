@@ -10,23 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import IO, Protocol
 
 from policygrad.checkpoint.disk import write_atomically
+from policygrad.checkpoint.lock import LOCKS, locked
 from policygrad.compare.outcomes import cost, finished
 from policygrad.errors import RunError
 
-try:
-    import fcntl
-except ImportError:  # not a Unix: two comparisons in one folder are then not noticed
-    fcntl = None  # type: ignore[assignment]
-
-LOOK = 0.2
-"""Seconds between tries for a lock."""
 SAID = 12
 """Lines of a failed run's log that are shown."""
 LEAVES = ("checkpoints", "completions.jsonl", "model")
@@ -88,7 +82,7 @@ class Processes:
                     env=environment,
                     start_new_session=True,  # Ctrl-C is ours to pass on, once
                     pass_fds=(lock.fileno(),)
-                    if fcntl
+                    if LOCKS
                     else (),  # held for as long as the run lives, whatever becomes of us
                 )
                 self._live.add(process)
@@ -142,28 +136,3 @@ def tidy(folder: Path, *, tuning: bool) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-@contextmanager
-def locked(path: Path, *, wait: Callable[[], bool] = lambda: False) -> Iterator[IO[bytes]]:
-    """Holds the file's lock, for which it waits as long as `wait` says so: a run that outlived its comparison holds its own.
-
-    Raises:
-        RunError: somebody else holds it.
-    """
-    with path.open("ab") as file:
-        while fcntl and not _taken(file):
-            if not wait():
-                raise RunError(
-                    f"another process is at work on {path.parent}: wait for it, or stop it; two would run everything twice"
-                )
-            time.sleep(LOOK)
-        yield file
-
-
-def _taken(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from policygrad.errors import ModelError
 from policygrad.models.chat import rendered_ids
+from policygrad.models.completeness import check_complete
 from policygrad.models.tokenizer import Tokenizer
 
 MICRO_TOKENS = 8192
@@ -129,25 +130,26 @@ def load_classifier(
     """The network with one label, in evaluation mode. new_head: its head may be drawn afresh, to be trained.
 
     Raises:
-        ModelError: what cannot be loaded; weights without a head, unless it may be new.
+        ModelError: what cannot be loaded; weights that are not all there, but for a head that may be new.
     """
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    options: dict[str, Any] = {"num_labels": 1} if new_head else {}
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of a new head the caller speaks, and a missing one is refused below
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of a new head the caller speaks, the rest is refused below
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, **({"num_labels": 1} if new_head else {})
+            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except Exception as error:  # of which class depends on what is wrong with which file
         raise ModelError(f"the reward model {path!r} cannot be loaded: {_first_line(error)}") from error
     finally:
         logging.set_verbosity(before)
-    if info["missing_keys"] and not new_head:
-        missing = ", ".join(sorted(info["missing_keys"])[:3])
-        raise ModelError(f"the reward model lacks {missing}, so its scores would be random: {path!r}")
+    body = f"{model.base_model_prefix}."
+    head = lambda name: not name.startswith(body) or ".pooler." in name  # noqa: E731
+    check_complete(model, info, f"the reward model {path!r}", new=head if new_head else lambda name: False)
     text = model.config.get_text_config()
     if getattr(text, "use_cache", False):
         text.use_cache = (

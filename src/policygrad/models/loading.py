@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +14,13 @@ from safetensors import SafetensorError
 from torch import nn
 
 from policygrad.errors import ModelError
+from policygrad.models.completeness import check_complete, unreported
 from policygrad.models.hub import locate
 from policygrad.models.precision import DTYPES
 
 EMBEDDED = "tiny"
+Loaded = Mapping[str, Any]
+"""Names of tensors by what became of them, as transformers tells."""
 
 
 def resolve(model: str) -> str:
@@ -50,9 +57,12 @@ def _load(model: str, dtype: str) -> nn.Module:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     path = resolve(model)
     try:
-        loaded: nn.Module = _pretrained(path, DTYPES[dtype])
+        loaded, info, base = _pretrained(path, DTYPES[dtype])
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise cannot_load(f"the model {model!r}", error, "config.json and safetensors") from error
+    if base is not None:
+        check_complete(*base, f"the model {model!r} adapts")
+    check_complete(loaded, info, f"the model {model!r}")
     return loaded.requires_grad_(True)
 
 
@@ -67,16 +77,28 @@ def _checked(model: object) -> nn.Module:
     return model
 
 
-def _pretrained(path: str, dtype: torch.dtype) -> Any:
-    """With SDPA where the architecture has it, else (Gemma 2, BLOOM, Mamba) with what transformers chooses."""
+def _pretrained(path: str, dtype: torch.dtype) -> tuple[nn.Module, Loaded, tuple[nn.Module, Loaded] | None]:
+    """The model and what was loaded of it; of an adapter alone also its base, without weights, and what would be loaded.
+
+    With SDPA where the architecture has it, else (Gemma 2, BLOOM, Mamba) with what transformers chooses.
+    """
     from transformers import AutoModelForCausalLM
 
-    try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-    except ValueError as error:
-        if "attention implementation" not in str(error):
-            raise
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    load: Any = partial(
+        AutoModelForCausalLM.from_pretrained, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    with unreported():  # sizes that mismatch are refused by name, and not by transformers, which names none
+        adapter, base = Path(path) / "adapter_config.json", None
+        alone = adapter.is_file() and not (Path(path) / "config.json").is_file()
+        if alone and find_spec("peft"):  # transformers tells of the adapter only
+            base = load(json.loads(adapter.read_bytes())["base_model_name_or_path"], device_map="meta")
+        try:
+            loaded, info = load(path, attn_implementation="sdpa")
+        except ValueError as error:
+            if "attention implementation" not in str(error):
+                raise
+            loaded, info = load(path)
+    return loaded, info, base
 
 
 def without_dropout(module: nn.Module) -> None:

@@ -1,11 +1,51 @@
-"""The folder of a run: a new one, or one to go on with."""
+"""The folder of a run: a new one, or one to go on with; held by one process at a time."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
 
+from policygrad.checkpoint.lock import LOCKS, sign, take
 from policygrad.errors import RunError
+from policygrad.trackers.jsonl import writing
+
+LOCK = "lock"
+"""In a run's folder: who is at work on it. It means nothing once that process is gone."""
+
+
+class RunFolder:
+    """A run's folder, held until the context ends; what was made for a run that never began is then taken away again."""
+
+    def __init__(self, path: Path, lock: IO[bytes], made: tuple[Path, ...] = (), leaves: tuple[str, ...] = ()) -> None:
+        """made: folders that were not there before, outermost first. leaves: files that a run that never began has written."""
+        self.path, self._lock = path, lock
+        self._made, self._leaves = made, leaves
+
+    def keep(self) -> None:
+        """The run begins: the folder stays, whatever comes."""
+        self._made, self._leaves = (), ()
+
+    def __enter__(self) -> Self:
+        try:
+            with writing(self.path / LOCK, self.path):
+                sign(self._lock)
+        except RunError:
+            self._let_go()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            if not LOCKS:  # Windows deletes no file that is open
+                self._lock.close()
+            _remove(self.path, self._leaves, self._made)
 
 
 def check_resumable(folder: Path, kind: str) -> Path:
@@ -24,17 +64,85 @@ def _own(folder: Path, kind: str) -> Path:
     return folder / ("run.toml" if kind == "train" else f"{kind}.toml")
 
 
-def new_folder(output: str | None, kind: str) -> Path:
-    """The folder for a new run: `output`, or the next free runs/KIND-N. Raises RunError when there is something in it."""
-    if output is not None:
+def resumed_folder(folder: Path, kind: str, note: Callable[[str], None]) -> RunFolder:
+    """The folder to go on in. note: hears what is worth saying of it.
+
+    Raises:
+        RunError: no run of this kind in it; another process is at work on it.
+    """
+    return RunFolder(check_resumable(folder, kind), _hold(folder, note))
+
+
+def new_folder(output: str | None, name: str, file: str, note: Callable[[str], None]) -> RunFolder:
+    """The folder for a new run, made now: `output`, or the next free runs/NAME-N. file: the configuration's name in it.
+
+    Raises:
+        RunError: there is something in it; another process is at work on it; it cannot be made.
+    """
+    leaves = (LOCK, file, f".tmp-{file}")
+    if output is None:
+        folder, made = _next_free(name)
+    else:
         folder = Path(output)
-        if folder.exists() and not folder.is_dir():
+        made = _make(folder)
+    if made:
+        try:
+            return RunFolder(folder, _hold(folder, note), made, leaves)
+        except RunError:
+            _remove(folder, (), made)
+            raise
+    refusal = f"{folder} is not empty: go on with it by --resume {folder}, or choose another --output"
+    with writing(folder, folder):
+        if not folder.is_dir():
             raise RunError(f"{folder} is a file: choose another --output")
-        if folder.exists() and any(folder.iterdir()):
-            raise RunError(f"{folder} is not empty: go on with it by --resume {folder}, or choose another --output")
-        return folder
-    name = re.sub(r"[^\w.+-]", "_", kind).lstrip(".") or "run"  # an algorithm of a user's own may be called anything
+        if _foreign(folder, leaves) and not (folder / LOCK).exists():
+            raise RunError(refusal)
+        lock = _hold(folder, note)
+        if _foreign(folder, leaves):
+            lock.close()
+            raise RunError(refusal)
+    return RunFolder(folder, lock, (), leaves)
+
+
+def _foreign(folder: Path, leaves: tuple[str, ...]) -> bool:
+    """Whether there is more in it than what a run leaves that was killed before it began."""
+    lock, _, unfinished = leaves
+    return any(path.name not in (lock, unfinished) for path in folder.iterdir())
+
+
+def _next_free(name: str) -> tuple[Path, tuple[Path, ...]]:
+    name = re.sub(r"[^\w.+-]", "_", name).lstrip(".") or "run"  # an algorithm of a user's own may be called anything
     number = 1
-    while (folder := Path("runs") / f"{name}-{number}").exists():
+    while not (made := _make(folder := Path("runs") / f"{name}-{number}")):
         number += 1
-    return folder
+    return folder, made
+
+
+def _make(folder: Path) -> tuple[Path, ...]:
+    """Makes the folder, which only one process can; those that were made, outermost first, or none where it was there."""
+    with writing(folder, folder):
+        for last in (False, False, True):  # a run that never began may take away the same ones meanwhile
+            above = [path for path in reversed(folder.parents) if not path.exists()]
+            try:
+                folder.mkdir(parents=True)
+                return (*above, folder)
+            except (FileExistsError, FileNotFoundError):
+                if folder.exists():
+                    break
+                if last:
+                    raise
+    return ()
+
+
+def _remove(folder: Path, files: tuple[str, ...], made: tuple[Path, ...]) -> None:
+    with suppress(OSError):  # somebody has put something of theirs beside it: that is not ours to delete
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
+        for path in reversed(made):
+            path.rmdir()
+
+
+def _hold(folder: Path, note: Callable[[str], None]) -> IO[bytes]:
+    way_out = f"wait for its end, or stop it, then --resume {folder}; a new run takes another --output"
+    with writing(folder / LOCK, folder):
+        return take(folder / LOCK, way_out=way_out, note=note)

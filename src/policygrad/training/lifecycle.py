@@ -22,10 +22,9 @@ from policygrad.checkpoint.model_folder import save_model
 from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers, default_tracker
-from policygrad.trackers.jsonl import writing
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.toml import dumps
-from policygrad.training.folder import check_resumable, new_folder
+from policygrad.training.folder import RunFolder, new_folder, resumed_folder
 from policygrad.training.stopping import Stopping
 
 C = TypeVar("C", bound=Any)  # a configuration: a frozen dataclass with `output` and `checkpoint`
@@ -89,7 +88,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
 
     @abstractmethod
     def build(self, stack: ExitStack) -> None:
-        """Loads everything; what is wrong is said now, before there is a folder."""
+        """Loads everything; what is wrong is said now, and then there is no folder."""
 
     @abstractmethod
     def start(self, saved: Checkpoint | None) -> P:
@@ -154,19 +153,26 @@ class Lifecycle(ABC, Generic[C, P, M]):
         """
         if stop_after is not None and stop_after < 1:
             raise ConfigError(f"stop_after must be at least 1, not {stop_after}")
-        if resume is not None:
-            self.folder = check_resumable(Path(resume), self.kind)
-        else:
-            self.folder = new_folder(self.config.output, self.name)
-        self.config = replace(self.config, output=str(self.folder))
         with ExitStack() as stack:
             self.trackers = Trackers([self._display, *self._others])
+            held = stack.enter_context(self._held(resume))
+            self.folder = held.path
+            self.config = replace(self.config, output=str(self.folder))
+            if not (self.folder / self.file).exists():  # first of all, so that what is killed now can be resumed
+                write_atomically(self.folder / self.file, dumps(self.config))
             stack.push(lambda *error: self.trackers.__exit__(*error))
             self.trackers.phase("loading the model")
             torch.manual_seed(self.config.seed)  # what a model or a reward may draw; completions have keys of their own
             self.build(stack)
+            held.keep()
             self._open()
             return self._train(resume is not None, stop_after)
+
+    def _held(self, resume: str | Path | None) -> RunFolder:
+        """The folder, which no other process works on meanwhile."""
+        if resume is not None:
+            return resumed_folder(Path(resume), self.kind, self.trackers.note)
+        return new_folder(self.config.output, self.name, self.file, self.trackers.note)
 
     @property
     def name(self) -> str:
@@ -174,11 +180,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
         return self.kind
 
     def _open(self) -> None:
-        """The folder; its configuration first of all, so that one with anything in it can be resumed."""
-        with writing(self.folder, self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        if not (self.folder / self.file).exists():
-            write_atomically(self.folder / self.file, dumps(self.config))
+        """What is written, and what stops it."""
         self.files = JsonlTracker(self.folder)
         self.trackers.add(self.files)
         self.stopping = Stopping(self.trackers.note)
