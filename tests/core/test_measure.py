@@ -86,21 +86,19 @@ def test_the_mismatch_between_sampler_and_policy_by_hand() -> None:
         logp_old=torch.full_like(gap, -3.0),
         logp_sampler=-3.0 - gap,
     )
-    algorithm, count = pg.DR_GRPO, torch.tensor([1, 2])
+    algorithm = pg.DR_GRPO
     psi, coefficients = algorithm.advantages(batch), algorithm.all_coefficients(batch)
 
     def found(rows: list[int]) -> Metrics:
         at = torch.tensor(rows)
         share = batch.select(at)
-        return measure(
-            pg.Forward(gap[at] - 3), share, psi[at], algorithm, tuple(c[at] for c in coefficients), count[at]
-        )
+        return measure(pg.Forward(gap[at] - 3), share, psi[at], algorithm, tuple(c[at] for c in coefficients))
 
     for metrics in (found([0, 1]), merge(found([0]), found([1])), merge(found([1]), found([0]))):
         assert metrics["mismatch/logp_max"].value == pytest.approx(log2, rel=1e-14)
-        assert metrics["mismatch/logp_mean"].value == pytest.approx((log2 + 0 + log2 + 2 * log2) / 5, rel=1e-14)
-        total, squares = 2 + 1 + 0.5 + 2 * 0.5, 4 + 1 + 0.25 + 2 * 0.25
-        assert metrics["mismatch/ess"].value == pytest.approx(total**2 / (5 * squares), rel=1e-14)
+        assert metrics["mismatch/logp_mean"].value == pytest.approx((log2 + 0 + log2 + log2) / 4, rel=1e-14)
+        total, squares = 2 + 1 + 0.5 + 0.5, 4 + 1 + 0.25 + 0.25
+        assert metrics["mismatch/ess"].value == pytest.approx(total**2 / (4 * squares), rel=1e-14)
     assert EffectiveSize(0.0, 0.0, 0.0).value == 1.0
     alike = measure(pg.Forward(gap - 3), replace(batch, logp_old=batch.logp_sampler), psi, pg.RAFT, coefficients)
     assert not [

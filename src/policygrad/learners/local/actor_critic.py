@@ -41,7 +41,7 @@ class ActorCritic:
     def packs(self, batch: Batch, rows: Tensor | None = None, whole: bool = False) -> Iterator[Pack]:
         """The completions `rows`, or all, in micro-batches; `whole`: of whole groups."""
         rows = torch.arange(len(batch.mask)) if rows is None else rows
-        return pack(batch, rows, self.config.micro_tokens, whole=whole)
+        return pack(batch, rows, self.config.tokens_at(self.device), whole=whole)
 
     def forward(self, part: Pack, needs: frozenset[str], expected: Tensor | None = None) -> Forward:
         """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""

@@ -55,7 +55,7 @@ class ImplicitRewardModel:
         if not len(rows):
             return {}
         bare, total = replace(batch, prompts=None, tokens=None), 0.0
-        for part in pack(batch, rows, self.config.micro_tokens):
+        for part in pack(batch, rows, self.config.tokens_at(self._device)):
             with differentiating(self.evaluator.model, self.config.gradient_checkpointing):
                 logp = self.evaluator(part.to(self._device))
                 each = self.part.loss(logp, bare.select(part.rows).to(self._device))

@@ -50,7 +50,7 @@ class ScoreNorms:
             ConfigError: `learner.score_parameters` matches no parameter that trains.
         """
         chosen = matching(evaluator.model, config.score_parameters)
-        plain = cls(evaluator, chosen, config.micro_tokens, together=False)
+        plain = cls(evaluator, chosen, config.tokens_at(next(evaluator.model.parameters()).device), together=False)
         fast = replace(plain, together=True)
         return fast if not config.gradient_checkpointing and _agree(plain, fast) else plain
 

@@ -94,7 +94,7 @@ class ValueModel:
         """The batch with `values` [B, T], float32."""
         out = torch.zeros(batch.mask.shape)
         device = next(self.network.parameters()).device
-        for part in pack(batch, torch.arange(len(out)), self.config.micro_tokens):
+        for part in pack(batch, torch.arange(len(out)), self.config.tokens_at(device)):
             out[part.rows] = self.network(part.to(device)).cpu()
         return replace(batch, values=out)
 
@@ -130,7 +130,7 @@ class ValueModel:
         device = next(self.network.parameters()).device
         metrics: Metrics = {}
         self.network.train(self.config.gradient_checkpointing)
-        for part in pack(batch, torch.arange(len(batch.mask)), self.config.micro_tokens):
+        for part in pack(batch, torch.arange(len(batch.mask)), self.config.tokens_at(device)):
             share, c = bare.select(part.rows).to(device), coefficient[part.rows].to(device)
             assert share.returns is not None
             loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
