@@ -138,7 +138,8 @@ def take_branches(model: Any) -> bool:
     config = getattr(model, "config", None)
     if getattr(config, "_attn_implementation", None) == NAME:
         return True
-    if getattr(config, "_attn_implementation", None) != "sdpa" or not hasattr(model, "set_attn_implementation"):
+    settable = getattr(model, "_can_set_attn_implementation", None)  # asked first, since the setter warns where it is not
+    if getattr(config, "_attn_implementation", None) != "sdpa" or settable is None or not settable():
         return False
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
