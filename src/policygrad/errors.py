@@ -23,7 +23,7 @@ class ModelError(PolicygradError, ValueError):
 
 
 class RewardError(PolicygradError, RuntimeError):
-    """Rewards cannot be computed at all: a function that no worker can load, a column that does not exist."""
+    """Rewards cannot be computed: a function that no worker can load, a column that does not exist, or nearly all samples fail."""
 
 
 class EngineError(PolicygradError, RuntimeError):

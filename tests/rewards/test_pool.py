@@ -288,6 +288,31 @@ def test_a_function_that_no_worker_can_load_is_named():
         score([crashes], ["a"])
 
 
+@pytest.mark.parametrize("failing", [2, 9])
+def test_a_worker_that_ends_while_it_loads_is_tried_again_where_one_has_worked(tmp_path, failing):
+    """As when the machine has no memory left for a while."""
+    starts = tmp_path / "starts"
+
+    def prepare():
+        with starts.open("a") as file:
+            file.write("x")
+        if 1 < starts.stat().st_size <= 1 + failing:
+            os._exit(9)
+
+    @reward(prepare=prepare)
+    def dies_once(prompts, completions, **_):
+        return [1.0] if completions[0] != "die" else os._exit(1)
+
+    completions = ["a", "die", "b"]
+    if failing == 2:
+        scores = score([dies_once], completions, workers=1)
+        assert scores.total == [1.0, None, 1.0]
+        assert starts.stat().st_size == 4
+    else:
+        with pytest.raises(RewardError, match=r"ended \(exit code 9\) while it loaded dies_once"):
+            score([dies_once], completions, workers=1)
+
+
 def test_impossible_pools_are_refused():
     with pytest.raises(ConfigError, match="at least one reward"):
         RewardPool([])

@@ -21,8 +21,9 @@ from policygrad.core.baselines import ConstantBaseline
 from policygrad.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
 from policygrad.models.hub import locate
 from policygrad.models.loading import resolve
+from policygrad.rewards.config import Rewarding
 from policygrad.samplers.base import Sampling
-from policygrad.training.config.run import Checkpointing, Evaluation, LearnerConfig, Rewarding, Run
+from policygrad.training.config.run import Checkpointing, Evaluation, LearnerConfig, Run
 from policygrad.training.evaluation import evaluate as measure_model
 from policygrad.training.trainer import train
 
@@ -127,7 +128,8 @@ def changed_model(random_model: Path, tmp_path: Path) -> Callable[..., str]:
 def test_a_reward_that_fails_costs_its_sample(bench: Bench, name: str, reason: str, says: str) -> None:
     if name in ("hangs", "dies"):  # for one prompt of four, one completion each, so that the test is short
         bench.run = replace(bench.run, samples_per_prompt=2)
-    metrics, notes = bench.go(reward=bench.reward(name))
+    patient = replace(bench.run.rewards, patience=0)  # one of them fails everywhere
+    metrics, notes = bench.go(reward=bench.reward(name), rewards=patient)
     assert len(metrics) == bench.run.steps
     assert says in notes
     failed = sum(row.get(f"rewards/failed_{reason}", 0) for row in metrics)
@@ -135,8 +137,9 @@ def test_a_reward_that_fails_costs_its_sample(bench: Bench, name: str, reason: s
     assert all(0 < row["completions/failed_ratio"] <= 1 for row in metrics)
 
 
-def test_no_reward_at_all_teaches_nothing(bench: Bench) -> None:
-    metrics, notes = bench.go(reward=bench.reward("always_nan"), steps=2)
+def test_no_reward_at_all_teaches_nothing_where_the_run_is_to_go_on(bench: Bench) -> None:
+    patient = replace(bench.run.rewards, patience=0)
+    metrics, notes = bench.go(reward=bench.reward("always_nan"), rewards=patient, steps=2)
     assert "no completion has a reward" in notes
     assert all(row["updates/skipped"] == 1 and row["completions/failed_ratio"] == 1 for row in metrics)
 

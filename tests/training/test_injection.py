@@ -170,7 +170,11 @@ def test_episodes_that_the_environment_does_not_judge_are_said(run: pg.Run) -> N
             return pg.Step()
 
     record = Record()
-    pg.train(replace(run, reward=(), model="tiny"), environment=Silent, display=record, stop_after=1)
+    silent = replace(run, reward=(), model="tiny")
+    with pytest.raises(
+        pg.RewardError, match="no sample of the first evaluation has a reward: the environment gave no reward"
+    ):
+        pg.train(silent, environment=Silent, display=record, stop_after=1)
     assert "the environment gave no reward" in record.said
 
 

@@ -45,6 +45,7 @@ def test_held_out_completions_without_a_reward_are_said_to_count_as_zero(tmp_pat
         task=TASK,
         reward=(mine(tmp_path, "[None]"),),
         evaluation=pg.Evaluation(problems=2, samples=2),
+        rewards=pg.Rewarding(patience=0),
         output=str(tmp_path / "run"),
     )
     pg.train(run, display=display)
@@ -88,6 +89,7 @@ def test_a_run_that_nothing_could_be_scored_in_says_so(tmp_path: Path) -> None:
         task=TASK,
         reward=(mine(tmp_path, "[None]"),),
         evaluation=pg.Evaluation(problems=2, samples=2),
+        rewards=pg.Rewarding(patience=0),
         checkpoint=pg.Checkpointing(every=1),
         output=str(tmp_path / "run"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from policygrad.errors import ConfigError
+from policygrad.rewards.config import Isolation
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.run import optional
 
@@ -48,6 +50,8 @@ class EvalOptions:
     """fp32 or bf16."""
     budget: float = 10.0
     """Seconds per sample for a reward."""
+    rewards: Isolation = field(default_factory=Isolation)
+    """The reward workers."""
     show: int = 3
     """How many problems to print with a completion."""
     json: bool = False
@@ -72,7 +76,15 @@ def evaluate(args: list[str]) -> int:
     from policygrad.training.evaluation import evaluate as measure
 
     names = ("reward", "held_out", "problems", "samples", "sampling", "seed", "device", "dtype", "budget")
-    outcome = measure(options.model, options.task, **{name: getattr(options, name) for name in names}, progress=_count)
+    outcome = measure(
+        options.model,
+        options.task,
+        **{name: getattr(options, name) for name in names},
+        memory=options.rewards.memory,
+        reward_environment=options.rewards.environment,
+        progress=_count,
+        phase=_waits(),
+    )
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < options.samples] + [options.samples]
     passes = {k: outcome.pass_at(k, options.threshold) for k in ks}
     if options.json:
@@ -115,6 +127,18 @@ def _print(options: EvalOptions, outcome: EvaluationResult, passes: dict[int, fl
         print(f"  {number(scores[0]):>5}  {one_line(texts[0], 70)}")
     for message in outcome.messages:
         print(f"note: {message}", file=sys.stderr)
+
+
+def _waits() -> Callable[[str, int, int], None]:
+    """Says on standard error what rewards are waited for, once each."""
+    said = {""}
+
+    def tell(text: str, done: int, total: int) -> None:
+        if text not in said:
+            said.add(text)
+            print(f"{text}: {done} of {total} answers so far", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _count(done: int, total: int) -> None:

@@ -69,8 +69,8 @@ class Caller:
 
     def __init__(self, name: str, function: Callable[..., Any], process_reward: bool = False) -> None:
         """process_reward: the function answers with steps, not with a number."""
-        self.name = name
-        self._of_steps = process_reward
+        self.name, self.of_steps = name, process_reward
+        self.hint: Callable[[BaseException], str] = lambda error: ""  # what to say besides of what was raised
         self._function = function
         self._signature = Signature.of(function)
         self._waiter = Waiter()
@@ -86,7 +86,7 @@ class Caller:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            message = self._tell(describe(error), completions)
+            message = self._tell(describe(error) + self.hint(error), completions)
             return [Judgement(None, "raised", message, type(error).__name__)] * len(completions)
         return self._judgements(result, completions)
 
@@ -102,13 +102,13 @@ class Caller:
         if not isinstance(result, (list, tuple)) and hasattr(result, "tolist"):
             result = result.tolist()
         if not isinstance(result, (list, tuple)):
-            each = "one list of (end, score)" if self._of_steps else "one number"
+            each = "one list of (end, score)" if self.of_steps else "one number"
             said = f"returned {quote(result)}, a {type(result).__name__}; return a list, {each} per completion"
             return [Judgement(None, "type", self._tell(said, completions), "container")] * len(completions)
         if len(result) != len(completions):
             said = f"returned {len(result)} rewards for {len(completions)} completions; return one per completion"
             return [Judgement(None, "length", self._tell(said, completions))] * len(completions)
-        judge = self._steps if self._of_steps else self._number
+        judge = self._steps if self.of_steps else self._number
         return [judge(value, completion) for value, completion in zip(result, completions, strict=True)]
 
     def _number(self, value: Any, completion: str) -> Judgement:

@@ -1,6 +1,5 @@
 """The reward pool: scores a rollout in killable worker processes; a bad sample costs itself, never the run."""
 
-import math
 import os
 import threading
 import warnings
@@ -13,14 +12,16 @@ from typing import Any
 
 from policygrad.errors import ConfigError, DataError, RewardError
 from policygrad.rewards.calls import Caller, Judgement, Signature, tell
-from policygrad.rewards.dispatch import ALONE_LIMIT, Dispatcher, Slot, Work
+from policygrad.rewards.dispatch import Dispatcher
+from policygrad.rewards.memory import size
+from policygrad.rewards.plan import plan, take
 from policygrad.rewards.resolve import resolve
+from policygrad.rewards.slots import ALONE_LIMIT, Slot, Work
 from policygrad.rewards.summary import gather, summarise
 from policygrad.rewards.types import ProcessScores, Reward, RewardFunction, RewardScores
-from policygrad.rewards.wire import Chunk, WorkerStart, by_value
-
-_LARGEST_CHUNK = 64  # samples per message
-_CHUNKS_PER_WORKER = 4  # enough that one slow chunk does not leave the other workers idle
+from policygrad.rewards.variables import check_names, hint
+from policygrad.rewards.waits import Phase, nobody
+from policygrad.rewards.wire import WorkerStart, by_value
 
 
 class RewardPool:
@@ -29,10 +30,22 @@ class RewardPool:
     Every function is called with one sample at a time, under a time budget in seconds, unless it is `batched`. What
     raises, overruns, crashes, or returns something that is no finite number has no reward, with the reason counted.
     A function that cannot be pickled runs in this process, without a budget, with a warning.
+
+    memory: what a worker may take beyond what it has when it is loaded, "4GiB", or "none"; a reward that is `alone` has no limit.
+    environment: names of environment variables that workers get besides the usual ones (docs/rewards-isolation.md). phase: is told
+    what a scoring waits for, when it takes seconds. patient: a function that has never answered is asked on and on.
     """
 
     def __init__(
-        self, rewards: Sequence[Reward | RewardFunction | str], *, workers: int = 2, budget: float = 10.0
+        self,
+        rewards: Sequence[Reward | RewardFunction | str],
+        *,
+        workers: int = 2,
+        budget: float = 10.0,
+        memory: str = "4GiB",
+        environment: Sequence[str] = (),
+        phase: Phase = nobody,
+        patient: bool = False,
     ) -> None:
         if workers < 1:
             raise ConfigError(f"workers must be at least 1, got {workers}")
@@ -40,15 +53,18 @@ class RewardPool:
             raise ConfigError(f"budget must be a positive number of seconds, got {budget}")
         self.rewards = tuple(resolve(reward) for reward in rewards)
         _check_names(self.rewards)
+        check_names(environment, "environment")
+        self._environment = tuple(environment)
         self._signatures = [Signature.of(reward.function) for reward in self.rewards]
         self._lock = threading.Lock()
         self._sent: list[int] = []  # numbers of the rewards that run in workers, in the order the workers know them
         self._here: dict[int, Caller] = {}  # those that run in this process
         functions = self._place()
-        self._slots = self._workers(functions, workers)
+        self._slots = self._workers(functions, workers, size(memory))
         self._close = weakref.finalize(self, _kill, self._slots)
         budgets = [self.rewards[number].budget or budget for number in self._sent]
-        self._dispatcher = Dispatcher(self._slots, budgets)
+        names = [self.rewards[number].name for number in self._sent]
+        self._dispatcher = Dispatcher(self._slots, names, budgets, phase=phase, patient=patient)
         self._dispatcher.open()
 
     def __enter__(self) -> "RewardPool":
@@ -67,7 +83,7 @@ class RewardPool:
         """Score completion i of prompt i, with value i of every column, by every reward that is no process reward.
 
         Raises DataError for lists of different lengths, and RewardError when a function needs a column that is not
-        there or no worker can load it; never because of what a function does with a sample.
+        there, no worker can load it, or it never answers; never because of what a function does with a sample.
         """
         rewards, table = self._table(prompts, completions, columns, process_rewards=False)
         return summarise(rewards, table, completions)
@@ -99,6 +115,9 @@ class RewardPool:
                 if judgement.reason in ("timeout", "crashed"):  # told by the dispatcher, which knows no samples
                     message = tell(self.rewards[number].name, judgement.message, [completions[i] for i in places])
                     judgement = replace(judgement, message=message)
+                elif judgement.reason == "raised" and number not in self._here:
+                    way_out = hint(judgement.message, self._environment)
+                    judgement = replace(judgement, message=judgement.message + way_out)
                 table[number][place] = judgement
 
         with self._lock:
@@ -110,7 +129,7 @@ class RewardPool:
                 raise
             for number, caller in self._here.items():
                 for places in self._groups(self.rewards[number], len(completions)) if number in chosen else ():
-                    report(number, places, caller(*_take(prompts, completions, columns, places)))
+                    report(number, places, caller(*take(prompts, completions, columns, places)))
         return [self.rewards[number] for number in sorted(chosen)], [table[number] for number in sorted(chosen)]
 
     def _place(self) -> list[tuple[str, bytes, bool]]:
@@ -132,18 +151,17 @@ class RewardPool:
                 self._here[number] = Caller(reward.name, reward.function, reward.process_reward)
         return functions
 
-    def _workers(self, functions: Sequence[tuple[str, bytes, bool]], count: int) -> list[Slot]:
+    def _workers(self, functions: Sequence[tuple[str, bytes, bool]], count: int, memory: int | None) -> list[Slot]:
         """A worker for every function that wants to be alone, and `count` that each load all the others."""
         alone = [{f} for f, number in enumerate(self._sent) if self.rewards[number].alone]
         others = set(range(len(functions))).difference(*alone)
 
-        def start(share: set[int]) -> WorkerStart:
-            return WorkerStart(
-                tuple((name, code if f in share else None, p) for f, (name, code, p) in enumerate(functions))
-            )
+        def start(share: set[int], memory: int | None) -> WorkerStart:
+            each = ((name, code if f in share else None, p) for f, (name, code, p) in enumerate(functions))
+            return WorkerStart(tuple(each), memory)
 
-        return [Slot(start(share), ALONE_LIMIT) for share in alone] + [
-            Slot(start(others)) for _ in range(count if others else 0)
+        return [Slot(start(share, None), self._environment, ALONE_LIMIT) for share in alone] + [
+            Slot(start(others, memory), self._environment) for _ in range(count if others else 0)
         ]
 
     def _check(self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> None:
@@ -167,49 +185,16 @@ class RewardPool:
         columns: Mapping[str, Sequence[Any]],
         chosen: Set[int],
     ) -> list[Work]:
-        """Chunks for the workers: whole-batch functions first, they are the longest calls."""
-        count = len(completions)
+        """What the workers are to do for these rewards."""
         called = [f for f, number in enumerate(self._sent) if number in chosen]
         batched = [f for f in called if self.rewards[self._sent[f]].batched]
         single = [f for f in called if f not in batched]
-        plan: list[tuple[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]] = []
-        everything = tuple(range(count))
-        if count:
-            plan += [(everything, [(f, everything)]) for f in batched]
-        size = min(math.ceil(count / max(len(self._slots) * _CHUNKS_PER_WORKER, 1)) or 1, _LARGEST_CHUNK)
-        for first in range(0, count if single else 0, size):
-            places = everything[first : first + size]
-            plan.append((places, [(f, (i,)) for i in range(len(places)) for f in single]))
-        return [
-            Work(Chunk(_pack(_take(prompts, completions, columns, places)), tuple(calls)), places)
-            for places, calls in plan
-        ]
+        return plan(prompts, completions, columns, batched=batched, single=single, workers=len(self._slots))
 
     def _groups(self, reward: Reward, count: int) -> list[tuple[int, ...]]:
         if reward.batched:
             return [tuple(range(count))] if count else []
         return [(i,) for i in range(count)]
-
-
-def _take(
-    prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]], places: Sequence[int]
-) -> tuple[list[Any], list[str], dict[str, list[Any]]]:
-    chosen = {name: [values[i] for i in places] for name, values in columns.items()}
-    return [prompts[i] for i in places], [completions[i] for i in places], chosen
-
-
-def _pack(samples: tuple[list[Any], list[str], dict[str, list[Any]]]) -> bytes:
-    try:
-        return by_value(samples)
-    except Exception as error:
-        for name, values in (("prompts", samples[0]), *samples[2].items()):
-            try:
-                by_value(values)
-            except Exception:
-                raise RewardError(
-                    f"column {name!r} cannot be sent to a reward worker: {error}; use plain data"
-                ) from error
-        raise
 
 
 def _check_names(rewards: Sequence[Reward]) -> None:

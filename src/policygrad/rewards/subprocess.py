@@ -1,44 +1,51 @@
 """The parent's handle on one worker process: start it, talk to it without blocking, kill it."""
 
-import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from policygrad.rewards.wire import Inbox, frame
+from policygrad.rewards import family
+from policygrad.rewards.answers import NONCE, Inbox
+from policygrad.rewards.variables import chosen
+from policygrad.rewards.wire import Chunk, WorkerStart, frame
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from policygrad.rewards.worker import main; main(int(sys.argv[2]))"
 )
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 _PIECE = 1 << 20  # bytes per read
 
 
 class WorkerProcess:
-    """A fresh interpreter with this one's import path, in a session of its own so that its children die with it."""
+    """A fresh interpreter with this one's import path, in a session of its own so that its children die with it.
 
-    def __init__(self, first_message: Any) -> None:
+    variables: names of environment variables that it gets besides those in `variables.py`.
+    """
+
+    def __init__(self, start: WorkerStart, variables: Sequence[str] = ()) -> None:
         self.owner = os.getpid()
+        self._token, nonce = secrets.token_hex(16), secrets.token_bytes(NONCE)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), str(self.owner)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={**os.environ, **_ONE_THREAD},
+            env={**chosen(os.environ, variables), family.TOKEN: self._token},
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.input, self.output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self.input, False)
         os.set_blocking(self.output, False)
-        self._inbox = Inbox()
+        self.inbox = Inbox(nonce)
         self._outbox = memoryview(b"")
-        self.send(first_message)
+        self.send(replace(start, nonce=nonce))
 
     @property
     def pid(self) -> int:
@@ -49,7 +56,7 @@ class WorkerProcess:
         """Whether `flush` still has bytes to write."""
         return len(self._outbox) > 0
 
-    def send(self, message: Any) -> None:
+    def send(self, message: WorkerStart | Chunk) -> None:
         """Queue a message, and write what the pipe takes now."""
         self._outbox = memoryview(bytes(self._outbox) + frame(message))
         self.flush()
@@ -63,23 +70,22 @@ class WorkerProcess:
         except OSError:  # the worker is gone; reading from it says so
             self._outbox = memoryview(b"")
 
-    def receive(self) -> tuple[list[Any], bool]:
-        """What has arrived, and whether the worker has ended."""
-        messages: list[Any] = []
+    def receive(self) -> bool:
+        """Put into `inbox` what has arrived, a piece at most: who writes without end does not hold up the others. True when the
+        worker has ended."""
         try:
-            while data := os.read(self.output, _PIECE):
-                messages.extend(self._inbox.feed(data))
+            data = os.read(self.output, _PIECE)
         except BlockingIOError:
-            return messages, False
-        return messages, True
+            return False
+        self.inbox.feed(data)
+        return not data
 
     def alive(self) -> bool:
         return self._process.poll() is None
 
     def kill(self) -> str:
         """End the worker and what it started, at once. Returns how it had ended by itself, or "signal SIGKILL"."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        family.end(self.pid, self._token, running=self._process.poll() is None)
         code = self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

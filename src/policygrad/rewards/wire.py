@@ -1,8 +1,7 @@
-"""Messages over a pipe: the length as 8 bytes, then a pickle."""
+"""What the parent sends to a worker: the length as 8 bytes, then a pickle. What comes back is in `answers.py`, and no pickle."""
 
 import pickle
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +16,13 @@ class WorkerStart:
     that a bad one can be named. Without a function: another worker has it."""
 
     functions: tuple[tuple[str, bytes | None, bool], ...]
+    memory: int | None = None  # bytes that it may take beyond what it has when everything is loaded; None = no limit
+    nonce: bytes = b""  # begins every answer; the worker's own
 
-
-@dataclass(frozen=True)
-class Started:
-    """The worker's answer; `error` says which function could not be loaded, None = ready."""
-
-    error: str | None = None
+    @property
+    def names(self) -> str:
+        """The functions that it loads."""
+        return ", ".join(name for name, function, _ in self.functions if function is not None)
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Chunk:
     calls: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-def frame(message: Any) -> bytes:
+def frame(message: WorkerStart | Chunk) -> bytes:
     """One message as bytes."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return HEAD.pack(len(body)) + body
@@ -43,21 +42,3 @@ def frame(message: Any) -> bytes:
 def by_value(thing: Any) -> bytes:
     """Pickle functions and objects of the user's own; what is defined in `__main__` travels along by value."""
     return bytes(cloudpickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL))
-
-
-class Inbox:
-    """Turns bytes, in whatever pieces they arrive, into messages."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        self._buffer += data
-        while len(self._buffer) >= HEAD.size:
-            (length,) = HEAD.unpack_from(self._buffer)
-            end = HEAD.size + length
-            if len(self._buffer) < end:
-                return
-            body = bytes(self._buffer[HEAD.size : end])
-            del self._buffer[:end]
-            yield pickle.loads(body)

@@ -4,21 +4,27 @@ It is started by `subprocess.py` as a fresh interpreter, not by multiprocessing,
 `__main__` again. Functions run in the main thread, because verifiers use SIGALRM for limits of their own.
 """
 
+import fcntl
 import os
 import pickle
-import signal
+import resource
 import sys
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from policygrad.rewards import family
+from policygrad.rewards.answers import Asked, answer, started
 from policygrad.rewards.calls import Caller, Judgement, describe, tell
-from policygrad.rewards.wire import HEAD, Chunk, Started, WorkerStart, frame
+from policygrad.rewards.memory import Limit, go_first
+from policygrad.rewards.wire import HEAD, Chunk, WorkerStart
 
-_PR_SET_PDEATHSIG = 1
+_HIGHEST = 4096  # of the numbers that the pipes may get: the table of open files is as long
 
 
 def main(parent: int) -> None:
     """Serve the process with id `parent` over standard input and output, and end with it."""
-    _die_with(parent)
+    family.join(parent)
+    go_first()
     source, sink = _take_pipes()
     start: WorkerStart = _receive(source)
     callers: list[Caller | None] = []
@@ -26,11 +32,13 @@ def main(parent: int) -> None:
         try:
             callers.append(_load(name, function, of_steps) if function is not None else None)
         except BaseException as error:
-            _send(sink, Started(f"reward {name!r} cannot be loaded in a worker process: it {describe(error)}"))
+            said = f"reward {name!r} cannot be loaded in a worker process: it {describe(error)}"
+            _send(sink, started(start.nonce, said))
             return
-    _send(sink, Started())
-    while (chunk := _receive(source)) is not None:
-        _serve(chunk, callers, sink)
+    service = _Service(callers, sink, start.nonce, Limit(start.memory))
+    _send(sink, started(start.nonce))
+    while not service.over and (chunk := _receive(source)) is not None:
+        service.serve(chunk)
 
 
 def _load(name: str, pickled: bytes, of_steps: bool) -> Caller:
@@ -41,34 +49,63 @@ def _load(name: str, pickled: bytes, of_steps: bool) -> Caller:
     return Caller(name, function, of_steps)
 
 
-def _serve(chunk: Chunk, callers: list[Caller | None], sink: int) -> None:
-    samples: Any = None
-    said = ""
-    try:
-        samples = pickle.loads(chunk.samples)
-    except BaseException as error:
-        said = f"could not be given its samples, unpickling them {describe(error)}"
-    for number, places in chunk.calls:
-        caller = callers[number]
-        assert caller is not None  # a chunk goes to a worker that has all of its functions
-        if said:
-            message = tell(caller.name, said, ["?"] * len(places))
-            _send(sink, [Judgement(None, "raised", message)] * len(places))
-        else:
-            prompts, completions, columns = samples
-            chosen = {name: [values[i] for i in places] for name, values in columns.items()}
-            _send(sink, caller([prompts[i] for i in places], [completions[i] for i in places], chosen))
+@dataclass
+class _Service:
+    """Answers calls; `over` when it has grown too large to go on."""
+
+    callers: list[Caller | None]
+    sink: int
+    nonce: bytes
+    limit: Limit
+    calls: int = 0  # answered
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        for caller in self.callers:
+            if caller is not None:
+                caller.hint = self.limit.hint
+
+    def serve(self, chunk: Chunk) -> None:
+        """The calls of a chunk, in order."""
+        samples: Any = None
+        said = ""
+        try:
+            samples = pickle.loads(chunk.samples)
+        except BaseException as error:
+            said = f"could not be given its samples, unpickling them {describe(error)}{self.limit.hint(error)}"
+        for number, places in chunk.calls:
+            caller = self.callers[number]
+            assert caller is not None  # a chunk goes to a worker that has all of its functions
+            if said:
+                message = tell(caller.name, said, ["?"] * len(places))
+                self._say(Asked(self.calls, (0,) * len(places)), [Judgement(None, "raised", message)] * len(places))
+            else:
+                prompts, completions, columns = samples
+                chosen = {name: [values[i] for i in places] for name, values in columns.items()}
+                texts = [completions[i] for i in places]
+                judgements = caller([prompts[i] for i in places], texts, chosen)
+                self._say(Asked(self.calls, tuple(map(len, texts)), caller.of_steps), judgements)
+            if self.over:
+                return
+
+    def _say(self, asked: Asked, judgements: list[Judgement]) -> None:
+        self.over = self.limit.half_used or family.crowded()
+        self.calls += 1
+        _send(self.sink, answer(self.nonce, asked, judgements, self.over))
 
 
 def _take_pipes() -> tuple[BinaryIO, int]:
-    """Keep the pipes for the messages; the user's prints go to standard error, the user's reads find the end."""
-    source, sink = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    """Keep the pipes for the messages, under numbers that nobody comes upon and that no program started here gets; the user's
+    prints go to standard error, the user's reads find the end."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    first = max(min(most if most > 0 else _HIGHEST, _HIGHEST) - 16, 3)
+    input_, sink = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, first) for fd in (0, 1))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    return source, sink
+    return os.fdopen(input_, "rb"), sink
 
 
 def _receive(source: BinaryIO) -> Any:
@@ -78,17 +115,7 @@ def _receive(source: BinaryIO) -> Any:
     return pickle.loads(source.read(HEAD.unpack(head)[0]))
 
 
-def _send(sink: int, message: Any) -> None:
-    data = memoryview(frame(message))
+def _send(sink: int, frame: bytes) -> None:
+    data = memoryview(frame)
     while data:
         data = data[os.write(sink, data) :]
-
-
-def _die_with(parent: int) -> None:
-    """On Linux a parent that is killed takes a busy worker along; elsewhere it ends at the next message."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)

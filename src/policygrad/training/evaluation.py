@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from policygrad.environments import EnvironmentFactory
+from policygrad.rewards.config import Rewarding
+from policygrad.rewards.waits import Phase, nobody
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.rollouter import Rollout
 from policygrad.samplers.base import Sampler, Sampling
@@ -55,10 +57,14 @@ def evaluate(
     device: str = "auto",
     dtype: str = "fp32",
     budget: float = 10.0,
+    memory: str = "4GiB",
+    reward_environment: tuple[str, ...] = (),
+    phase: Phase = nobody,
     sampler: Sampler | SamplerFactory | None = None,
     environment: EnvironmentFactory | None = None,
 ) -> EvaluationResult:
-    """Scores of a model on a task's held-out problems, as `Run`'s options of these names say.
+    """Scores of a model on a task's held-out problems, as `Run`'s options of these names say; budget, memory and
+    reward_environment as `Rewarding`'s. phase: is told what rewards are waited for.
 
     Raises:
         PolicygradError: what does not exist or does not fit, with the way out.
@@ -75,7 +81,8 @@ def evaluate(
             seed=seed,
             device=device,
             dtype=dtype,
-            budget=budget,
+            rewards=Rewarding(budget=budget, memory=memory, environment=reward_environment),
+            phase=phase,
             sampler=sampler,
             environment=environment,
         )

@@ -116,6 +116,9 @@ class Lifecycle(ABC, Generic[C, P, M]):
     def run(self, progress: P) -> P:
         """Step after step, each followed by `log` and `keep_going`."""
 
+    def check_end(self) -> None:
+        """The steps of this call are done and saved: raises what they came to, where it is an error."""
+
     def over(self, progress: P) -> bool:
         """Whether the run is at its end."""
         return progress.step >= self.steps
@@ -210,6 +213,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
         with self.stopping, self.checkpointer.rescuing():
             if self.progress.step < self.until and not self.over(self.progress):
                 self.progress = self.run(self.progress)
+        self.check_end()
         return self._finish() if self.over(self.progress) else self._stopped()
 
     @abstractmethod

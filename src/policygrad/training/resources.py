@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from policygrad.models.loading import load_model
 from policygrad.models.routing import Routing
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import Reward, RewardPool, resolve
+from policygrad.rewards.config import Rewarding
 from policygrad.rewards.process_rewards import StepEnd
+from policygrad.rewards.waits import Phase, nobody
 from policygrad.rollout.demonstrations import COLUMN, WAY_OUT
 from policygrad.rollout.judging import unrewarded
 from policygrad.rollout.rollouter import Rollouter
@@ -50,8 +52,9 @@ class Needed:
     seed: int = 0
     dtype: str = "fp32"
     device: str = "auto"
-    workers: int = 2
-    budget: float = 10.0
+    rewards: Rewarding = field(default_factory=Rewarding)
+    phase: Phase = nobody
+    """Is told what rewards are waited for."""
     sampler: Sampler | SamplerFactory | None = None
     environment: EnvironmentFactory | None = None
     routing_replay: bool = False
@@ -90,7 +93,7 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     chosen = () if own or not scored else choose_rewards(task, needed.reward, needed.needs, needed.step_end)
     pool = None
     if chosen:  # its workers import meanwhile
-        pool = stack.enter_context(RewardPool(chosen, workers=needed.workers, budget=needed.budget))
+        pool = stack.enter_context(_pool(chosen, needed))
     model = load_model(needed.model, dtype=needed.dtype, device=pick_device(needed.device))
     tokenizer = policy_tokenizer(needed.model, needed.tokenizer, model)
     known = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
@@ -115,6 +118,19 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         "the environment's own" if scored else "none",
     )
     return Resources(task, names, model, tokenizer, rollouter, scored)
+
+
+def _pool(chosen: tuple[Reward, ...], needed: Needed) -> RewardPool:
+    asked = needed.rewards
+    return RewardPool(
+        chosen,
+        workers=asked.workers,
+        budget=asked.budget,
+        memory=asked.memory,
+        environment=asked.environment,
+        phase=needed.phase,
+        patient=not asked.patience,
+    )
 
 
 def policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module) -> Tokenizer:
@@ -242,6 +258,7 @@ def needed_for(
     run: Run,
     sampler: Sampler | SamplerFactory | None = None,
     environment: EnvironmentFactory | None = None,
+    phase: Phase = nobody,
 ) -> Needed:
     """What a run is to load."""
     return Needed(
@@ -257,8 +274,8 @@ def needed_for(
         seed=run.seed,
         dtype=run.learner.dtype,
         device=run.learner.device,
-        workers=run.rewards.workers,
-        budget=run.rewards.budget,
+        rewards=run.rewards,
+        phase=phase,
         sampler=sampler,
         environment=environment,
         routing_replay=run.learner.routing_replay,

@@ -14,11 +14,13 @@ from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.manager import Saved
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.environments import EnvironmentFactory
-from policygrad.errors import ConfigError, RunError
+from policygrad.errors import ConfigError, RewardError, RunError
 from policygrad.learners.base import Learner
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.reference import load_reference
+from policygrad.rewards.patience import FailingSteps
 from policygrad.rollout import carried
+from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.samplers.base import Sampler
 from policygrad.tasks.types import Example
 from policygrad.trackers import RunInfo, Tracker, change
@@ -133,6 +135,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
         self._waiting = False  # the policy, for its critic
         self._binary = True  # every held-out score is 0 or 1
         self._held_out: list[Example] = []
+        self._failing = FailingSteps(run.rewards.failing, run.rewards.patience)
+        self._gave_up: str | None = None  # why the rewards end the run
 
     @property
     def name(self) -> str:
@@ -144,7 +148,9 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     def build(self, stack: ExitStack) -> None:
         run = self.config
-        self.resources = found = load_resources(stack, needed_for(run, self._sampler, self._environment))
+        self.resources = found = load_resources(
+            stack, needed_for(run, self._sampler, self._environment, self.trackers.phase)
+        )
         self.model, self.tokenizer = found.model, found.tokenizer
         stack.enter_context(few_threads(found.model))
         self.learner = self._learned(found.model)
@@ -283,6 +289,10 @@ class Trainer(Lifecycle[Run, Progress, float]):
             self.note(text, kind)
         self._waiting = "value_pretraining" in values
         self.log(step, values, rows_of(done))
+        self._gave_up = self._failing.step(values.get("completions/failed_ratio", 0.0), done.rollout.messages)
+        if self._gave_up:
+            self.stop()
+            return {}
         if evaluation.every and step % evaluation.every == 0 and step < self.steps and self._held_out:
             score = self.take(f"evaluating at step {step}", step)
             return {} if score is None else {"held_out": Mean(score)}
@@ -308,7 +318,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
     def measure(self, progress: Callable[[int, int], None]) -> tuple[float | None, Mapping[str, float]]:
         """Held-out mean, None when every reward failed."""
         samples = self.config.evaluation.samples
-        found = self.resources.rollouter.evaluate(self._held_out, samples, self.config.sampling, progress)
+        found = self._evaluated(samples, progress)
         for message in found.messages:
             self.note(message, message.partition(" (completion ")[0])
         if found.failed:
@@ -316,10 +326,27 @@ class Trainer(Lifecycle[Run, Progress, float]):
                 f"{found.failed} of {len(self._held_out) * samples} held-out completions have no reward and count as 0"
             )
             self.note(failed, "held-out completions without a reward")
+        if wrong := self._failing.evaluation(not found.scored, found.messages):
+            raise RewardError(f"{wrong}. {self._goes_on}")
         if not found.scored:
             return None, {}
         self._binary = self._binary and found.binary
         return found.mean, {"held_out": found.mean, "held_out_stderr": found.standard_error()}
+
+    def _evaluated(self, samples: int, progress: Callable[[int, int], None]) -> EvaluationResult:
+        try:
+            return self.resources.rollouter.evaluate(self._held_out, samples, self.config.sampling, progress)
+        except RewardError as error:
+            raise RewardError(f"{error}. {self._goes_on}") from error
+
+    def check_end(self) -> None:
+        if self._gave_up:
+            raise RewardError(f"{self._gave_up}. Step {self.progress.step} is saved: {self._goes_on}")
+
+    @property
+    def _goes_on(self) -> str:
+        """How to go on, when rewards have failed."""
+        return f"{self.resume_words} goes on once the reward works, or with --rewards.patience 0 whatever it does"
 
     def summary(self, after: float | None) -> dict[str, str]:
         before = self.before

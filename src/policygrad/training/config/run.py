@@ -15,6 +15,7 @@ from policygrad.core.run_checks import check_rollout, check_sampling
 from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.rewards.config import Rewarding
 from policygrad.rewards.process_rewards import check_pattern
 from policygrad.samplers.base import Sampling
 
@@ -76,22 +77,6 @@ class Checkpointing:
         if self.every < 1 or self.keep < 1:
             raise ConfigError(
                 f"checkpoint.every and checkpoint.keep must be at least 1, not {self.every} and {self.keep}"
-            )
-
-
-@dataclass(frozen=True)
-class Rewarding:
-    """How reward functions run: in worker processes that can be killed."""
-
-    workers: int = 2
-    """Worker processes."""
-    budget: float = 10.0
-    """Seconds per sample before its worker is killed and the sample fails."""
-
-    def __post_init__(self) -> None:
-        if self.workers < 1 or not self.budget > 0:
-            raise ConfigError(
-                f"rewards.workers must be at least 1 and rewards.budget above 0, not {self.workers}, {self.budget}"
             )
 
 

@@ -1,0 +1,78 @@
+"""Where a worker stands, and what it works on."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from policygrad.rewards.answers import Asked
+from policygrad.rewards.subprocess import WorkerProcess
+from policygrad.rewards.wire import Chunk, WorkerStart
+
+START_LIMIT = 120.0  # seconds for a worker to import what its functions need; not part of any sample's budget
+FALSE_STARTS = 3  # workers in a row that may end while they load what another has loaded before
+ALONE_LIMIT = 3600.0  # for one that loads, or first downloads, a model
+
+
+@dataclass(frozen=True)
+class Work:
+    """A chunk with the places of its samples in the rollout."""
+
+    chunk: Chunk
+    places: tuple[int, ...]
+    lengths: tuple[int, ...]  # characters of their completions
+
+    def call(self, number: int) -> tuple[int, tuple[int, ...]]:
+        function, local = self.chunk.calls[number]
+        return function, tuple(self.places[i] for i in local)
+
+    def after(self, number: int) -> "Work | None":
+        """What is left when so many calls are done."""
+        calls = self.chunk.calls[number:]
+        return replace(self, chunk=replace(self.chunk, calls=calls)) if calls else None
+
+
+@dataclass
+class Slot:
+    """One place for a worker: the functions it runs, its worker, and the chunk that is at it."""
+
+    start: WorkerStart
+    variables: Sequence[str] = ()  # of the environment, by name
+    limit: float = START_LIMIT  # seconds for its start
+    worker: WorkerProcess | None = None
+    ready: bool = False
+    started: bool = False  # a worker has been ready here
+    false_starts: int = 0  # since then, in a row
+    answered: int = 0  # calls of this worker
+    work: Work | None = None
+    done: int = 0  # calls of the chunk that are answered
+    deadline: float = 0.0  # of the start while not ready, else of the call after `done`
+
+    def takes(self, work: Work) -> bool:
+        """Whether its worker has the functions that the chunk calls."""
+        return all(self.start.functions[function][1] is not None for function, _ in work.chunk.calls)
+
+    @property
+    def called(self) -> int | None:
+        """The function that is being called; None while the worker loads."""
+        return self.work.chunk.calls[self.done][0] if self.work and self.ready else None
+
+    @property
+    def asked(self) -> Asked:
+        """The call that is next to be answered."""
+        assert self.work
+        function, local = self.work.chunk.calls[self.done]
+        lengths = tuple(self.work.lengths[i] for i in local)
+        return Asked(self.answered, lengths, self.start.functions[function][2])
+
+    def launch(self) -> None:
+        self.worker, self.ready, self.answered = WorkerProcess(self.start, self.variables), False, 0
+        self.wind(self.limit)
+
+    def wind(self, seconds: float) -> None:
+        """Set the deadline, from now."""
+        self.deadline = time.monotonic() + seconds
+
+    def kill(self) -> str:
+        how = self.worker.kill() if self.worker else ""
+        self.worker, self.ready = None, False
+        return how

@@ -1,0 +1,346 @@
+"""What a reward function can do to the run that it is part of: cost its own samples, and no more."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policygrad.errors import ConfigError, RewardError
+from policygrad.rewards import Reward, RewardPool, reward
+from policygrad.rewards.memory import size, words
+from policygrad.rewards.variables import GIVEN, chosen, hint, listed
+
+HELD: list[bytearray] = []
+MIB = 1 << 20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has it")
+
+
+def score(rewards: Sequence[Any], completions: list[str], **options: Any) -> Any:
+    with RewardPool(rewards, **options) as pool:
+        return pool.score(["p"] * len(completions), completions, {})
+
+
+# --- what a worker writes
+
+
+class Bomb:
+    """Runs a shell command in whoever unpickles it."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (self.command,)
+
+
+def everywhere(data: bytes) -> None:
+    """To every file that this process has open for writing, as a thief of the pipe would who does not know which it is."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2:
+            try:
+                os.write(fd, data)
+            except OSError:
+                continue
+
+
+@linux
+def test_a_pickle_in_the_pipe_is_not_executed_and_the_run_goes_on(tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    bomb = pickle.dumps(Bomb(f"touch {mark}"))
+
+    def throws(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        if completions[0] == "bomb":
+            everywhere(struct.pack(">Q", len(bomb)) + bomb)
+        return [1.0]
+
+    scores = score([throws], ["a", "bomb", "b", "bomb", "c"], workers=1)
+    assert not mark.exists()
+    assert scores.total == [1.0, None, 1.0, None, 1.0]
+    assert scores.failures == {"crashed": 2}
+    (said,) = {re.sub(r" \(completion.*", "", message) for message in scores.messages}
+    assert said.startswith("reward 'throws' said something that is no answer (it does not begin as this worker's do)")
+    pickle.loads(bomb)  # which is one
+    assert mark.exists()
+
+
+def test_bytes_without_an_end_do_not_hold_up_the_others() -> None:
+    def floods(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        while completions[0] == "flood":
+            everywhere(b"\0" * 65536)
+        return [1.0]
+
+    scores = score([floods], ["a", "flood", "b"], workers=2)
+    assert scores.total == [1.0, None, 1.0]
+    assert scores.failures == {"crashed": 1}
+
+
+def test_an_answer_that_is_forged_is_one_for_its_own_call_only() -> None:
+    """A function that has all of the worker's memory finds the nonce too; what it says twice, it says to the next call."""
+
+    def forges(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        if completions[0] == "forge":
+            frame: Any = sys._getframe()
+            while frame.f_code.co_name != "serve":
+                frame = frame.f_back
+            service = frame.f_locals["self"]
+            from policygrad.rewards.answers import Asked, answer
+            from policygrad.rewards.calls import Judgement
+
+            os.write(service.sink, answer(service.nonce, Asked(service.calls, (5,)), [Judgement(9.0)]))
+        return [1.0]
+
+    scores = score([forges], ["a", "forge", "b", "c"], workers=1)
+    assert scores.total == [1.0, 9.0, None, 1.0]
+    assert "it is to call 1, and call 2 was asked" in scores.messages[0]
+
+
+@linux
+def test_programs_that_a_reward_starts_do_not_get_the_pipes() -> None:
+    def looks(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        found = subprocess.run(["ls", "/proc/self/fd"], capture_output=True, text=True, close_fds=False)
+        own = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2]
+        assert any(fd > 500 for fd in own)  # the pipes are where nobody comes upon them
+        return [float(max(map(int, found.stdout.split())))]
+
+    assert 0 < score([looks], ["a"]).total[0] < 100
+
+
+def test_a_worker_that_says_nonsense_while_it_loads_is_named() -> None:
+    @reward(prepare=lambda: everywhere(b"x" * 100))
+    def loud(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return [1.0]
+
+    with pytest.raises(RewardError, match=r"said something that is no answer .* while it loaded loud"):
+        score([loud], ["a"])
+
+
+# --- the environment
+
+
+def test_a_few_variables_are_given_and_others_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MY_API_KEY", "MY_PORT", "HF_TOKEN", "NVIDIA_API_KEY", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+
+    def reads(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return [float(os.environ.get(completions[0], "0"))]
+
+    names = ["MY_API_KEY", "MY_PORT", "HF_TOKEN", "NVIDIA_API_KEY", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"]
+    assert score([reads], names).total == [0, 0, 0, 0, 1, 1]
+    assert score([reads], names, environment=("MY_API_KEY", "HF_TOKEN")).total == [1, 0, 1, 0, 1, 1]
+
+
+def test_a_missing_variable_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "secret")
+
+    def needs(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return [float(len(os.environ["MY_API_KEY"]))]
+
+    (said,) = score([needs], ["a"]).messages
+    assert "raised KeyError: 'MY_API_KEY'" in said
+    assert "do not get the environment variable MY_API_KEY: --rewards.environment MY_API_KEY gives it" in said
+    assert "secret" not in said
+
+    @reward(prepare=lambda: os.environ["MY_API_KEY"])
+    def loads(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return [1.0]
+
+    with pytest.raises(RewardError, match=r"KeyError: 'MY_API_KEY'.*--rewards\.environment MY_API_KEY"):
+        score([loads], ["a"])
+
+
+def test_names_of_variables() -> None:
+    assert listed("A, B_C,") == ("A", "B_C")
+    assert listed("none") == ()
+    given = {"PATH": "/bin", "LC_ALL": "C"}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    others = {"AWS_SECRET_ACCESS_KEY": "x", "http_proxy": "x", "OMP_NUM_THREADS": "8"}
+    assert chosen({**given, **others}, ()) == {**given, **threads}
+    assert chosen({**given, **others}, ("http_proxy",)) == {**given, **threads, "http_proxy": "x"}
+    assert hint("raised KeyError: 'NO_SUCH_VARIABLE_IS_SET'", ()) == ""
+    for wrong in ("A=1", "", "1A"):
+        with pytest.raises(ConfigError, match="no name of an environment variable"):
+            RewardPool(["format"], environment=(wrong,))
+    with pytest.raises(ConfigError, match=r"write \('A',\)"):
+        RewardPool(["format"], environment="A")
+
+
+def test_the_page_lists_what_is_given() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards-isolation.md").read_text(encoding="utf-8")
+    listed_there = page.partition("<!-- given: begin -->")[2].partition("<!-- given: end -->")[0]
+    assert re.findall(r"`(.+?)`", listed_there) == list(GIVEN)
+
+
+# --- memory
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("4GiB", 4 << 30),
+        ("2", 2 << 30),
+        ("0.5 gib", 1 << 29),
+        ("500MB", 500_000_000),
+        ("64MiB", 64 << 20),
+        ("none", None),
+    ],
+)
+def test_sizes(text: str, count: int | None) -> None:
+    assert size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "much", "4 potatoes", "-1GiB", "1e9", "5B", "0", "inf", "1" * 400, 4])
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no size|not between|a text such as"):
+        size(text)
+
+
+def test_sizes_in_words() -> None:
+    assert [words(n) for n in (4 << 30, 64 << 20, 3 << 29)] == ["4 GiB", "64 MiB", "1.5 GiB"]
+
+
+def leaks(prompts: Any, completions: Any, **_: Any) -> list[float]:
+    HELD.append(bytearray(os.urandom(1)) * (12 * MIB))
+    return [float(os.getpid())]
+
+
+@linux
+def test_a_worker_that_leaks_is_replaced_before_it_is_too_large() -> None:
+    scores = score([leaks], [str(i) for i in range(12)], workers=2, memory="64MiB")
+    assert scores.failures == {}
+    calls = [scores.total.count(pid) for pid in set(scores.total)]
+    assert sum(calls) == 12
+    assert max(calls) <= 3  # 36 MiB are more than half of the limit
+
+
+@linux
+def test_a_call_that_takes_too_much_fails_with_the_options_name() -> None:
+    def takes(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return [float(len(bytearray(int(completions[0]) * MIB)))]
+
+    scores = score([takes], ["1", "4096", "2"], workers=1, memory="64MiB")
+    assert scores.total == [MIB, None, 2 * MIB]
+    assert scores.failures == {"raised": 1}
+    assert "raised MemoryError" in scores.messages[0]
+    assert "a worker may take 64 MiB beyond what it has when it is loaded (--rewards.memory)" in scores.messages[0]
+    assert score([takes], ["128"], workers=1).total == [128 * MIB]  # the default is larger
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def test_errors_of_memory_by_other_names() -> None:
+    def refused(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        kinds = {"start": OSError(12, "Cannot allocate memory"), "torch": RuntimeError("Cpu: can't allocate memory: 5")}
+        raise kinds.get(completions[0], OSError(2, "No such file"))
+
+    scores = score(
+        [Reward("f", refused), Reward("fine", lambda p, c, **_: [1.0])], ["start", "torch", "file"], workers=1
+    )
+    assert ["--rewards.memory" in message for message in scores.messages] == [True, True, False]
+
+
+@linux
+def test_a_reward_of_its_own_worker_has_no_limit_and_all_go_before_the_trainer() -> None:
+    def limit(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        import resource
+
+        soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        return [float(soft != resource.RLIM_INFINITY)] * len(completions)
+
+    def turn(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return [float(Path("/proc/self/oom_score_adj").read_text())]
+
+    rewards = [Reward("alone", limit, batched=True, alone=True), Reward("shared", limit), Reward("turn", turn)]
+    scores = score(rewards, ["a"], workers=1, memory="1GiB")
+    assert scores.parts == {"alone": [0.0], "shared": [1.0], "turn": [1000.0]}
+    assert score([Reward("shared", limit)], ["a"], memory="none").total == [0.0]
+
+
+# --- processes
+
+DAEMON = """
+import os, sys, time
+if os.fork(): os._exit(0)
+os.setsid()
+if os.fork(): os._exit(0)
+os.write(int(sys.argv[1]), str(os.getpid()).encode())
+os.close(int(sys.argv[1]))
+time.sleep(1000)
+"""
+
+
+def daemon(**options: Any) -> int:
+    """The process id of one that has left its parent and its session."""
+    read, write = os.pipe()
+    subprocess.run([sys.executable, "-c", DAEMON, str(write)], pass_fds=[write], check=True, **options)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        return int(pipe.read())
+
+
+def plain_daemon(prompts: Any, completions: Any, **_: Any) -> list[float]:
+    return [float(daemon())]
+
+
+def hidden_daemon(prompts: Any, completions: Any, **_: Any) -> list[float]:
+    return [float(daemon(env={}))]
+
+
+def orphaned(prompts: Any, completions: Any, **_: Any) -> list[float]:
+    if completions[0] == "die":
+        os._exit(1)
+    return [float(daemon())]
+
+
+@linux
+@pytest.mark.parametrize("function", [plain_daemon, hidden_daemon])
+def test_a_daemon_is_gone_with_the_pool(function: Callable[..., list[float]]) -> None:
+    with RewardPool([function], workers=1) as pool:
+        (pid,) = pool.score(["p"], ["c"], {}).total
+        assert pid is not None
+        assert Path(f"/proc/{int(pid)}").exists()
+        assert os.getsid(int(pid)) != os.getsid(pool._slots[0].worker.pid)  # type: ignore[union-attr]
+    assert _gone(int(pid))
+
+
+@linux
+def test_a_daemon_of_a_worker_that_has_died_is_gone_too() -> None:
+    scores = score([orphaned], ["a", "die", "b"], workers=1)
+    assert scores.failures == {"crashed": 1}
+    assert all(_gone(int(pid)) for pid in scores.total if pid is not None)
+
+
+@linux
+def test_a_worker_full_of_ended_children_is_replaced() -> None:
+    def leaves(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        ended = "import os\nfor _ in range(70):\n    if os.fork() == 0: os._exit(0)"  # adopted, and never waited for
+        if completions[0] == "leave":
+            subprocess.run([sys.executable, "-c", ended], check=True)
+        return [float(os.getpid())]
+
+    one, leaver, other = score([leaves], ["a", "leave", "b"], workers=1).total
+    assert one == leaver != other
+
+
+def _gone(pid: int) -> bool:
+    """Whether a process has ended, be it as a zombie that its reaper has not collected yet."""
+    for _ in range(200):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except FileNotFoundError:
+            return True
+        threading.Event().wait(0.01)
+    return False

@@ -1,0 +1,167 @@
+"""When failing rewards end a run, and what is said while they are waited for."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from policygrad.errors import ConfigError, RewardError
+from policygrad.rewards import RewardPool
+from policygrad.rewards import waits as waiting
+from policygrad.rewards.calls import Judgement
+from policygrad.rewards.config import Rewarding
+from policygrad.rewards.patience import FailingSteps, NeverAnswers
+from policygrad.rewards.slots import Slot, Work
+from policygrad.rewards.waits import Waits
+from policygrad.rewards.wire import Chunk, WorkerStart
+
+BUDGET = 0.2  # seconds, for what overruns it on purpose
+
+
+def hangs(prompts: Any, completions: Any, **_: Any) -> list[float]:
+    while completions[0] != "fine":
+        time.sleep(1000)
+    return [1.0]
+
+
+def raises_or_hangs(prompts: Any, completions: Any, **_: Any) -> list[float]:
+    if int(completions[0]) % 2:
+        raise ValueError("odd")
+    return hangs(prompts, completions)
+
+
+# --- a function that never answers
+
+
+def test_a_function_that_never_answers_ends_the_scoring_after_two_calls_of_every_worker() -> None:
+    with RewardPool([hangs], workers=2, budget=BUDGET) as pool:
+        with pytest.raises(RewardError) as caught:
+            pool.score(["p"] * 512, ["x"] * 512, {})
+        assert "reward 'hangs' has not given a single reward yet, and 4 calls of it were lost" in str(caught.value)
+        assert "took more than its budget of 0.2 s" in str(caught.value)
+        with pytest.raises(RewardError, match="closed"):
+            pool.score(["p"], ["fine"], {})
+
+
+def test_calls_that_raise_are_no_rewards() -> None:
+    with RewardPool([raises_or_hangs], workers=2, budget=BUDGET) as pool, pytest.raises(RewardError, match="4 calls"):
+        pool.score(["p"] * 64, [str(i) for i in range(64)], {})
+
+
+def test_one_reward_is_enough_and_patience_is_endless_where_it_is_asked_for() -> None:
+    with RewardPool([hangs], workers=1, budget=BUDGET) as pool:
+        assert pool.score(["p"], ["fine"], {}).total == [1.0]
+        assert pool.score(["p"] * 5, ["x"] * 5, {}).failures == {"timeout": 5}
+    with RewardPool([hangs], workers=1, budget=BUDGET, patient=True) as pool:
+        assert pool.score(["p"] * 5, ["x"] * 5, {}).failures == {"timeout": 5}
+
+
+def test_before_it_gives_up_other_prompts_are_tried() -> None:
+    """The first three samples hang, as the answers to one prompt may: the others are asked before they are all tried."""
+    completions = ["x"] * 3 + ["fine"] * 9
+    with RewardPool([hangs], workers=1, budget=BUDGET) as pool:  # chunks of three
+        scores = pool.score(["p"] * 12, completions, {})
+    assert scores.total == [None] * 3 + [1.0] * 9
+
+
+def test_lost_calls_are_counted_per_function() -> None:
+    never = NeverAnswers(["a", "b"], 2)
+    never.lost(0, "hung")
+    never.lost(1, "hung")
+    never.answered(1, [Judgement(None, "raised"), Judgement(0.0)])
+    assert never.proven(1)
+    never.lost(1, "hung")
+    never.answered(0, [Judgement(None, "raised")])
+    with pytest.raises(RewardError, match=r"reward 'a' .* 2 calls .* last one hung"):
+        never.lost(0, "hung")
+
+
+# --- steps
+
+
+def test_three_failing_steps_in_a_row() -> None:
+    rule = FailingSteps(0.5, 3)
+    said = ["reward 'x' raised A", "dynamic sampling: …", "reward 'x' raised B"]
+    assert rule.step(0.0, ()) is None
+    assert [rule.step(f, said) for f in (0.6, 1.0, 0.5, 0.9, 1.0)] == [None] * 5  # a half is not more than a half
+    assert rule.step(0.51, ["reward 'x' raised C", "reward 'x' raised D"]) == (
+        "more than 50% of the samples have no reward in the last 3 steps, all in a row (90%, 100%, 51%): reward 'x' raised A; "
+        "reward 'x' raised B; reward 'x' raised C; and 1 more"
+    )
+
+
+def test_a_first_step_or_evaluation_without_any_reward() -> None:
+    assert (
+        FailingSteps(0.5, 3).step(1.0, ["no reward: why"]) == "no sample of the first step has a reward: no reward: why"
+    )
+    assert FailingSteps(0.5, 3).step(0.99, ()) is None
+    assert FailingSteps(0.5, 3).evaluation(True, ()) == "no sample of the first evaluation has a reward"
+    rule = FailingSteps(0.5, 3)
+    assert rule.evaluation(False, ()) is None
+    assert rule.step(1.0, ()) == "no sample of the first step has a reward"
+    rule = FailingSteps(0.5, 3)
+    assert rule.step(0.5, ()) is None
+    assert rule.evaluation(True, ()) is None  # after steps that had rewards, it is a note
+    assert rule.step(1.0, ()) is None
+
+
+def test_endless_patience_and_none() -> None:
+    rule = FailingSteps(0.5, 0)
+    assert rule.evaluation(True, ()) is None
+    assert [rule.step(1.0, ()) for _ in range(9)] == [None] * 9
+    rule = FailingSteps(0.0, 1)
+    assert rule.step(0.01, ()) == "more than 0% of the samples have no reward in the last step (1%)"
+
+
+@pytest.mark.parametrize(
+    "options", [{"failing": 1.0}, {"failing": -0.1}, {"patience": -1}, {"memory": "x"}, {"environment": ("=",)}]
+)
+def test_impossible_options(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"rewards\.{next(iter(options))}"):
+        Rewarding(**options)
+
+
+# --- what is said meanwhile
+
+
+def slot(name: str, *, ready: bool, deadline: float) -> Slot:
+    start = WorkerStart(((name, b"", False),))
+    work = Work(Chunk(b"", ((0, (0,)),)), (0,), (1,))
+    return Slot(start, ready=ready, work=work, deadline=deadline)
+
+
+def test_what_is_waited_for_is_said_after_seconds_and_then_every_second() -> None:
+    now, told = [0.0], list[tuple[str, int, int]]()
+    waits = Waits(lambda *words: told.append(words), ["x"], [10.0], 512, silence=4.0, clock=lambda: now[0])
+    busy = [slot("x", ready=True, deadline=9.0), slot("x", ready=False, deadline=99.0)]
+    for now[0] in (0.0, 3.9):
+        waits.look(busy)
+    assert told == []
+    waits.answered(3)
+    for now[0] in (4.0, 4.5, 5.0):
+        waits.look(busy)
+    waiting_for_x = "waiting for reward 'x' (each call has up to 10 s)"
+    assert told == [(waiting_for_x, 3, 512)] * 2
+    now[0] = 6.0
+    waits.look(busy[1:])
+    assert told[2] == ("waiting for a reward worker to load x", 3, 512)
+    waits.over()
+    assert told[3:] == [("", 0, 0)]
+
+
+def test_a_quick_scoring_says_nothing_and_a_slow_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[tuple[str, int, int]]()
+    with RewardPool([hangs], workers=1, phase=lambda *words: told.append(words)) as pool:
+        pool.score(["p"], ["fine"], {})
+    assert [words for words in told if not words[0].startswith("waiting for a reward worker to load")] in (
+        [],
+        [("", 0, 0)],
+    )
+    monkeypatch.setattr(waiting, "SILENCE", 0.0)
+    told.clear()
+    with RewardPool([hangs], workers=1, budget=2.5, phase=lambda *words: told.append(words)) as pool:
+        pool.score(["p"] * 2, ["fine", "x"], {})
+    assert ("waiting for reward 'hangs' (each call has up to 2.5 s)", 1, 2) in told
+    assert told[-1] == ("", 0, 0)

@@ -1,0 +1,136 @@
+"""A reward that fails everywhere ends the run, resumably; one that fails now and then does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import policygrad as pg
+from doubles.files import rows
+from doubles.trackers import Record
+from policygrad.rewards import waits
+
+MINE = """
+import os, pathlib, time
+here = pathlib.Path(__file__).parent
+
+def broken(prompts, completions, **columns):
+    if not (here / "mended").exists(): raise ValueError("the judge is away")
+    return [float(len(c) % 2) for c in completions]
+
+def later(prompts, completions, **columns):
+    if (here / "broken").exists(): raise ValueError("the judge has left")
+    return [float(len(c) % 2) for c in completions]
+
+def hangs(prompts, completions, **columns):
+    while not (here / "mended").exists(): time.sleep(1000)
+    return [1.0]
+"""
+
+
+@pytest.fixture
+def run(small: pg.Run, tmp_path: Path) -> pg.Run:
+    (tmp_path / "mine.py").write_text(MINE)
+    return replace(
+        small, output=str(tmp_path / "run"), rewards=pg.Rewarding(workers=1, budget=0.3), checkpoint=pg.Checkpointing()
+    )
+
+
+def named(run: pg.Run, function: str, **changes: object) -> pg.Run:
+    return replace(run, reward=(f"{Path(str(run.output)).parent}/mine.py:{function}",), **changes)  # type: ignore[arg-type]
+
+
+def test_a_reward_that_fails_everywhere_ends_the_run_at_its_first_step(run: pg.Run) -> None:
+    with pytest.raises(pg.RewardError) as caught:
+        pg.train(named(run, "broken"), display=False)
+    said = str(caught.value)
+    assert said.startswith("no sample of the first step has a reward: reward ")
+    assert "ValueError: the judge is away" in said
+    assert f"Step 1 is saved: policygrad train --resume {run.output} goes on once the reward works" in said
+    (Path(str(run.output)).parent / "mended").touch()
+    assert pg.train(resume=run.output, display=False).steps == run.steps  # type: ignore[arg-type]
+    assert [row["step"] for row in rows(Path(str(run.output)) / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_whose_only_step_fails_is_no_success(run: pg.Run) -> None:
+    with pytest.raises(pg.RewardError, match="no sample of the first step"):
+        pg.train(named(run, "broken", steps=1), display=False)
+    assert not (Path(str(run.output)) / "result.json").exists()
+
+
+class Breaks(pg.Callback):
+    """The reward stops working after the second step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def step(self, trainer: object, step: int, metrics: object) -> None:
+        if step == 2:
+            (self.folder / "broken").touch()
+
+
+def test_failing_steps_in_a_row_end_the_run_and_the_count_begins_anew(run: pg.Run, tmp_path: Path) -> None:
+    with pytest.raises(pg.RewardError, match=r"the last 3 steps, all in a row \(100%, 100%, 100%\).*Step 5 is saved"):
+        pg.train(named(run, "later", steps=20), callbacks=[Breaks(tmp_path)], display=False)
+    with pytest.raises(pg.RewardError, match=r"first step has a reward.*Step 6 is saved"):
+        pg.train(resume=tmp_path / "run", display=False)
+    (tmp_path / "broken").unlink()
+    assert pg.train(resume=tmp_path / "run", stop_after=2, display=False).steps == 8
+
+
+def test_the_first_evaluation_counts(run: pg.Run, tmp_path: Path) -> None:
+    measured = pg.Evaluation(problems=3, samples=2)
+    with pytest.raises(
+        pg.RewardError, match=r"no sample of the first evaluation .*the judge is away.*--resume .* goes on"
+    ):
+        pg.train(named(run, "broken", evaluation=measured), display=False)
+    (tmp_path / "mended").touch()
+    assert pg.train(resume=tmp_path / "run", display=False).before is not None
+
+
+@pytest.mark.parametrize("problems", [0, 3])
+def test_a_reward_that_hangs_on_every_sample_ends_the_run(
+    run: pg.Run, tmp_path: Path, problems: int, run_command: Callable[..., tuple[int, str, str]]
+) -> None:
+    record = Record()
+    with pytest.raises(
+        pg.RewardError, match=r"'.*hangs' has not given a single reward yet, and 4 calls of it were lost"
+    ):
+        pg.train(named(run, "hangs", evaluation=pg.Evaluation(problems=problems)), display=record)
+    if not problems:
+        assert f"step 1 failed: policygrad train --resume {run.output} goes on from step 0" in record.said
+    code, _, err = run_command("train", "--resume", str(run.output), "--plain")
+    assert code != 0
+    assert "has not given a single reward yet" in err
+    (tmp_path / "mended").touch()
+    assert pg.train(resume=tmp_path / "run", stop_after=1, display=False).steps == 1
+
+
+class Phases(pg.Tracker):
+    """Remembers what happens meanwhile."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, int]] = []
+
+    def phase(self, text: str, done: int = 0, total: int = 0) -> None:
+        self.told.append((text, done, total))
+
+
+def test_what_is_waited_for_is_on_the_display(run: pg.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "SILENCE", 0.0)
+    display = Phases()
+    with pytest.raises(pg.RewardError):
+        pg.train(named(run, "hangs"), display=display)
+    assert any(text.startswith("waiting for re") and total == 32 for text, _, total in display.told)
+    assert display.told[-1] == ("", 0, 0)
+
+
+def test_patience_without_end(run: pg.Run) -> None:
+    patient = pg.Rewarding(workers=1, patience=0)
+    result = pg.train(
+        named(run, "broken", rewards=patient, steps=4, evaluation=pg.Evaluation(problems=2)), display=False
+    )
+    assert (result.steps, result.before, result.after) == (4, None, None)
