@@ -138,7 +138,9 @@ def take_branches(model: Any) -> bool:
     config = getattr(model, "config", None)
     if getattr(config, "_attn_implementation", None) == NAME:
         return True
-    settable = getattr(model, "_can_set_attn_implementation", None)  # asked first, since the setter warns where it is not
+    settable = getattr(
+        model, "_can_set_attn_implementation", None
+    )  # asked first, since the setter warns where it is not
     if getattr(config, "_attn_implementation", None) != "sdpa" or settable is None or not settable():
         return False
     AttentionInterface.register(NAME, attention)
