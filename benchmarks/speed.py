@@ -94,13 +94,13 @@ def _learner(model, batch, repeats, tokens) -> None:  # type: ignore[no-untyped-
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1)
     psi = algorithm.advantages(batch)
     every = learner.problem(batch, psi, algorithm)
-    alone = replace(every.networks, policy=replace(learner.evaluator, share_prompts=False))
+    network = replace(learner.evaluator.network, branches=False)
+    alone = replace(every.networks, policy=replace(learner.evaluator, network=network))
     variants = {
         "every saving": every,
         "no skipping": replace(every, skip=False),
-        "no merging": replace(every, merge=False),
-        "no shared prompts": replace(every, networks=alone),
-        "none of them": replace(every, networks=alone, skip=False, merge=False),
+        "no trees": replace(every, networks=alone),
+        "none of them": replace(every, networks=alone, skip=False),
     }
 
     def gradient(problem) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]

@@ -129,7 +129,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=60_000, help="sampled tokens per reported run")
     parser.add_argument("--grid-tokens", type=int, default=50_000, help="sampled tokens per run of the grid")
     parser.add_argument("--teacher-steps", type=int, default=60)
-    parser.add_argument("--teacher-only", action="store_true", help="make the teacher that `policygrad compare distill` needs")
+    parser.add_argument(
+        "--teacher-only", action="store_true", help="make the teacher that `policygrad compare distill` needs"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--grid", nargs="+", default=["64:3e-4", "64:1e-3", "64:3e-3", "16:1e-3", "16:3e-3", "4:1e-3"])
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -33,19 +33,19 @@ def hand_batch() -> tuple[pg.Batch, Tensor]:
 
 
 def test_measured_hand_numbers() -> None:
-    """Three tokens a row. The second row stands for three equal completions."""
+    """Three tokens a row."""
     batch, logp = hand_batch()
     algorithm = replace(pg.DR_GRPO, aggregate=pg.TokenMean())
     psi = algorithm.advantages(batch)
-    found = measure(pg.Forward(logp), batch, psi, algorithm, algorithm.all_coefficients(batch), torch.tensor([1, 3]))
+    found = measure(pg.Forward(logp), batch, psi, algorithm, algorithm.all_coefficients(batch))
     values = {name: metric.value for name, metric in found.items()}
     k3 = (2 - 1 - math.log(2)) + 0 + (0.5 - 1 + math.log(2))  # u = −log 2, 0, log 2
     assert values == pytest.approx(
         {
             "objective": (0.5 + 1 + 1.2 - 0.8 - 1 - 2) / 6,
             "ratio/max": 2.0,
-            "clip_ratio/low": 3 / 12,  # r = ½ where Ψ < 0
-            "clip_ratio/high": 1 / 12,  # r = 2 where Ψ > 0
+            "clip_ratio/low": 1 / 6,  # r = ½ where Ψ < 0
+            "clip_ratio/high": 1 / 6,  # r = 2 where Ψ > 0
             "kl": (0.5 * (1 - math.log(2)) + 2 * (math.log(2) - 0.5)) / 3,  # r·k3
             "kl_old": k3 / 3,  # symmetric ratios
             "mismatch/logp_max": 0.25,
@@ -57,19 +57,20 @@ def test_measured_hand_numbers() -> None:
 
 
 def test_the_kl_to_the_reference_is_that_of_the_policy_also_after_it_has_moved() -> None:
-    """Every token of a vocabulary, counted by π_old, which sampled them: π_θ has all but given up the last one."""
+    """Every token of a vocabulary as often as π_old samples it, in ten: π_θ has all but given up the last one."""
+    each = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 2, 2])
     old, new, reference = (
         torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.3, 0.2], [0.6, 0.4 - 1e-6, 1e-6], [0.4, 0.3, 0.3])
     )
     batch = pg.Batch(
-        mask=torch.ones(3, 1, dtype=torch.bool),
-        group=torch.zeros(3, dtype=torch.long),
-        reward=torch.zeros(3, dtype=torch.float64),
-        logp_old=old.log()[:, None],
-        logp_ref=reference.log()[:, None],
+        mask=torch.ones(10, 1, dtype=torch.bool),
+        group=torch.zeros(10, dtype=torch.long),
+        reward=torch.zeros(10, dtype=torch.float64),
+        logp_old=old.log()[each, None],
+        logp_ref=reference.log()[each, None],
     )
-    out, psi = pg.Forward(new.log()[:, None]), torch.zeros(3, 1, dtype=torch.float64)
-    found = measure(out, batch, psi, pg.DR_GRPO, pg.DR_GRPO.all_coefficients(batch), old)
+    out, psi = pg.Forward(new.log()[each, None]), torch.zeros(10, 1, dtype=torch.float64)
+    found = measure(out, batch, psi, pg.DR_GRPO, pg.DR_GRPO.all_coefficients(batch))
     assert found["kl"].value == pytest.approx(float((new * (new / reference).log()).sum()), rel=1e-12)
     assert found["kl_old"].value == pytest.approx(float((old * (old / new).log()).sum()), rel=1e-12)
 
@@ -86,21 +87,19 @@ def test_the_mismatch_between_sampler_and_policy_by_hand() -> None:
         logp_old=torch.full_like(gap, -3.0),
         logp_sampler=-3.0 - gap,
     )
-    algorithm, count = pg.DR_GRPO, torch.tensor([1, 2])
+    algorithm = pg.DR_GRPO
     psi, coefficients = algorithm.advantages(batch), algorithm.all_coefficients(batch)
 
     def found(rows: list[int]) -> Metrics:
         at = torch.tensor(rows)
         share = batch.select(at)
-        return measure(
-            pg.Forward(gap[at] - 3), share, psi[at], algorithm, tuple(c[at] for c in coefficients), count[at]
-        )
+        return measure(pg.Forward(gap[at] - 3), share, psi[at], algorithm, tuple(c[at] for c in coefficients))
 
     for metrics in (found([0, 1]), merge(found([0]), found([1])), merge(found([1]), found([0]))):
         assert metrics["mismatch/logp_max"].value == pytest.approx(log2, rel=1e-14)
-        assert metrics["mismatch/logp_mean"].value == pytest.approx((log2 + 0 + log2 + 2 * log2) / 5, rel=1e-14)
-        total, squares = 2 + 1 + 0.5 + 2 * 0.5, 4 + 1 + 0.25 + 2 * 0.25
-        assert metrics["mismatch/ess"].value == pytest.approx(total**2 / (5 * squares), rel=1e-14)
+        assert metrics["mismatch/logp_mean"].value == pytest.approx((log2 + 0 + log2 + log2) / 4, rel=1e-14)
+        total, squares = 2 + 1 + 0.5 + 0.5, 4 + 1 + 0.25 + 0.25
+        assert metrics["mismatch/ess"].value == pytest.approx(total**2 / (4 * squares), rel=1e-14)
     assert EffectiveSize(0.0, 0.0, 0.0).value == 1.0
     alike = measure(pg.Forward(gap - 3), replace(batch, logp_old=batch.logp_sampler), psi, pg.RAFT, coefficients)
     assert not [

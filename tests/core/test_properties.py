@@ -141,8 +141,8 @@ def test_merged_shares_are_the_whole(values: list[float], cut: int) -> None:
     assert merge(*({"x": part} for part in parts))["x"].value == pytest.approx(sum(values) / len(values), abs=1e-9)
 
 
-def test_the_mean_counts_merged_duplicates_and_only_true_positions() -> None:
+def test_the_mean_counts_only_true_positions() -> None:
     x = torch.tensor([[1.0, 9.0], [4.0, math.nan]])
     where = torch.tensor([[True, False], [True, False]])
-    assert mean_of(x, where, count=torch.tensor([2, 1])).value == 2.0
+    assert mean_of(x, where).value == 2.5
     assert Mean(0.0, 0).value == 0.0

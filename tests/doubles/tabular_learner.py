@@ -128,7 +128,8 @@ class TabularProblem:
         table, mask = self.learner.table, self.batch.mask
         assert self.batch.tokens is not None
         logp, change = (self.learner.scores(x, self.batch)[mask] for x in (table, v.view_as(table)))
-        weighted = middle(logp.detach(), change, self.batch.tokens[mask], sampled) / max(1, len(logp))
+        each = torch.full((len(logp),), 1 / max(1, len(logp)), dtype=logp.dtype)
+        weighted = middle(logp.detach(), change, torch.arange(len(logp)), self.batch.tokens[mask], each, sampled)
         return torch.autograd.grad(logp, table, weighted)[0].flatten()
 
     @torch.no_grad()

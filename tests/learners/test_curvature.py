@@ -148,13 +148,13 @@ def test_a_padding_token_in_a_text_counts_like_any_other() -> None:
 def test_the_models_differ_in_the_path_they_take() -> None:
     """Or the test above would compare one path with itself."""
     assert learner_for(small_model()).evaluator.network.split_head
-    assert learner_for(small_model()).evaluator.share_prompts
+    assert learner_for(small_model()).evaluator.network.branches
     assert not learner_for(small_model("granite, scaled logits")).evaluator.network.split_head
     bloom = learner_for(small_model("bloom, no forward mode"))
     part, _ = next(bloom.curvature._parts(make_batch()))
     tangents = {n: p.detach() for n, p in bloom.optimizer.parameters.items()}
     with pytest.raises(NotImplementedError):
-        bloom.curvature._jvp(tangents, bloom.evaluator.network.states, part)
+        bloom.curvature._jvp(tangents, bloom.curvature._states, part)
 
 
 class Unmoved(torch.autograd.Function):
@@ -243,9 +243,26 @@ def test_the_sampled_fisher_is_the_exact_one_on_average() -> None:
     g = torch.Generator().manual_seed(0)
     logits, change = torch.randn(2, 1, 5, generator=g, dtype=torch.float64)
     p = logits.softmax(-1).squeeze(0)
-    each = [curvature.middle(logits, change, torch.tensor([a]), True) for a in range(5)]
+    none, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
+    each = [curvature.middle(logits, change, none, torch.tensor([a]), one, True) for a in range(5)]
     mean = sum((p[a] * x for a, x in enumerate(each)), torch.zeros(1, 5, dtype=torch.float64))
-    assert torch.allclose(mean, curvature.middle(logits, change, torch.tensor([0]), False), atol=1e-14)
+    assert torch.allclose(mean, curvature.middle(logits, change, none, none, one, False), atol=1e-14)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_state_that_several_tokens_follow_counts_for_each(sampled: bool) -> None:
+    """One call for all pairs of a state and a token is the sum of a call for each."""
+    g = torch.Generator().manual_seed(0)
+    logits, change = torch.randn(2, 3, 5, generator=g, dtype=torch.float64)
+    index, tokens = torch.tensor([0, 0, 0, 2, 2]), torch.tensor([1, 1, 4, 0, 3])
+    weight = torch.rand(5, generator=g, dtype=torch.float64)
+    none, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
+    expected = torch.zeros(3, 5, dtype=torch.float64)
+    for i, a, w in zip(index.tolist(), tokens.tolist(), weight, strict=True):
+        at = slice(i, i + 1)
+        expected[at] += w * curvature.middle(logits[at], change[at], none, torch.tensor([a]), one, sampled)
+    found = curvature.middle(logits, change, index, tokens, weight, sampled)
+    assert torch.allclose(found, expected, atol=1e-14)
 
 
 def test_a_table_of_logits_serves_as_a_problem_too() -> None:
@@ -359,7 +376,7 @@ def test_lora_adapters_take_a_step_and_the_base_does_not() -> None:
     model = peft.get_peft_model(base, config).eval()
     learner = learner_for(model, CHEAP)
     assert learner.evaluator.network.split_head
-    assert learner.evaluator.share_prompts
+    assert learner.evaluator.network.branches
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for _ in range(2):  # B starts at 0: A has a gradient from the second step on
         metrics = move(learner, make_batch(40, torch.float32))

@@ -1,4 +1,4 @@
-"""What is never computed does not change the gradient: packing, shared prompts, merged duplicates, skipped completions."""
+"""What is never computed does not change the gradient: trees of texts, skipped completions."""
 
 from __future__ import annotations
 
@@ -22,59 +22,62 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Evaluator, probe
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.network import Network
-from policygrad.learners.local.packing import merge_equal, pack
+from policygrad.learners.local.packing import pack
+from policygrad.learners.local.tree import take_branches
 from policygrad.models.loading import load_model
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 60), st.booleans(), st.integers(1, 30))
-def test_every_completion_once_and_within_budget(seed: int, budget: int, share: bool, cap: int) -> None:
-    batch = make_batch(seed)
-    rows = batch.mask.any(1).nonzero().squeeze(1)
-    packs = list(pack(batch, rows, budget, share=share, cap=cap))
-    assert sorted(int(r) for p in packs for r in p.rows) == rows.tolist()
-    for p in packs:
-        height, width = p.input_ids.shape
-        assert height * width <= budget or height == 1
-        assert batch.tokens is not None
-        assert torch.equal(p.tokens, torch.where(batch.mask[p.rows], batch.tokens[p.rows], 0))
-        if not share:
-            assert p.attention.ndim == 2
+def texts(batch: pg.Batch, rows: Tensor) -> list[tuple[int, ...]]:
+    """What a model reads for each of these completions."""
+    assert batch.tokens is not None
+    assert batch.prompts is not None
+    found = []
+    for row in rows.tolist():
+        last = int(batch.mask[row].nonzero().max())
+        found.append((*batch.prompts[int(batch.group[row])].tolist(), *batch.tokens[row, :last].tolist()))
+    return found
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 60), st.booleans(), st.integers(1, 30), st.booleans())
-def test_whole_groups_are_never_split(seed: int, budget: int, share: bool, cap: int, short: bool) -> None:
-    """Whatever the budget; completions of one token read their prompt alone, once, with or without a mask for sharing."""
+@given(st.integers(0, 10**6), st.integers(1, 60), st.booleans(), st.booleans())
+def test_every_completion_once_and_within_budget(seed: int, budget: int, whole: bool, short: bool) -> None:
+    """Whatever the budget, a group that must be whole is; completions of one token read their prompt alone, once."""
     batch = make_batch(seed)
     batch = replace(batch, mask=batch.mask & (torch.arange(batch.mask.shape[1]) == 0)) if short else batch
     rows = batch.mask.any(1).nonzero().squeeze(1)
-    packs = list(pack(batch, rows, budget, share=share, cap=cap, whole=True))
+    packs = list(pack(batch, rows, budget, whole=whole))
     assert sorted(int(r) for p in packs for r in p.rows) == rows.tolist()
     groups = [set(batch.group[p.rows].tolist()) for p in packs]
-    assert sum(map(len, groups)) == len(set.union(set(), *groups))
+    assert not whole or sum(map(len, groups)) == len(set.union(set(), *groups))
     for p, held in zip(packs, groups, strict=True):
-        height, width = p.input_ids.shape
-        assert height * width <= budget or len(held) == 1
-        assert p.attention.ndim == 2 or (share and width <= cap)
-        if short:
-            assert height == len(held)
-            assert p.attention.ndim == 2
+        assert len(p.ids) <= budget or (len(held) == 1 if whole else len(p.paths) == 1)
+        assert batch.tokens is not None
+        assert torch.equal(p.tokens, torch.where(batch.mask[p.rows], batch.tokens[p.rows], 0))
+        assert not short or len(p.paths) <= len(held)
 
 
-def test_rows_over_the_cap_stand_apart_and_padding_stays_small() -> None:
-    """A row over the cap keeps the plain mask, which a model may narrow to its window; uneven rows do not wait for the budget."""
-    batch = make_batch(5)
-    packs = list(pack(batch, batch.mask.any(1).nonzero().squeeze(1), 10_000, cap=8))
-    lengths = [(p.positions + 1).amax(1) for p in packs]
-    assert {p.attention.ndim for p in packs} == {2, 4}
-    assert all(p.input_ids.shape[1] <= 8 for p in packs if p.attention.ndim == 4)
-    assert all(int(n.min()) > 8 for p, n in zip(packs, lengths, strict=True) if p.input_ids.shape[1] > 8)
-    prompts = tuple(torch.zeros(n, dtype=torch.int64) for n in (100, 40, 38))
-    uneven = replace(make_batch(5), prompts=prompts)
-    rows = uneven.mask.any(1).nonzero().squeeze(1)
-    assert [p.input_ids.shape[0] for p in pack(uneven, rows, 600)] == [1, 2]
-    assert [p.input_ids.shape[0] for p in pack(uneven, rows, 10_000)] == [3]
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.booleans())
+def test_a_tree_has_a_node_for_every_beginning_and_no_other(seed: int, budget: int, whole: bool) -> None:
+    """Its paths spell the texts; its nodes are as many as the texts have different beginnings, its group's alone where it is
+    whole, and what predicts a token is the node of all that stands before it."""
+    batch = make_batch(seed)
+    for p in pack(batch, batch.mask.any(1).nonzero().squeeze(1), budget, whole=whole):
+        read = texts(batch, p.rows)
+        spelt = {tuple(p.ids[path].tolist()) for path in p.paths}
+        assert {text + (text[-1],) * (p.paths.shape[1] - len(text)) for text in read} == spelt
+        assert torch.equal(p.positions[p.paths].diff(dim=1).clamp(0, 1), p.positions[p.paths].diff(dim=1))
+        keyed = zip(read, batch.group[p.rows].tolist() if whole else [0] * len(read), strict=True)
+        beginnings = {(group, text[: i + 1]) for text, group in keyed for i in range(len(text))}
+        assert len(p.ids) == len(beginnings) or (whole and len(p.ids) < len(beginnings))
+        before = {int(path[i]): tuple(p.ids[path[: i + 1]].tolist()) for path in p.paths for i in range(len(path))}
+        for row, text in enumerate(read):
+            size = len(batch.prompts[int(batch.group[p.rows[row]])])  # type: ignore[index]
+            for t in p.mask[row].nonzero().flatten().tolist():
+                node = int(p.reading[p.predictor[row, t]])
+                assert before[node][: size + t] == text[: size + t]
+                assert int(p.positions[node]) == size + t - 1
+        assert torch.equal(p.paths.flatten()[p.standing], p.reading)
 
 
 @pytest.fixture(scope="module")
@@ -82,35 +85,36 @@ def model(random_model: Path) -> nn.Module:
     return load_model(str(random_model)).double()
 
 
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
-def test_log_probabilities_equal_the_definition(model: nn.Module, share: bool, split: bool, budget: int) -> None:
-    batch = make_batch(5)
-    truth = torch.where(batch.mask, naive_logp(model, batch, 0.8), 0)
-    got = torch.zeros_like(truth)
-    for p in pack(batch, batch.mask.any(1).nonzero().squeeze(1), budget, share=share):
-        got[p.rows] = Evaluator(Network(model, split), 0.8, share)(p)
-    assert torch.allclose(got, truth, atol=1e-10)
-
-
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("cap", [1, 7, 1024])
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("short", [False, True])
-def test_log_probabilities_of_whole_groups_equal_the_definition(
-    model: nn.Module, share: bool, cap: int, short: bool
+def test_log_probabilities_equal_the_definition(
+    model: nn.Module, branches: bool, split: bool, budget: int, whole: bool, short: bool
 ) -> None:
     batch = make_batch(5)
     batch = replace(batch, mask=batch.mask & (torch.arange(batch.mask.shape[1]) == 0)) if short else batch
     truth = torch.where(batch.mask, naive_logp(model, batch, 0.8), 0)
     got = torch.zeros_like(truth)
-    for p in pack(batch, batch.mask.any(1).nonzero().squeeze(1), 40, share=share, cap=cap, whole=True):
-        got[p.rows] = Evaluator(Network(model, True), 0.8, share)(p)
+    assert take_branches(model)
+    for p in pack(batch, torch.arange(len(got)), budget, whole=whole):
+        got[p.rows] = Evaluator(Network(model, split, branches), 0.8)(p)
     assert torch.allclose(got, truth, atol=1e-10)
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_a_surrogate_of_whole_groups_is_that_of_the_update(model: nn.Module, share: bool) -> None:
+def test_texts_longer_than_a_window_are_read_as_texts(model: nn.Module) -> None:
+    """There the model's own masks know what its local attention leaves out."""
+    batch = make_batch(5)
+    (whole,) = pack(batch, torch.arange(len(batch.mask)), 10_000)
+    length = whole.paths.shape[1]
+    for window, branches in ((length, True), (length - 1, False), (None, True)):
+        evaluator = Evaluator(Network(model, True, branches=True), 1.0, window)
+        assert evaluator.reading(whole).branches is branches
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_surrogate_of_whole_groups_is_that_of_the_update(model: nn.Module, branches: bool) -> None:
     """Gradient and line search of the vine, with a budget that would split every group, against the definition."""
     algorithm, batch = ALGORITHMS["trpo_vine"], make_batch(11)
     with torch.no_grad():
@@ -119,7 +123,8 @@ def test_a_surrogate_of_whole_groups_is_that_of_the_update(model: nn.Module, sha
     batch = replace(batch, logp_old=logp + 0.3 * noise, weight=noise.exp())
     psi = algorithm.advantages(batch)
     learner = LocalLearner(model, algorithm, lr=None, steps=1, config=LearnerConfig(micro_tokens=1))
-    learner.networks = replace(learner.networks, policy=replace(learner.evaluator, share_prompts=share))
+    network = replace(learner.evaluator.network, branches=branches)
+    learner.networks = replace(learner.networks, policy=replace(learner.evaluator, network=network))
     learner.curvature = replace(learner.curvature, networks=learner.networks)
     problem = learner.problem(batch, psi, algorithm)
     gradient, _ = problem.gradient()
@@ -132,46 +137,24 @@ def test_a_surrogate_of_whole_groups_is_that_of_the_update(model: nn.Module, sha
     assert abs(value) > 1e-3
 
 
-def test_chunked_head_is_the_same(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = make_batch(6)
-    evaluator = Evaluator(Network(model, split_head=True), 1.0, share_prompts=True)
-    (whole,) = pack(batch, torch.arange(5), 10_000)
-    expected = torch.autograd.grad(evaluator(whole).sum(), list(model.parameters()))
-    monkeypatch.setattr("policygrad.learners.local.forward.CHUNK", 3 * len(model.get_output_embeddings().weight))  # type: ignore[operator]
-    got = torch.autograd.grad(evaluator(whole).sum(), list(model.parameters()))
-    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(got, expected, strict=True))
-
-
 def test_probe_finds_both_short_cuts_and_notices_when_they_do_not_hold(model: nn.Module) -> None:
     found = probe(model, 1.0)
     assert found.network.split_head
-    assert found.share_prompts
+    assert found.network.branches
 
     class Scaled(Wrapped):
-        """A model whose logits are not its head's, and that ignores 4D masks."""
+        """A model whose logits are not its head's, and that keeps trees from its attention."""
 
         def forward(self, input_ids: Tensor, attention_mask: Tensor | None, **rest: object) -> object:
             mask = None if attention_mask is None or attention_mask.ndim == 4 else attention_mask
+            rest.pop("tree", None)
             out = self.inner(input_ids=input_ids, attention_mask=mask, **rest)
             out.logits = out.logits / 2
             return out
 
     refused = probe(Scaled(model), 1.0)
     assert not refused.network.split_head
-    assert not refused.share_prompts
-
-
-def test_merges_only_what_is_equal() -> None:
-    batch = make_batch(1, holes=False)
-    psi = torch.ones(batch.mask.shape, dtype=torch.float64)
-    rows = torch.arange(12)
-    unique, index = merge_equal(batch, psi, rows)
-    assert index[0] == index[1]
-    assert index[4] == index[5]
-    other = psi.clone()
-    other[1] = 2.0
-    assert len(merge_equal(batch, other, rows)[0]) == len(unique) + 1
-    assert len(merge_equal(replace(batch, group=torch.arange(12)), psi, rows)[0]) == 12
+    assert not refused.network.branches
 
 
 @dataclass(frozen=True)
@@ -195,7 +178,7 @@ class Weighed(pg.Term):
 
 
 @pytest.mark.parametrize("name", sorted({*PER_TOKEN, *PER_COMPLETION} - {"mask", "group", "tokens"}))
-def test_equal_tokens_are_not_merged_where_a_part_could_tell_them_apart(model: nn.Module, name: str) -> None:
+def test_equal_tokens_are_computed_once_and_stay_two_completions(model: nn.Module, name: str) -> None:
     """Completions 0 and 1 have the same tokens and Ψ, and differ in one field, which a user's term reads."""
     batch = make_batch(5, holes=False)
     batch = replace(batch, mask=torch.ones_like(batch.mask))
@@ -312,12 +295,11 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
     assert largest > 1e-4
     for g, e in zip(got, expected, strict=True):
         assert e is None or float((g - e).abs().max()) <= 1e-6 * largest  # the model normalises in float32
-    plain = replace(learner.problem(batch, psi, algorithm), skip=False, merge=False)  # what a benchmark compares with
-    offered = plain.accumulate()["completions/computed"]
+    plain = replace(learner.problem(batch, psi, algorithm), skip=False)  # what a benchmark compares with
+    computed = plain.accumulate()["completions/computed"]
     for p, g in zip(model.parameters(), got, strict=True):
         assert p.grad is None or float((p.grad - g).abs().max()) <= 1e-6 * largest
-    assert offered.value == metrics["completions/offered"].value
+    assert computed.value < metrics["completions/offered"].value  # equal ones once
     value = pg.objective(out, batch, psi, algorithm)
     assert metrics["objective"].value == pytest.approx(float(value), abs=1e-6)
-    merges = not algorithm.gate.whole_groups
-    assert (metrics["completions/computed"].value < metrics["completions/offered"].value) is merges
+    assert metrics["completions/computed"].value <= computed.value

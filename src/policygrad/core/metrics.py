@@ -112,18 +112,12 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
     return merged
 
 
-def mean_of(x: Tensor, where: Tensor, count: Tensor | None = None) -> Mean:
-    """Mean of x [B, T] over the True positions, a row counting `count` [B] times (merged duplicates)."""
-    weight = _counts(where, count)
-    return Mean((torch.where(where, x, 0).to(torch.float64) * weight).sum(), weight.sum())
+def mean_of(x: Tensor, where: Tensor) -> Mean:
+    """Mean of x [B, T] over the True positions."""
+    return Mean(torch.where(where, x, 0).to(torch.float64).sum(), where.to(torch.float64).sum())
 
 
-def effective_size(rho: Tensor, where: Tensor, count: Tensor | None = None) -> EffectiveSize:
-    """Of the weights rho [B, T] at the True positions, a row counting `count` [B] times."""
-    weight, rho = _counts(where, count), torch.where(where, rho, 0).to(torch.float64)
-    return EffectiveSize((rho * weight).sum(), (rho * rho * weight).sum(), weight.sum())
-
-
-def _counts(where: Tensor, count: Tensor | None) -> Tensor:
-    weight = where.to(torch.float64)
-    return weight if count is None else weight * count[:, None]
+def effective_size(rho: Tensor, where: Tensor) -> EffectiveSize:
+    """Of the weights rho [B, T] at the True positions."""
+    rho = torch.where(where, rho, 0).to(torch.float64)
+    return EffectiveSize(rho.sum(), rho.square().sum(), where.to(torch.float64).sum())

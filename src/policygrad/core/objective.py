@@ -175,7 +175,6 @@ def measure(
     psi: Tensor,
     algorithm: Composition,
     coef: Coefficients,
-    count: Tensor | None = None,
 ) -> Metrics:
     """What one forward pass tells.
 
@@ -188,8 +187,6 @@ def measure(
     All are of the completions in `batch`; KLs and mismatches are of what the policy sampled, demonstrations left out. A learner
     that skips completions with Ψ = 0 and no term's coefficient does not measure them, though their π_θ changes too: `kl_old` is
     then a mean over those computed (all of them with KLToOld).
-
-    count [B]: how many completions a row stands for (merged duplicates).
     """
     mask, own, psi = batch.mask, batch.own, _masked(psi, out, batch)
     ratio = _ratio(out, batch, algorithm)
@@ -201,24 +198,24 @@ def measure(
     clipped = algorithm.gate.clipped(ratio, psi, batch)
     if clipped is not None:
         for name, where in zip(("low", "high"), clipped, strict=True):
-            metrics[f"clip_ratio/{name}"] = mean_of(where.double(), mask, count)
+            metrics[f"clip_ratio/{name}"] = mean_of(where.double(), mask)
     if batch.logp_ref is not None:
         u = logp - ragged.masked(batch.logp_ref, mask)
         r = bounded_exp(
             log_ratio(out.logp, batch.logp_old, mask)
         )  # without it a token that π_θ has given up on counts e^9
-        metrics["kl"] = mean_of(r * (bounded_expm1(-u) + u), own, count)
+        metrics["kl"] = mean_of(r * (bounded_expm1(-u) + u), own)
     if batch.logp_old is not None:
         change = logp - ragged.masked(batch.logp_old, mask)
-        metrics["kl_old"] = mean_of(bounded_expm1(change) - change, own, count)
+        metrics["kl_old"] = mean_of(bounded_expm1(change) - change, own)
     if out.kl_old is not None:
-        metrics["kl_old"] = mean_of(out.kl_old, own, count)
+        metrics["kl_old"] = mean_of(out.kl_old, own)
     if batch.logp_sampler is not None and algorithm.behaviour != "sampler":  # that has it for π_old
         old = logp if batch.logp_old is None else ragged.masked(batch.logp_old, mask)
         gap = ragged.masked(old - ragged.masked(batch.logp_sampler, mask), own)
         metrics["mismatch/logp_max"] = Max(gap.abs().max() if gap.numel() else 0.0)
-        metrics["mismatch/logp_mean"] = mean_of(gap.abs(), own, count)
-        metrics["mismatch/ess"] = effective_size(bounded_exp(gap), own, count)
+        metrics["mismatch/logp_mean"] = mean_of(gap.abs(), own)
+        metrics["mismatch/ess"] = effective_size(bounded_exp(gap), own)
     return metrics
 
 

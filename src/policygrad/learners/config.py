@@ -54,8 +54,9 @@ class LearnerConfig:
     """fp32, or bf16 with fp32 master weights."""
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto = cuda where there is one."""
-    micro_tokens: int = 8192
-    """Tokens per forward and backward pass, padding included."""
+    micro_tokens: int = 0
+    """Tokens per forward and backward pass, those that texts share once; 0 = 2048 on a CPU, whose caches hold what so many make,
+    and 16384 on a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     trainable: str = ""
@@ -75,5 +76,11 @@ class LearnerConfig:
                 ) from error
         if self.dtype not in ("fp32", "bf16"):
             raise ConfigError(f"learner.dtype must be fp32 or bf16, not {self.dtype!r}")
-        if self.micro_tokens < 1:
-            raise ConfigError(f"learner.micro_tokens must be at least 1, not {self.micro_tokens}")
+        if self.micro_tokens < 0:
+            raise ConfigError(
+                f"learner.micro_tokens must be at least 1, or 0 to leave it open, not {self.micro_tokens}"
+            )
+
+    def tokens_at(self, device: object) -> int:
+        """`micro_tokens`, or what suits a torch device where that is left open."""
+        return self.micro_tokens or (2048 if str(device).startswith("cpu") else 16384)

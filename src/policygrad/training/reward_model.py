@@ -100,7 +100,8 @@ class Preferences:
     def micro_batches(self, pairs: Sequence[int]) -> list[list[int]]:
         """The pairs by length, as many at a time as `learner.micro_tokens` allows."""
         lengths = [max(map(len, self.texts[i])) for i in pairs]
-        return [[pairs[i] for i in places] for places in micro_batches(lengths, self.config.learner.micro_tokens // 2)]
+        tokens = self.config.learner.tokens_at(next(self.model.parameters()).device)
+        return [[pairs[i] for i in places] for places in micro_batches(lengths, tokens // 2)]
 
     def accumulate(self, rows: Sequence[int], collect: Callable[[], None]) -> dict[str, float]:
         """One update's gradient; loss in nats, accuracy, margin r_w − r_l, tokens read."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from policygrad.core.batch import Batch
 from policygrad.errors import ModelError
 from policygrad.learners.local.forward import probe
+from policygrad.learners.local.packing import pack
 from policygrad.learners.local.recompute import differentiating, recompute_activations
 from policygrad.models.loading import load_model
 from policygrad.models.shown import shown_ids
@@ -92,9 +93,10 @@ class FineTuning:
         """One update's gradient; {"loss": nats per token, "tokens": how many}."""
         batch = to_batch([self.rows[i] for i in rows])
         total, loss = float(batch.mask.sum()), 0.0
-        for part in self.evaluator.packs(batch, torch.arange(len(rows)), self.config.learner.micro_tokens):
+        for part in pack(batch, torch.arange(len(rows)), self.config.learner.tokens_at(self.device)):
             with differentiating(self.model, self.config.learner.gradient_checkpointing):
-                share = -self.evaluator(part.to(self.device)).sum() / total
+                part = part.to(self.device)
+                share = -self.evaluator(part, expected=part.mask / -total).sum() / total
                 torch.autograd.backward(share)
             collect()
             loss += float(share.detach())
@@ -107,7 +109,7 @@ class FineTuning:
         for start in range(0, len(self.held_out), PORTION):
             some = self.held_out[start : start + PORTION]
             batch = to_batch([self.rows[i] for i in some])
-            for part in self.evaluator.packs(batch, torch.arange(len(some)), self.config.learner.micro_tokens):
+            for part in pack(batch, torch.arange(len(some)), self.config.learner.tokens_at(self.device)):
                 total -= float(self.evaluator(part.to(self.device)).double().sum())
             tokens += int(batch.mask.sum())
             progress(min(start + PORTION, len(self.held_out)), len(self.held_out))

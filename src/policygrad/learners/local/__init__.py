@@ -1,1 +1,1 @@
-"""The learner in one process: packing, one forward pass, gradients, curvature, a value model."""
+"""The learner in one process: trees of texts, one forward pass, gradients, curvature, a value model."""

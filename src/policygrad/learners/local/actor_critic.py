@@ -14,7 +14,7 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.implicit_reward import ImplicitRewardModel
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.local.packing import Merged, Pack
+from policygrad.learners.local.packing import Pack, pack
 from policygrad.learners.local.recompute import differentiating
 from policygrad.learners.local.value_model import ValueModel
 from policygrad.models.precision import at_least_float32
@@ -38,25 +38,26 @@ class ActorCritic:
         """The policy's."""
         return next(self.policy.model.parameters()).device
 
-    def packs(self, batch: Batch, rows: Tensor, whole: bool = False) -> Iterator[Pack]:
-        """The completions `rows` in micro-batches; `whole`: of whole groups."""
-        return self.policy.packs(batch, rows, self.config.micro_tokens, whole)
+    def packs(self, batch: Batch, rows: Tensor | None = None, whole: bool = False) -> Iterator[Pack]:
+        """The completions `rows`, or all, in micro-batches; `whole`: of whole groups."""
+        rows = torch.arange(len(batch.mask)) if rows is None else rows
+        return pack(batch, rows, self.config.tokens_at(self.device), whole=whole)
 
-    def forward(self, part: Pack, needs: frozenset[str]) -> Forward:
+    def forward(self, part: Pack, needs: frozenset[str], expected: Tensor | None = None) -> Forward:
         """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""
-        return self.policy.forward(part.to(self.device), needs, self.old, self.reference)
+        return self.policy.forward(part.to(self.device), needs, self.old, self.reference, expected)
 
     @torch.no_grad()
     def look(self, batch: Batch, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Forward:
-        """A pass of the policy, or another model, over all completions, equal ones once: [B, T] on the CPU, without graph."""
-        merged, names = Merged.of_texts(batch), ("logp", *sorted(needs))
+        """A pass of the policy, or another model, over all completions: [B, T] on the CPU, without graph."""
+        names = ("logp", *sorted(needs))
         empty = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
         found = {name: empty.clone() for name in names}
-        for part in evaluator.packs(batch, merged.unique, self.config.micro_tokens):
+        for part in self.packs(batch):
             out = evaluator.forward(part.to(self.device), needs, self.old, self.reference)
             for name in names:
                 found[name][part.rows] = getattr(out, name).cpu()
-        return Forward(**{name: merged.spread(x) for name, x in found.items()})
+        return Forward(**found)
 
     def differentiating(self) -> AbstractContextManager[None]:
         """The policy in the mode for backward passes."""

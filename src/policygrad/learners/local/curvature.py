@@ -21,22 +21,25 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.objective import objective
 from policygrad.learners.local.actor_critic import ActorCritic
-from policygrad.learners.local.forward import CHUNK, exact, scaled, selected_logp
-from policygrad.learners.local.packing import Merged, Pack
+from policygrad.learners.local.forward import CHUNK, exact, scaled
+from policygrad.learners.local.head import Pairs
+from policygrad.learners.local.packing import Pack
+from policygrad.models.precision import at_least_float32
 
 _Function = Callable[..., Tensor]
 
 
-def middle(logits: Tensor, change: Tensor, tokens: Tensor, sampled: bool) -> Tensor:
-    """[n, V] (diag p − ppᵀ) ż with p = softmax(logits [n, V]), ż = `change` [n, V]; `sampled`: (e_a − p)(e_a − p)ᵀ ż, where a
-    is the token [n] taken and e_a − p the score of its logits."""
+def middle(logits: Tensor, change: Tensor, index: Tensor, tokens: Tensor, weight: Tensor, sampled: bool) -> Tensor:
+    """[u, V] Σ weight·(diag p − ppᵀ) ż over the tokens [n] that each state predicts (`index` [n] says which), with p =
+    softmax(logits [u, V]), ż = `change` [u, V]; `sampled`: (e_a − p)(e_a − p)ᵀ ż in its place, where a is the token taken and
+    e_a − p the score of its logits."""
     p = logits.softmax(-1)
     mean = (p * change).sum(-1, keepdim=True)
+    share = weight if not sampled else weight * (change[index, tokens] - mean.squeeze(-1)[index])
+    total = share.new_zeros(len(p)).index_add_(0, index, share)[:, None]
     if not sampled:
-        return p * (change - mean)
-    taken = tokens[:, None]
-    score = change.gather(-1, taken) - mean
-    return (-score * p).scatter_add(-1, taken, score)
+        return total * p * (change - mean)
+    return (-total * p).index_put_((index, tokens), share, accumulate=True)
 
 
 class Call(nn.Module):
@@ -80,7 +83,7 @@ class Curvature:
         with sdpa_kernel(SDPBackend.MATH):
             try:
                 with torch.no_grad():
-                    _, forward = self._jvp(tangents, policy.network.states, part)
+                    _, forward = self._jvp(tangents, self._states, part)
             except NotImplementedError:
                 return replace(self, forward_mode=False)
             _, reverse = self._jvp_by_reverse(tangents, part)
@@ -106,15 +109,12 @@ class Curvature:
         optimizer = self.networks.optimizer
         parameters, masters = optimizer.parameters, optimizer.masters
         moved = {n: (masters[n] + change).to(parameters[n].dtype) for n, change in optimizer.split(delta).items()}
-        rows = batch.mask.any(1).nonzero().squeeze(1)
-        whole = algorithm.gate.whole_groups
-        merged = Merged.apart(batch, rows) if whole else Merged.of(batch, psi, rows, algorithm.needs)
-        coefficients = tuple(map(merged.summed, algorithm.all_coefficients(batch)))
+        coefficients = algorithm.all_coefficients(batch)
         bare = replace(batch, prompts=None, tokens=None)
         total, divergence = 0.0, 0.0
-        for part, weight in self._parts(batch, merged, whole):
+        for part, weight in self._parts(batch, algorithm.gate.whole_groups):
             chosen, device = part.rows.cpu(), weight.device
-            coef = tuple(c[merged.place[chosen]].to(device) for c in coefficients)
+            coef = tuple(c[chosen].to(device) for c in coefficients)
             share, ours = bare.select(chosen).to(device), psi[chosen].to(device)
             out = self._compare(part, moved)
             assert out.kl_old is not None
@@ -122,16 +122,12 @@ class Curvature:
             divergence += float((weight * out.kl_old).sum())
         return total, divergence
 
-    def _parts(self, batch: Batch, merged: Merged | None = None, whole: bool = False) -> Iterator[tuple[Pack, Tensor]]:
-        """Micro-batches of all completions with a sampled token, whatever their Ψ, equal ones once; and what share of the
-        mean each token [b, T] stands for."""
-        merged = merged or Merged.of_texts(batch)
-        count = merged.count.double()
-        tokens = max(1, int(batch.mask.sum()))
-        device = self.networks.device
-        for part in self.networks.packs(batch, merged.unique, whole):
-            share = torch.where(part.mask, count[merged.place[part.rows]][:, None] / tokens, 0.0)
-            yield part.to(device), share.to(device)
+    def _parts(self, batch: Batch, whole: bool = False) -> Iterator[tuple[Pack, Tensor]]:
+        """Micro-batches of all completions with a sampled token, whatever their Ψ; and what share of the mean each token [b, T]
+        stands for."""
+        tokens, device = max(1, int(batch.mask.sum())), self.networks.device
+        for part in self.networks.packs(batch, whole=whole):
+            yield part.to(device), (part.mask.double() / tokens).to(device)
 
     def _head(self, states: Tensor) -> Tensor:
         """[n, V] logits at the sampling temperature, in float32 or better."""
@@ -144,19 +140,27 @@ class Curvature:
         found: Tensor = functional_call(model, {f"model.{n}": p for n, p in parameters.items()}, (f, *args))
         return found
 
-    def _chunks(self, states: Tensor, *rest: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """As many tokens at a time as `CHUNK` logits allow."""
+    def _chunks(self, part: Pack, states: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """As many states at a time as `CHUNK` logits allow: which, and of the tokens that they predict the state within these, the
+        token, and its number among those of the mask."""
+        pairs = Pairs.of(part.predictor[part.mask], part.tokens[part.mask])
         size = max(1, CHUNK // self.networks.policy.network.width(states))
-        return zip(*(torch.split(x, size) for x in (states, *rest)), strict=True)
+        for which, pair in pairs.chunks(len(states), size):
+            yield which, pairs.index[pair] - which.start, pairs.tokens[pair], pairs.order[pair]
+
+    def _states(self, part: Pack) -> Tensor:
+        """[u, ·]."""
+        policy = self.networks.policy
+        return policy.reading(part).states(part)
 
     def _push(self, part: Pack, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(states [n, H], their change along the tangents), without graph. Only the math back-end of attention has forward
+        """(states [u, H], their change along the tangents), without graph. Only the math back-end of attention has forward
         mode, and double backward for what has no forward mode of its own."""
         with sdpa_kernel(SDPBackend.MATH):
             if not self.forward_mode:
                 return self._jvp_by_reverse(tangents, part)
             with torch.no_grad():
-                return self._jvp(tangents, self.networks.policy.network.states, part)
+                return self._jvp(tangents, self._states, part)
 
     def _jvp(
         self, tangents: Mapping[str, Tensor], f: _Function, x: Any, change: Tensor | None = None
@@ -175,7 +179,7 @@ class Curvature:
     def _jvp_by_reverse(self, tangents: Mapping[str, Tensor], part: Pack) -> tuple[Tensor, Tensor]:
         """J v as the derivative of ⟨Jᵀw, v⟩ in w, which it is linear in."""
         copies = {n: p.detach().requires_grad_() for n, p in self.networks.optimizer.parameters.items()}
-        value = self._with(copies, self.networks.policy.network.states, part)
+        value = self._with(copies, self._states, part)
         if not value.requires_grad:  # only the head trains
             return value, torch.zeros_like(value)
         w = torch.zeros_like(value, requires_grad=True)
@@ -188,26 +192,24 @@ class Curvature:
         self, part: Pack, states: Tensor, change: Tensor, tangents: Mapping[str, Tensor], weight: Tensor, sampled: bool
     ) -> None:
         """Adds Jᵀ(middle)J v to the gradients: the head's chunk by chunk, then the backbone's at once."""
-        traced = self.networks.policy.network.states(part)
-        leaf = traced.detach().requires_grad_()
-        rows = (states, change, leaf, part.tokens[part.mask], weight[part.mask])
-        for h, moved, above, tokens, share in self._chunks(*rows):
+        traced = self._states(part)
+        leaf, shares = traced.detach().requires_grad_(), weight[part.mask]
+        for which, index, tokens, order in self._chunks(part, states):
             with torch.no_grad():
-                logits, tangent = self._jvp(tangents, self._head, h, moved)
-                cotangent = middle(logits, tangent, tokens, sampled) * share[:, None].to(logits.dtype)
-            torch.autograd.backward(self._head(above), cotangent)
+                logits, tangent = self._jvp(tangents, self._head, states[which], change[which])
+                cotangent = middle(logits, tangent, index, tokens, shares[order].to(logits.dtype), sampled)
+            torch.autograd.backward(self._head(leaf[which]), cotangent)
         if traced.requires_grad:  # otherwise only the head trains
             torch.autograd.backward(traced, leaf.grad)
 
     def _compare(self, part: Pack, moved: Mapping[str, Tensor]) -> Forward:
         """At other parameters: logp, entropy and KL(π_old‖π_θ), each [b, T], where π_old is the model as it is."""
-        states = self.networks.policy.network.states
-        before, after = states(part), self._with(moved, states, part)
-        columns: list[tuple[Tensor, Tensor, Tensor]] = []
-        for h, new, tokens in self._chunks(before, after, part.tokens[part.mask]):
-            old_logits, logits = self._head(h), self._with(moved, self._head, new)
+        before, after = self._states(part), self._with(moved, self._states, part)
+        found = at_least_float32(before.new_empty(3, int(part.mask.sum())))
+        for which, index, tokens, order in self._chunks(part, before):
+            old_logits, logits = self._head(before[which]), self._with(moved, self._head, after[which])
             entropy, kl = exact(logits, old_logits, ("entropy", "kl_old"), temperature=1.0)
-            columns.append((selected_logp(logits, tokens, 1.0), entropy, kl))
-        logp, entropy, kl = (torch.cat(column) for column in zip(*columns, strict=True))
-        filled = (x.new_zeros(part.mask.shape).masked_scatter(part.mask, x) for x in (logp, entropy, kl))
+            logp = logits[index, tokens] - logits.logsumexp(-1)[index]
+            found[:, order] = torch.stack((logp, entropy[index], kl[index]))
+        filled = (x.new_zeros(part.mask.shape).masked_scatter(part.mask, x) for x in found)
         return Forward(next(filled), entropy=next(filled), kl_old=next(filled))

@@ -3,7 +3,7 @@ never holding more logits than a chunk of tokens needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from policygrad.core.batch import Batch, Forward
+from policygrad.learners.local.head import log_probability
 from policygrad.learners.local.network import Network
-from policygrad.learners.local.packing import CAP, Pack, pack
+from policygrad.learners.local.packing import Pack, pack
+from policygrad.learners.local.tree import as_before, take_branches
 from policygrad.models.precision import at_least_float32
 from policygrad.models.routing import Routing
 
@@ -65,10 +67,8 @@ class Evaluator:
 
     network: Network
     temperature: float
-    share_prompts: bool
-    """The model takes a 4D mask, so a group's completions can share one row."""
-    cap: int = CAP
-    """Tokens in a shared row. Within the window of local attention: transformers take a 4D mask as it is for every layer."""
+    window: int | None = None
+    """Tokens that the model's local attention looks back: longer texts are read as texts, which it knows how to do."""
 
     @property
     def model(self) -> nn.Module:
@@ -88,23 +88,28 @@ class Evaluator:
         if self.network.routing is not None:
             self.network.routing.replay(None)
 
-    def packs(self, batch: Batch, rows: Tensor, budget: int, whole: bool = False) -> Iterator[Pack]:
-        """The completions `rows` in micro-batches this model can be given; `whole`: of whole groups."""
-        return pack(batch, rows, budget, share=self.share_prompts, cap=self.cap, whole=whole)
+    def reading(self, part: Pack) -> Network:
+        """The network as it reads this pack."""
+        if self.network.branches and self.window is not None and part.paths.shape[1] > self.window:
+            return replace(self.network, branches=False)
+        return self.network
 
-    def __call__(self, batch: Pack) -> Tensor:
+    def __call__(self, part: Pack, expected: Tensor | None = None) -> Tensor:
         """[b, T] nats with graph; 0 off the mask."""
-        return self.forward(batch).logp
+        return self.forward(part, expected=expected).logp
 
     def forward(
         self,
-        batch: Pack,
+        part: Pack,
         needs: frozenset[str] = frozenset(),
         old: Evaluator | None = None,
         reference: Evaluator | None = None,
+        expected: Tensor | None = None,
     ) -> Forward:
         """log π [b, T] with graph, 0 off the mask, and what `needs` names, exact over the vocabulary: entropy, kl_old =
         KL(π_old‖π) with `old` the evaluator of π_old, kl_ref = KL(π‖π_ref) with `reference` that of π_ref.
+
+        expected: [b, T] the gradient that log π will be given, where it is known beforehand: it saves a product with the head.
 
         Raises:
             ValueError: a field that an evaluator cannot give, or kl_old without `old`, or kl_ref without `reference`.
@@ -116,42 +121,49 @@ class Evaluator:
             raise ValueError("kl_old compares with the policy before: pass its evaluator as `old`")
         if "kl_ref" in names and reference is None:
             raise ValueError("kl_ref compares with the reference: pass its evaluator as `reference`")
-        columns, head = [self.network.states(batch)], self.network.logits
-        others = [other.network for name, other in (("kl_old", old), ("kl_ref", reference)) if name in names and other]
-        with torch.no_grad():
-            columns += [other.states(batch) for other in others]
-
-        def part(tokens: Tensor, states: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            logits = head(states)
-            logp = selected_logp(logits, tokens, self.temperature)
-            if not names:
-                return (logp,)
-            with torch.no_grad():
-                fixed = [other.logits(x) for other, x in zip(others, rest, strict=True)]
-            before = fixed[0] if "kl_old" in names else None
-            return logp, *exact(logits, before, names, self.temperature, fixed[-1] if "kl_ref" in names else None)
-
-        found = self._chunked(part, batch.tokens[batch.mask], *columns)
-        placed = (x.new_zeros(batch.mask.shape).masked_scatter(batch.mask, x) for x in found)
+        others = [x for name, x in (("kl_old", old), ("kl_ref", reference)) if name in names and x is not None]
+        states, tokens, index = self.reading(part).states(part), part.tokens[part.mask], part.predictor[part.mask]
+        head = self.network.head
+        found: Sequence[Tensor | None]
+        if type(head) is nn.Linear and not others:
+            known = None if expected is None else expected[part.mask]
+            found = log_probability(
+                states, head, index, tokens, self.temperature, entropy="entropy" in names, expected=known
+            )
+        else:
+            found = self._exactly(part, states, names, others)
+        placed = (x.new_zeros(part.mask.shape).masked_scatter(part.mask, x) for x in found if x is not None)
         return Forward(next(placed), **dict(zip(names, placed, strict=True)))
 
-    def _chunked(self, part: Callable[..., tuple[Tensor, ...]], tokens: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
-        """`part` over chunks of tokens, its logits computed once more on the way back instead of being held."""
-        size = max(1, CHUNK // self.network.width(columns[0]))
-        if len(tokens) <= size:
-            return part(tokens, *columns)
-        recompute: Callable[..., tuple[Tensor, ...]] = part
-        if torch.is_grad_enabled():
-            recompute = lambda *x: checkpoint(part, *x, use_reentrant=False)  # noqa: E731
-        chunks = zip(*(torch.split(x, size) for x in (tokens, *columns)), strict=True)
-        return tuple(torch.cat(x) for x in zip(*(recompute(*chunk) for chunk in chunks), strict=True))
+    def _exactly(self, part: Pack, states: Tensor, names: Sequence[str], others: Sequence[Evaluator]) -> list[Tensor]:
+        """logp [n] and what `names` says, through the head as a module, over chunks of tokens: a chunk's logits are computed once
+        more on the way back instead of being held."""
+        index, head = part.predictor[part.mask], self.network.logits
+        with torch.no_grad():
+            before = [other.reading(part).states(part).index_select(0, index) for other in others]
+
+        def some(tokens: Tensor, states: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            logits = head(states)
+            with torch.no_grad():
+                fixed = [other.network.logits(x) for other, x in zip(others, rest, strict=True)]
+            old, reference = fixed[0] if "kl_old" in names else None, fixed[-1] if "kl_ref" in names else None
+            logp = selected_logp(logits, tokens, self.temperature)
+            return logp, *exact(logits, old, names, self.temperature, reference)
+
+        columns = (part.tokens[part.mask], states.index_select(0, index), *before)
+        size = max(1, CHUNK // self.network.width(states))
+        recompute: Callable[..., tuple[Tensor, ...]] = some
+        if torch.is_grad_enabled() and len(index) > size:
+            recompute = lambda *x: checkpoint(some, *x, use_reentrant=False)  # noqa: E731
+        chunks = zip(*(torch.split(x, size) for x in columns), strict=True)
+        return [torch.cat(x) for x in zip(*(recompute(*chunk) for chunk in chunks), strict=True)]
 
 
-def _window(model: Any) -> int:
+def _window(model: Any) -> int | None:
     """Tokens that the narrowest local attention of the model looks back, as its configuration says."""
     config = model.config.get_text_config() if hasattr(model, "config") else None
     widths = [getattr(config, name, None) for name in _WINDOWS]
-    return min((w for w in widths if isinstance(w, int) and w > 0), default=CAP)
+    return min((w for w in widths if isinstance(w, int) and w > 0), default=None)
 
 
 @torch.no_grad()
@@ -163,22 +175,24 @@ def probe(model: nn.Module, temperature: float) -> Evaluator:
     generator = torch.Generator().manual_seed(0)
     vocabulary = Network(model).vocabulary
     prompts = torch.randint(vocabulary, (2, 4), generator=generator)
+    tokens = torch.randint(vocabulary, (4, 5), generator=generator)
+    tokens[1, :2] = tokens[0, :2]
     batch = Batch(
-        mask=torch.ones(3, 5, dtype=torch.bool),
-        group=torch.zeros(3, dtype=torch.int64),
-        reward=torch.zeros(3),
-        tokens=torch.randint(vocabulary, (3, 5), generator=generator),
+        mask=torch.arange(5) < torch.tensor([5, 5, 5, 3])[:, None],
+        group=torch.zeros(4, dtype=torch.int64),
+        reward=torch.zeros(4),
+        tokens=tokens,
         prompts=(prompts[0],),
     )
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
 
     def evaluated(evaluator: Evaluator, batch: Batch) -> Tensor:
-        out = torch.zeros(3, 5)
-        for p in evaluator.packs(batch, torch.arange(3), 10**6):
+        out = torch.zeros(batch.mask.shape)
+        for p in pack(batch, torch.arange(len(out)), 10**6):
             out[p.rows] = evaluator(p.to(device)).cpu().float()
         return out
 
-    plain = Evaluator(Network(model), temperature, share_prompts=False)
+    plain = Evaluator(Network(model), temperature, _window(model))
     truth = evaluated(plain, batch)
     effect = float((evaluated(plain, replace(batch, prompts=(prompts[1],))) - truth).abs().max())
     tolerance = (0.05 if dtype == torch.bfloat16 else 1e-4) * effect
@@ -191,6 +205,10 @@ def probe(model: nn.Module, temperature: float) -> Evaluator:
 
     split = replace(plain, network=Network(model, split_head=True))
     best = split if holds(split) else plain
-    shared = replace(best, share_prompts=True, cap=min(CAP, _window(model)))
-    row = 4 + 3 * (5 - 1)  # a window that the made-up group does not fit into would leave sharing untried
-    return shared if shared.cap >= row and holds(shared) else best
+    if not take_branches(model):
+        return best
+    tree = replace(best, network=replace(best.network, branches=True))
+    if holds(tree):
+        return tree
+    as_before(model)
+    return best

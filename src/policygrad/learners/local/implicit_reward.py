@@ -13,14 +13,14 @@ from policygrad.core.reward_model import ImplicitReward
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.local.packing import Merged
+from policygrad.learners.local.packing import pack
 from policygrad.learners.local.recompute import differentiating, recompute_activations
 from policygrad.models.replica import Build, replica
 
 
 @dataclass(frozen=True, eq=False)
 class ImplicitRewardModel:
-    """π_φ, fitted micro-batch by micro-batch, equal completions once."""
+    """π_φ, fitted micro-batch by micro-batch."""
 
     part: ImplicitReward
     evaluator: Evaluator
@@ -54,15 +54,12 @@ class ImplicitRewardModel:
         rows = trained(batch)
         if not len(rows):
             return {}
-        merged = Merged.of(batch, torch.zeros(batch.mask.shape), rows)
-        share = merged.count.double() / len(rows)
         bare, total = replace(batch, prompts=None, tokens=None), 0.0
-        for part in self.evaluator.packs(batch, merged.unique, self.config.micro_tokens):
-            weight = share[merged.place[part.rows]].to(self._device)
+        for part in pack(batch, rows, self.config.tokens_at(self._device)):
             with differentiating(self.evaluator.model, self.config.gradient_checkpointing):
                 logp = self.evaluator(part.to(self._device))
                 each = self.part.loss(logp, bare.select(part.rows).to(self._device))
-                loss = (weight.to(each.dtype) * each).sum()
+                loss = each.sum() / len(rows)
                 torch.autograd.backward(loss)
             self.optimizer.collect()
             total += float(loss.detach())

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from policygrad.learners.local.packing import Pack
 from policygrad.models.routing import Routing
 
-Inputs = dict[str, Tensor | None]
+Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +25,10 @@ class Network:
 
     model: nn.Module
     split_head: bool = False
-    """The head applied to the last hidden states gives the model's logits, so it need only see predicted positions. Otherwise a
+    """The head applied to the last hidden states gives the model's logits, so it need only see predicting positions. Otherwise a
     state is the logits themselves."""
+    branches: bool = False
+    """The model reads a pack as a tree, each node once; otherwise text by text."""
     routing: Routing | None = None
     """Of a mixture of experts whose choices are replayed."""
 
@@ -39,15 +42,28 @@ class Network:
         """H."""
         return int(self._root.get_output_embeddings().weight.shape[1])
 
+    @property
+    def head(self) -> nn.Module | None:
+        """What turns a state into logits; None where a state is logits."""
+        found: nn.Module = self._root.get_output_embeddings()
+        return found if self.split_head else None
+
     def width(self, states: Tensor) -> int:
         """V, logits per state."""
         return int(self._root.get_output_embeddings().weight.shape[0]) if self.split_head else states.shape[1]
 
     def states(self, part: Pack) -> Tensor:
-        """[n, ·] what `logits` turns into those that predict the sampled tokens, in the order of `part.mask`."""
+        """[u, ·] what `logits` turns into those that predict the sampled tokens, at the nodes `part.reading`."""
         if self.routing is not None:  # also for what is recomputed on the way back
-            self.routing.replay(part.routes)
-        return self.states_at(part.predictor[part.mask], inputs(part))
+            routes = part.routes
+            if routes is not None and not self.branches:
+                routes = routes[part.paths.flatten()]
+            self.routing.replay(routes)
+        return self.states_at(*self.call(part))
+
+    def call(self, part: Pack) -> tuple[Tensor, Inputs]:
+        """(where the reading nodes stand in what the model gives back, what it is called with)."""
+        return (part.reading, as_tree(part)) if self.branches else (part.standing, as_texts(part))
 
     def states_at(self, index: Tensor, call: Inputs) -> Tensor:
         """[n, ·] the states at the flat positions `index` [n] of what the model is called with."""
@@ -55,9 +71,10 @@ class Network:
             return _hidden(backbone(self.model), index, call)
         return rows(self._root(**call, use_cache=False).logits, index)
 
-    def hidden(self, part: Pack) -> Tensor:
-        """[n, H] last hidden states at the positions that predict the sampled tokens, whatever the states are."""
-        return predicting_states(backbone(self.model), part)
+    def hidden(self, part: Pack, network: nn.Module | None = None) -> Tensor:
+        """[u, H] last hidden states at `part.reading`, whatever the states are; of `network`, another backbone of this kind, where
+        one is given."""
+        return _hidden(backbone(self.model) if network is None else network, *self.call(part))
 
     def logits(self, states: Tensor) -> Tensor:
         """[n, V]."""
@@ -69,16 +86,19 @@ class Network:
         return self.model
 
 
-def inputs(part: Pack) -> Inputs:
-    """What a transformers model is called with; without padding it needs no mask."""
-    whole = part.attention.ndim == 2 and bool(part.attention.all())
-    mask = None if whole else part.attention
-    return {"input_ids": part.input_ids, "attention_mask": mask, "position_ids": part.positions}
+def as_tree(part: Pack) -> Inputs:
+    """What a transformers model whose attention follows trees is called with. A mask of four dimensions is left alone."""
+    ids = part.ids[None]
+    nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+    return {"input_ids": ids, "attention_mask": nothing, "position_ids": part.positions[None], "tree": part.tree}
 
 
-def predicting_states(network: nn.Module, part: Pack) -> Tensor:
-    """[n, H] last hidden states of a backbone at the positions that predict the sampled tokens."""
-    return _hidden(network, part.predictor[part.mask], inputs(part))
+def as_texts(part: Pack) -> Inputs:
+    """What any transformers model is called with: the texts in rows. No token sees what stands behind it, so that padding needs no
+    mask; without any, some models look for padding in the ids."""
+    ids = part.ids[part.paths]
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
 
 
 def _hidden(network: nn.Module, index: Tensor, call: Inputs) -> Tensor:
@@ -87,8 +107,7 @@ def _hidden(network: nn.Module, index: Tensor, call: Inputs) -> Tensor:
 
 def rows(x: Tensor, index: Tensor) -> Tensor:
     """[n, ·] x [R, L, ·] at flat positions. The backward pass of indexing adds up atomically, in the threads' order, where an
-    index repeats (a shared prompt's last position does), so that a gradient would not be the same twice; that of
-    `index_select` is, on the CPU."""
+    index repeats, so that a gradient would not be the same twice; that of `index_select` is, on the CPU."""
     return x.flatten(0, 1).index_select(0, index)
 
 

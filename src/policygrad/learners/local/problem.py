@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.batch import Batch
+from policygrad.core.batch import Batch, Coefficients
 from policygrad.core.controllers import re_adapted
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.objective import measure, surrogate, with_selected
 from policygrad.learners.local.actor_critic import ActorCritic
-from policygrad.learners.local.packing import Merged, active
+from policygrad.learners.local.packing import active
+from policygrad.models.precision import at_least_float32
 
 
 def average_objective(metrics: Metrics) -> Metrics:
@@ -35,9 +36,7 @@ class LocalGradientProblem:
     seed: int
     """The weights' version."""
     skip: bool = True
-    """Completions that cannot move the weights are not computed. Off only to measure what that saves; `merge` likewise."""
-    merge: bool = True
-    """Equal completions are computed once."""
+    """Completions that cannot move the weights are not computed. Off only to measure what that saves."""
 
     def split(self, epoch: int, minibatches: int) -> list[Self]:
         """Minibatches of whole groups, shuffled by (weights' version, epoch): of those groups that filters left something of,
@@ -85,35 +84,37 @@ class LocalGradientProblem:
         networks, batch, device = self.networks, self.selected(), self.networks.device
         coefficients = self.algorithm.all_coefficients(batch)
         moving = active(batch, self.psi, coefficients) if learning and self.skip else batch.mask.any(1)
-        whole = (
-            self.algorithm.gate.whole_groups
-        )  # a weight needs all of its group: equal completions, and those with Ψ = 0
+        whole = self.algorithm.gate.whole_groups  # a weight needs all of its group, those with Ψ = 0 too
         if whole:
             moving = torch.isin(batch.group, batch.group[moving]) & batch.mask.any(1)
         rows = moving.nonzero().squeeze(1)
-        merge_equal = self.merge and not whole
-        merged = Merged.of(batch, self.psi, rows, self.algorithm.needs) if merge_equal else Merged.apart(batch, rows)
-        summed, count = tuple(map(merged.summed, coefficients)), merged.count.float()
-        metrics: Metrics = {
-            "completions/computed": Sum(float(len(merged.unique))),
-            "completions/offered": Sum(float(batch.mask.any(1).sum())),
-        }
+        metrics: Metrics = {"completions/offered": Sum(float(batch.mask.any(1).sum()))}
         bare = replace(batch, prompts=None, tokens=None, experts=None)  # the equation does not read them
-        for part in networks.packs(batch, merged.unique, whole):
-            at = merged.place[part.rows]
+        for part in networks.packs(batch, rows, whole):
             share = bare.select(part.rows).to(device)
-            psi, coef = self.psi[part.rows].to(device), tuple(c[at].to(device) for c in summed)
+            psi, coef = self.psi[part.rows].to(device), tuple(c[part.rows].to(device) for c in coefficients)
             with networks.differentiating():
-                out = networks.forward(part, self.algorithm.forward_needs)
+                expected = self._expected(share, psi, coef) if learning else None
+                out = networks.forward(part, self.algorithm.forward_needs, expected)
                 if learning:
                     torch.autograd.backward(surrogate(out, share, psi, self.algorithm, coef))
             networks.optimizer.collect()
-            metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef, count[at].to(device)))
+            metrics = merge(metrics, {"completions/computed": Sum(float(len(part.paths)))})
+            metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef))
+        metrics = {"completions/computed": Sum(0.0)} | metrics
         metrics |= {} if networks.policy.network.routing is None else networks.policy.network.routing.measured()
         if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens are not clipped, but count
             skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))
             metrics = merge(metrics, {"clip_ratio/low": skipped, "clip_ratio/high": skipped})
         return average_objective(metrics)
+
+    def _expected(self, batch: Batch, psi: Tensor, coef: Coefficients) -> Tensor | None:
+        """[b, T] the gradient that log π_θ will be given where it does not depend on log π_θ: all ratios are 1, and there are no
+        terms. A wrong guess would cost time alone (see `head`)."""
+        if batch.logp_old is not None or self.algorithm.terms or self.algorithm.forward_needs:
+            return None
+        logp = at_least_float32(torch.zeros_like(psi)).requires_grad_()
+        return torch.autograd.grad(surrogate(logp, batch, psi, self.algorithm, coef), logp)[0]
 
     def descend(self) -> Metrics:
         """One AdamW step; without any gradient (no completion could move the weights) none is taken, and that is counted."""

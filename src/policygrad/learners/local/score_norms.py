@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -23,7 +24,7 @@ from policygrad.core.batch import Batch
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import CHUNK, Evaluator, selected_logp
-from policygrad.learners.local.packing import Merged, Pack, pack
+from policygrad.learners.local.packing import Texts, pack
 from policygrad.models.precision import at_least_float32
 
 Norms = Iterator[tuple[Tensor, Tensor]]
@@ -49,7 +50,7 @@ class ScoreNorms:
             ConfigError: `learner.score_parameters` matches no parameter that trains.
         """
         chosen = matching(evaluator.model, config.score_parameters)
-        plain = cls(evaluator, chosen, config.micro_tokens, together=False)
+        plain = cls(evaluator, chosen, config.tokens_at(next(evaluator.model.parameters()).device), together=False)
         fast = replace(plain, together=True)
         return fast if not config.gradient_checkpointing and _agree(plain, fast) else plain
 
@@ -58,11 +59,11 @@ class ScoreNorms:
         """The batch with `score_norm` [B]: equal completions of one prompt once, 0 where nothing was sampled."""
         nothing = torch.zeros(len(batch.mask))  # rewards are no part of a score
         bare = Batch(mask=batch.mask, group=batch.group, reward=nothing, tokens=batch.tokens, prompts=batch.prompts)
-        merged = Merged.of_texts(batch)
+        rows, stands_for = _distinct(bare)
         out = torch.zeros(len(batch.mask), dtype=torch.float64)
-        for where, norms in self._norms(bare, merged.unique):
+        for where, norms in self._norms(bare, rows):
             out[where] = norms.cpu().double()
-        return replace(batch, score_norm=merged.spread(out))
+        return replace(batch, score_norm=out[stands_for])
 
     def _norms(self, batch: Batch, rows: Tensor) -> Norms:
         logits = batch.mask.shape[1] * self.evaluator.network.vocabulary
@@ -72,7 +73,7 @@ class ScoreNorms:
 
     def _one_by_one(self, batch: Batch, rows: Tensor) -> Norms:
         device = next(self.evaluator.model.parameters()).device
-        for part in pack(batch, rows, 1, share=False):  # a budget of one token: one completion at a time
+        for part in pack(batch, rows, 1):  # a budget of one token: one completion at a time
             with torch.enable_grad():
                 logp = self.evaluator(part.to(device)).sum()
             score = torch.autograd.grad(logp, list(self.parameters.values()), allow_unused=True)
@@ -89,11 +90,9 @@ class ScoreNorms:
 
             return _squared(grad(logp)(theta).values())
 
-        for part in pack(batch, rows, self.micro_tokens, share=False):
-            columns = [torch.split(c.to(device), size) for c in _columns(part)]
+        for where in _by_length(batch, rows, min(size, max(1, self.micro_tokens // batch.mask.shape[1]))):
             with sdpa_kernel(SDPBackend.MATH):  # the fused ones are not there for several gradients at once
-                for where, *completions in zip(torch.split(part.rows, size), *columns, strict=True):
-                    yield where, vmap(norm)(*completions)
+                yield where, vmap(norm)(*(column.to(device) for column in _columns(batch, where)))
 
 
 class _LogPi(nn.Module):
@@ -113,11 +112,31 @@ class _LogPi(nn.Module):
         return ragged.masked(selected_logp(logits, tokens, self.evaluator.temperature), mask).sum()
 
 
-def _columns(part: Pack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """ids [b, L], where [b, T], tokens [b, T], mask [b, T] of a pack whose every row holds one completion."""
-    height, width = part.input_ids.shape
-    where = ragged.masked(part.predictor - width * torch.arange(height)[:, None], part.mask)
-    return part.input_ids, where, part.tokens, part.mask
+def _columns(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ids [b, L], where [b, T], tokens [b, T], mask [b, T] of completions, each at the start of a row of its own."""
+    assert batch.tokens is not None
+    texts, mask, t = Texts.of(batch, rows), batch.mask[rows], torch.arange(batch.mask.shape[1])
+    ids = (torch.from_numpy(texts.ids.astype(np.int64)) - 1).clamp(min=0)
+    where = torch.from_numpy(texts.prompts)[:, None] - 1 + t
+    return ids, ragged.masked(where, mask), ragged.masked(batch.tokens[rows], mask), mask
+
+
+def _by_length(batch: Batch, rows: Tensor, size: int) -> Iterator[Tensor]:
+    """Completions of about equal length together, `size` at a time."""
+    order = np.argsort(Texts.of(batch, rows).lengths, kind="stable")
+    return iter(torch.split(rows[torch.from_numpy(order)], size))
+
+
+def _distinct(batch: Batch) -> tuple[Tensor, Tensor]:
+    """([n] one completion of each text and mask, [B] which stands for each; one without a sampled token for itself)."""
+    rows = batch.mask.any(1).nonzero().squeeze(1)
+    columns = _columns(batch, rows)
+    stands_for, seen = torch.arange(len(batch.mask)), dict[bytes, int]()
+    size = Texts.of(batch, rows).prompts
+    for i, row in enumerate(rows.tolist()):
+        key = b"".join(c[i].numpy().tobytes() for c in columns) + bytes(str(size[i]), "ascii")
+        stands_for[row] = seen.setdefault(key, row)
+    return torch.tensor(list(seen.values()), dtype=torch.int64), stands_for
 
 
 def _squared(gradients: Any) -> Tensor:

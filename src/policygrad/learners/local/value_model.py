@@ -15,9 +15,9 @@ from policygrad.core.critic import Critic, explained_variance
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.forward import Evaluator
-from policygrad.learners.local.network import Network, backbone, predicting_states
+from policygrad.learners.local.network import backbone
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.local.packing import Merged, Pack
+from policygrad.learners.local.packing import Pack, pack
 from policygrad.learners.local.recompute import recompute_activations
 from policygrad.models.replica import Build, replica
 
@@ -29,7 +29,7 @@ class ValueNetwork(nn.Module):
     The head's last layer starts at 0, so V = 0. The policy is held in a closure: its parameters are none of the critic's.
     """
 
-    def __init__(self, policy: Network, critic: Critic, recompute: bool = False, build: Build | None = None) -> None:
+    def __init__(self, policy: Evaluator, critic: Critic, recompute: bool = False, build: Build | None = None) -> None:
         super().__init__()
         first = next(policy.model.parameters())
         if critic.features == "own":
@@ -38,16 +38,16 @@ class ValueNetwork(nn.Module):
                 recompute_activations(whole)
             self.backbone = backbone(whole).requires_grad_(True)
             dtype, own = first.dtype, self.backbone
-            self.states: Callable[[Pack], Tensor] = lambda part: predicting_states(own, part)
+            self.states: Callable[[Pack], Tensor] = lambda part: policy.reading(part).hidden(part, own)
         else:  # a head is small: bf16 would save nothing
             dtype = first.dtype if first.dtype == torch.float64 else torch.float32
             self.states = lambda part: _fixed_states(policy, part).to(dtype)
-        self.head = _head(policy.hidden_size, critic.hidden).to(first.device, dtype)
+        self.head = _head(policy.network.hidden_size, critic.hidden).to(first.device, dtype)
 
     def forward(self, part: Pack) -> Tensor:
         """[b, T] the value before each token is taken: at the position that predicts it. 0 off the mask."""
         values: Tensor = self.head(self.states(part)).squeeze(-1).float()
-        return values.new_zeros(part.mask.shape).masked_scatter(part.mask, values)
+        return torch.where(part.mask, values.index_select(0, part.predictor.flatten()).view_as(part.mask), 0.0)
 
 
 def _head(width: int, hidden: int) -> nn.Module:
@@ -58,13 +58,13 @@ def _head(width: int, hidden: int) -> nn.Module:
 
 
 @torch.no_grad()
-def _fixed_states(policy: Network, part: Pack) -> Tensor:
-    return policy.hidden(part)
+def _fixed_states(policy: Evaluator, part: Pack) -> Tensor:
+    return policy.reading(part).hidden(part)
 
 
 @dataclass(eq=False)
 class ValueModel:
-    """Evaluates and fits the value network, micro-batch by micro-batch, equal completions once."""
+    """Evaluates and fits the value network, micro-batch by micro-batch."""
 
     network: ValueNetwork
     optimizer: Optimizer
@@ -86,18 +86,17 @@ class ValueModel:
         critic in each, for the schedule."""
         rollouts, each = updates
         total = (rollouts + min(rollouts, critic.pretrain) * (critic.pretrain_epochs - 1)) * each
-        network = ValueNetwork(evaluator.network, critic, config.gradient_checkpointing, build)
+        network = ValueNetwork(evaluator, critic, config.gradient_checkpointing, build)
         return cls(network, Optimizer(network, adam, critic.rate(lr), total), evaluator, config)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Batch:
         """The batch with `values` [B, T], float32."""
-        merged = Merged.of_texts(batch)
         out = torch.zeros(batch.mask.shape)
         device = next(self.network.parameters()).device
-        for part in self.evaluator.packs(batch, merged.unique, self.config.micro_tokens):
+        for part in pack(batch, torch.arange(len(out)), self.config.tokens_at(device)):
             out[part.rows] = self.network(part.to(device)).cpu()
-        return replace(batch, values=merged.spread(out))
+        return replace(batch, values=out)
 
     def bootstrapped(self, batch: Batch) -> Batch:
         """The batch with `bootstrap` [B], float32: the value after the last sampled token of what was cut off, 0 elsewhere.
@@ -126,14 +125,13 @@ class ValueModel:
     def _gradient(self, batch: Batch, critic: Critic) -> Metrics:
         assert batch.returns is not None
         assert batch.values is not None
-        merged = Merged.of(batch, batch.returns, batch.mask.any(1).nonzero().squeeze(1))
-        coefficient = merged.summed(TokenMean()(batch.mask, batch.group).to(batch.reward.dtype))
+        coefficient = TokenMean()(batch.mask, batch.group).to(batch.reward.dtype)
         bare = replace(batch, prompts=None, tokens=None, experts=None)
         device = next(self.network.parameters()).device
         metrics: Metrics = {}
         self.network.train(self.config.gradient_checkpointing)
-        for part in self.evaluator.packs(batch, merged.unique, self.config.micro_tokens):
-            share, c = bare.select(part.rows).to(device), coefficient[merged.place[part.rows]].to(device)
+        for part in pack(batch, torch.arange(len(batch.mask)), self.config.tokens_at(device)):
+            share, c = bare.select(part.rows).to(device), coefficient[part.rows].to(device)
             assert share.returns is not None
             loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
             torch.autograd.backward(loss)

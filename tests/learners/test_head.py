@@ -1,0 +1,118 @@
+"""Log-probabilities and entropies through the head, whose gradient is written down, against autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from policygrad.learners.local import head
+from policygrad.learners.local.head import log_probability
+
+STATES, WIDTH, VOCABULARY = 7, 5, 11
+
+
+def example(dtype: torch.dtype, bias: bool) -> tuple[Tensor, nn.Linear, Tensor, Tensor]:
+    """States, a head, and which states predict which tokens: some twice the same, one nothing at all."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(STATES, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    linear = nn.Linear(WIDTH, VOCABULARY, bias=bias, dtype=dtype)
+    for p in linear.parameters():
+        p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype)
+    index = torch.tensor([3, 0, 3, 3, 6, 1, 2, 0, 5])
+    tokens = torch.tensor([2, 10, 2, 7, 0, 0, 4, 9, 1])
+    return states, linear, index, tokens
+
+
+def plain(states: Tensor, linear: nn.Linear, index: Tensor, tokens: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """The definition."""
+    logp = (linear(states) / tau).log_softmax(-1)
+    return logp[index, tokens], -(logp.exp() * logp).sum(-1)[index]
+
+
+@pytest.mark.parametrize("chunk", [16 * VOCABULARY, 2**21])
+@pytest.mark.parametrize("tau", [1.0, 0.7])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_values_and_gradients_are_those_of_autograd(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, tau: float, bias: bool, entropy: bool
+) -> None:
+    monkeypatch.setattr(head, "CHUNK", chunk)
+    states, linear, index, tokens = example(torch.float64, bias)
+    many = torch.cat([states, states.detach().flip(0), states.detach() * 2]).requires_grad_()  # more than one chunk
+    index = torch.cat([index, index + STATES, index + 2 * STATES])
+    tokens = tokens.repeat(3)
+    g, h = torch.randn(2, len(index), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found, seen = log_probability(many, linear, index, tokens, tau, entropy=entropy)
+    logp, exact = plain(many, linear, index, tokens, tau)
+    assert torch.allclose(found, logp, atol=1e-12)
+    loss, truth = (g * found).sum(), (g * logp).sum()
+    if entropy:
+        assert seen is not None
+        assert torch.allclose(seen, exact, atol=1e-12)
+        loss, truth = loss + (h * seen).sum(), truth + (h * exact).sum()
+    leaves = [many, *linear.parameters()]
+    for got, expected in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, leaves), strict=True):
+        assert torch.allclose(got, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_gradient_that_was_expected_saves_a_product_and_a_wrong_guess_costs_one(
+    monkeypatch: pytest.MonkeyPatch, right: bool
+) -> None:
+    states, linear, index, tokens = example(torch.float64, True)
+    products = []
+    monkeypatch.setattr(head._Logits, "__call__", counted(head._Logits.__call__, products))
+    g = torch.linspace(-1, 1, len(index), dtype=torch.float64)
+    found, _ = log_probability(states, linear, index, tokens, 0.7, expected=g if right else g + 1e-9)
+    leaves = [states, *linear.parameters()]
+    got = torch.autograd.grad((g * found).sum(), leaves)
+    expected = torch.autograd.grad((g * plain(states, linear, index, tokens, 0.7)[0]).sum(), leaves)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
+    assert len(products) == (1 if right else 2)
+
+
+def counted(call, calls):  # type: ignore[no-untyped-def]
+    def made(self, which):  # type: ignore[no-untyped-def]
+        calls.append(which)
+        return call(self, which)
+
+    return made
+
+
+def test_tokens_that_a_model_rules_out_have_no_part() -> None:
+    """0·∞ = 0: the entropy and all gradients stay finite."""
+    states, linear, index, tokens = example(torch.float64, True)
+    with torch.no_grad():
+        linear.bias[5] = -torch.inf
+    logp, entropy = log_probability(states, linear, index, tokens, 1.0, entropy=True)
+    assert entropy is not None
+    for gradient in torch.autograd.grad(logp.sum() + entropy.sum(), [states, *linear.parameters()]):
+        assert bool(gradient.isfinite().all())
+
+
+def test_what_does_not_train_gets_no_gradient_and_no_graph_costs_nothing() -> None:
+    states, linear, index, tokens = example(torch.float64, True)
+    linear.requires_grad_(False)
+    logp, _ = log_probability(states, linear, index, tokens, 1.0)
+    logp.sum().backward()
+    assert states.grad is not None
+    assert linear.weight.grad is None
+    with torch.no_grad():
+        assert not log_probability(states, linear, index, tokens, 1.0)[0].requires_grad
+
+
+def test_half_precision_sums_in_float32() -> None:
+    states, linear, index, tokens = example(torch.bfloat16, False)
+    logp, _ = log_probability(states, linear, index, tokens, 1.0)
+    assert logp.dtype == torch.float32
+    logp.sum().backward()
+    double = linear.weight.detach().double().requires_grad_()
+    truth = (states.detach().double() @ double.T).log_softmax(-1)[index, tokens]
+    truth.sum().backward()
+    assert double.grad is not None
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.dtype == torch.bfloat16
+    assert torch.allclose(logp.double(), truth, atol=0.05)
+    assert torch.allclose(linear.weight.grad.double(), double.grad, atol=0.05)
