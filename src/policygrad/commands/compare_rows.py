@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 import re
 import shlex
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +16,6 @@ from policygrad.compare.words import layered, names
 from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 from policygrad.training.config.run import Run
-from policygrad.training.config.toml import from_dict
 
 OURS = ("--seed", "--output", "--resume", "--tokens", "--stop-after", "--dry-run", "--plain")
 """Options of train that a comparison sets itself."""
@@ -140,20 +136,18 @@ def _knob(
 
 
 def resolved(label: str, words: Sequence[str]) -> Run:
-    """The run that `policygrad train WORDS` would be, by its own dry run.
+    """The run that `policygrad train WORDS` would be.
 
     Raises:
         ConfigError: it is refused; with the row's name.
     """
-    from policygrad.commands.train import train
+    from policygrad.commands.train import asked
 
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said):
-            train([*words, "--dry-run"])
+        run, _ = asked([*words])
     except ConfigError as error:
         raise ConfigError(f"the row {label}: {error}") from error
-    return from_dict(tomllib.loads(said.getvalue()), Run(), f"the row {label}")
+    return run.resolved()
 
 
 def measure(run: Run) -> dict[str, Any]:

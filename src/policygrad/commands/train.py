@@ -25,7 +25,7 @@ from policygrad.commands.options import (
     take_algorithm,
 )
 from policygrad.core.algorithm import Algorithm
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, PolicygradError
 from policygrad.training.config.composed import composed
 from policygrad.training.config.parts import find_algorithm
 from policygrad.training.config.run import Draft, Options, Run, optional
@@ -57,6 +57,25 @@ class TrainOptions(CommandOptions):
 
 def train(args: list[str]) -> int:
     """`policygrad train [ALGORITHM] [options]`."""
+    run, command = asked(args)
+    if command.dry_run:
+        print(dry_run(run))
+        print(memory(run))
+        return 0
+    from policygrad.trackers import default_tracker
+    from policygrad.training.trainer import train as start
+
+    display = default_tracker(plain=command.plain or None)
+    start(run, resume=command.resume, stop_after=command.stop_after, display=display)
+    return 0
+
+
+def asked(args: list[str]) -> tuple[Run, TrainOptions]:
+    """What `policygrad train ARGS` would do.
+
+    Raises:
+        ConfigError: what cannot be.
+    """
     refuse_foreign(args, lambda: flags(take_algorithm([w for w in args if not re.match(r"[\w.+]+=", w)])[0] or "dapo"))
     name, args = take_algorithm(args)
     base = _base(name, args)
@@ -65,15 +84,7 @@ def train(args: list[str]) -> int:
     run = renamed(run, base.algorithm)
     if command.resume is not None:
         _check_resumable(base, run, command.resume)
-    if command.dry_run:
-        print(dry_run(run))
-        return 0
-    from policygrad.trackers import default_tracker
-    from policygrad.training.trainer import train as start
-
-    display = default_tracker(plain=command.plain or None)
-    start(run, resume=command.resume, stop_after=command.stop_after, display=display)
-    return 0
+    return run, command
 
 
 def renamed(run: Run, base: Algorithm) -> Run:
@@ -93,6 +104,17 @@ def dry_run(run: Run) -> str:
     for text in idle(run):
         lines += ["", *textwrap.wrap(f"Note: {text}", page_width() - 2)]
     return "\n".join([*(f"# {line}".rstrip() for line in [*said, *lines]), "", dumps(run).rstrip()])
+
+
+def memory(run: Run) -> str:
+    """About how much it would take, as a comment; or why that cannot be said."""
+    from policygrad.training.footprint import footprint
+
+    try:
+        said = str(footprint(run.resolved()))
+    except (PolicygradError, OSError, ValueError) as error:
+        said = f"memory: not known, {error}"
+    return "\n".join(f"# {line}" for line in textwrap.wrap(said, page_width() - 2))
 
 
 def flags(name: str) -> list[str]:

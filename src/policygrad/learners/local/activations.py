@@ -1,0 +1,72 @@
+"""How much a micro-batch keeps for its way back, found without weights: the model runs on tensors of a shape and no memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from policygrad.core.batch import Batch
+from policygrad.learners.local.network import Network
+from policygrad.learners.local.packing import Pack, pack
+from policygrad.learners.local.tree import Block, Tree, take_branches
+
+
+@contextmanager
+def counting(held: dict[int, int], model: nn.Module) -> Iterator[None]:
+    """Adds up, by storage, the bytes that operations within keep for their gradients, parameters left out."""
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in own:
+            held[storage._cdata] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        yield
+
+
+def kept_bytes(config: Any, dtype: torch.dtype, tokens: int, prompt: int, completion: int, group: int) -> int:
+    """Of one micro-batch of about so many tokens, through the backbone of the architecture `config`: `group` completions to a
+    prompt. Nothing is loaded, and nothing computed."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import AutoModelForCausalLM
+
+    part = _made_up(tokens, prompt, completion, group)
+    with FakeTensorMode() as mode:
+        model: Any = cast(Any, AutoModelForCausalLM).from_config(copy.deepcopy(config), dtype=dtype)
+        model.eval()
+        network, held = Network(model, split_head=True, branches=take_branches(model)), dict[int, int]()
+        with counting(held, model):
+            states = network.hidden(_fake(part, mode))
+        del states
+    return sum(held.values())
+
+
+def _made_up(tokens: int, prompt: int, completion: int, group: int) -> Pack:
+    """Whole groups, at least one completion, until there are as many tokens."""
+    rows = max(1, round(tokens / (prompt / group + completion)))
+    groups = -(-rows // group)
+    batch = Batch(
+        mask=torch.ones(rows, completion, dtype=torch.bool),
+        group=torch.arange(rows) // group,
+        reward=torch.zeros(rows),
+        tokens=torch.arange(rows)[:, None].expand(-1, completion).contiguous(),
+        prompts=tuple(torch.full((max(1, prompt),), rows + g) for g in range(groups)),
+    )
+    return next(pack(batch, torch.arange(rows), 10**12))
+
+
+def _fake(part: Pack, mode: Any) -> Pack:
+    def shape(x: Any) -> Any:
+        return mode.from_tensor(x) if isinstance(x, Tensor) else x
+
+    blocks = tuple(Block(*(shape(getattr(b, f.name)) for f in fields(Block))) for b in part.tree.blocks)
+    there = {f.name: shape(getattr(part, f.name)) for f in fields(Pack) if f.name != "tree"}
+    return Pack(**there, tree=Tree(blocks, shape(part.tree.place)))

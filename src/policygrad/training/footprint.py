@@ -1,0 +1,119 @@
+"""How much memory a run will take, said before it takes it.
+
+    peak = libraries + weights + gradients + optimiser + other models + max(learning, sampling)
+
+Learning is what one micro-batch keeps for its way back, counted on the architecture itself (`learners/local/activations.py`), and
+what goes over the vocabulary; sampling the key-value cache of the rows that decode at once, with their logits. Of a run that
+samples and learns in one process, on one device.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from policygrad.errors import PolicygradError
+from policygrad.learners.local.activations import kept_bytes
+from policygrad.learners.local.head import CHUNK, CHUNK_ACCELERATOR
+from policygrad.models.loading import resolve
+from policygrad.models.precision import DTYPES
+from policygrad.tasks import load_task
+from policygrad.training.config.run import Run
+from policygrad.training.memory import resident
+from policygrad.training.resources import pick_device, policy_tokenizer
+
+LOOKED_AT = 64
+"""Prompts whose mean length stands for all."""
+
+
+def in_words(size: int) -> str:
+    """Bytes for people: 12 MiB, 1.4 GiB."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by what they are for."""
+
+    static: dict[str, int]
+    """For the whole run."""
+    learning: int
+    sampling: int
+    tokens: int
+    """Of a micro-batch."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.static.values()) + max(self.learning, self.sampling)
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{name} {in_words(size)}" for name, size in self.static.items() if size)
+        return (
+            f"memory: about {in_words(self.peak)} at most ({held}, and a micro-batch of {self.tokens:,} tokens "
+            f"{in_words(self.learning)} or decoding {in_words(self.sampling)})"
+        )
+
+
+def footprint(run: Run) -> Footprint:
+    """Of the run, from the configuration of its model and the first prompts of its task; no weights are read.
+
+    Raises:
+        PolicygradError: what cannot be loaded, or an architecture on which nothing can be counted.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    device = pick_device(run.learner.device)
+    if not isinstance(run.model, str):
+        raise PolicygradError("the model is an object: its memory is taken already")
+    task, config = (
+        load_task(run.task, seed=run.seed, held_out=run.held_out),
+        AutoConfig.from_pretrained(resolve(run.model)),
+    )
+    with torch.device("meta"):
+        model: Any = cast(Any, AutoModelForCausalLM).from_config(config)
+    tokenizer = policy_tokenizer(run.model, run.tokenizer, model)
+    lengths = [len(tokenizer.encode(task.train(i).prompt, run.sampling.max_tokens)) for i in range(LOOKED_AT)]
+    prompt, libraries = round(statistics.fmean(lengths)), resident() if device == "cpu" else 0
+    dtype, tokens = DTYPES[run.learner.dtype], run.learner.tokens_at(device)
+    completion = run.sampling.max_tokens
+    try:
+        kept = kept_bytes(config, dtype, tokens, prompt, completion, run.group_size)
+    except Exception as error:  # whatever an architecture says to tensors without memory
+        raise PolicygradError(f"nothing can be counted on {type(model).__name__}: {error}") from error
+    vocabulary = int(model.get_output_embeddings().weight.shape[0])
+    logits = (CHUNK if device == "cpu" else CHUNK_ACCELERATOR) * 4 * 3
+    rows = min(run.sampling.decode_rows, run.prompts_per_step * run.group_size)
+    cache = rows * (max(lengths) + completion) * _cache_width(config) * dtype.itemsize
+    return Footprint(
+        {"libraries": libraries, **_models(run, sum(p.numel() for p in model.parameters()), dtype)},
+        learning=kept + logits,
+        sampling=cache + rows * vocabulary * 24,
+        tokens=tokens,
+    )
+
+
+def _models(run: Run, parameters: int, dtype: torch.dtype) -> dict[str, int]:
+    """Weights, gradients and Adam's moments of all that trains, and the models beside it."""
+    algorithm, weight = run.algorithm, dtype.itemsize
+    masters = 0 if dtype == torch.float32 else 4
+    trained = (
+        1 + (algorithm.critic is not None and algorithm.critic.features == "own") + (algorithm.reward_model is not None)
+    )
+    frozen = ("logp_ref" in algorithm.needs) + ("kl_old" in algorithm.forward_needs)
+    return {
+        "weights": parameters * trained * (weight + masters),
+        "gradients": parameters * trained * 4,
+        "optimiser": parameters * (trained * 8 if algorithm.step.uses_lr else 6 * 4),
+        "other models": parameters * frozen * weight,
+    }
+
+
+def _cache_width(config: Any) -> int:
+    """Numbers that one token has in the key-value cache, in all layers."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * width)

@@ -1,0 +1,95 @@
+"""What a run will take is what it takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+
+import policygrad as pg
+from doubles.architectures import CONFIGS
+from policygrad.commands.train import train
+from policygrad.learners.local import activations
+from policygrad.learners.local.forward import probe
+from policygrad.models.loading import load_model
+from policygrad.training.footprint import Footprint, footprint
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-neox", "phi"])
+@pytest.mark.parametrize("completion", [3, 40])
+def test_what_a_micro_batch_keeps_is_counted_without_weights(name: str, completion: int) -> None:
+    """As many bytes as the same pass of a real model keeps."""
+    config = CONFIGS[name]()
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    evaluator = probe(model, 1.0)
+    assert evaluator.network.branches
+    part, held = activations._made_up(140, 12, completion, 4), dict[int, int]()
+    with activations.counting(held, model):
+        states = evaluator.network.hidden(part)
+    found = activations.kept_bytes(config, torch.float32, 140, 12, completion, 4)
+    assert found == pytest.approx(sum(held.values()), rel=0.02)
+    assert 100 < len(part.ids) < 200
+    assert states.requires_grad
+
+
+def test_the_dry_run_says_it_and_names_what_it_cannot_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["ppo", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "# memory: about" in said
+    assert "2,048 tokens" in said.replace("\n# ", " ")
+    assert train(["grpo", "--dry-run", "--task", "nowhere.jsonl"]) == 0
+    assert "# memory: not known, nowhere.jsonl" in capsys.readouterr().out
+
+
+def test_every_model_of_a_run_is_counted() -> None:
+    found = {
+        name: footprint(pg.Run(algorithm=pg.algorithm(name)).resolved()) for name in ("dr_grpo", "grpo", "ppo", "trpo")
+    }
+    plain = found["dr_grpo"].static
+    assert found["grpo"].static["other models"] == plain["weights"]  # its reference
+    assert found["ppo"].static["weights"] == 2 * plain["weights"]  # its critic
+    assert found["ppo"].static["optimiser"] == 2 * plain["optimiser"]
+    assert found["trpo"].static["optimiser"] > plain["optimiser"]
+    half = footprint(pg.Run(algorithm=pg.DR_GRPO, learner=pg.LearnerConfig(dtype="bf16")).resolved())
+    assert half.static["weights"] == plain["weights"] * 3 // 2  # and their masters
+    assert half.learning < found["dr_grpo"].learning
+
+
+def test_the_larger_of_learning_and_sampling_is_the_peak() -> None:
+    assert Footprint({"weights": 2**30}, learning=2**20, sampling=2**30, tokens=1).peak == 2**31
+    assert "2.0 GiB" in str(Footprint({"weights": 2**30}, learning=2**20, sampling=2**30, tokens=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_within_a_fifth_of_what_a_run_was_seen_to_take(tmp_path: Path, tokens: int) -> None:
+    """A model of 7M parameters, four groups of eight answers of 128 tokens; the estimate is of a process of its own as well."""
+    config = tf.Qwen3Config(
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    tf.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    tf.AutoTokenizer.from_pretrained(load_model("tiny").config._name_or_path).save_pretrained(tmp_path / "model")
+    options = ["grpo", "--model", str(tmp_path / "model"), "--prompts-per-step", "4", "--samples-per-prompt", "8"]
+    options += ["--steps", "1", "--max-tokens", "128", "--learner.micro-tokens", str(tokens)]
+    options += ["--evaluation.problems", "0", "--reward", "format:a", "--lr", "1e-5"]
+    command = [sys.executable, "-m", "policygrad", "train", *options]
+    subprocess.run([*command, "--output", str(tmp_path / "run"), "--plain"], check=True, capture_output=True)
+    taken = json.loads((tmp_path / "run" / "result.json").read_text())["peak_memory_mib"] * 2**20
+    program = (
+        "import sys; from policygrad.commands.train import asked; from policygrad.training.footprint import footprint; "
+        "print(footprint(asked(sys.argv[1:])[0].resolved()).peak)"
+    )
+    said = subprocess.run([sys.executable, "-c", program, *options], check=True, capture_output=True, text=True)
+    assert int(said.stdout) == pytest.approx(taken, rel=0.2)
