@@ -54,12 +54,9 @@ def test_help_and_version_import_nothing_heavy() -> None:
         assert not {"torch", "tyro", "rich", "transformers", "policygrad.algorithms"} & imported(*args)
 
 
-def test_dry_run_loads_no_model_code() -> None:
-    assert not {"transformers", "safetensors", "reasoning_gym", "numpy.random"} & imported(
-        "train", "dapo", "--dry-run"
-    ) - {
-        "numpy.random"  # torch may bring numpy along
-    }
+def test_explaining_loads_no_model_code() -> None:
+    """A dry run does, since it counts on the architecture what it would take."""
+    assert not {"transformers", "safetensors", "reasoning_gym"} & imported("show", "dapo")
 
 
 def test_module_runs_and_survives_a_closed_pipe() -> None:

@@ -132,7 +132,8 @@ def test_refusals(run_command: Any, args: tuple[str, ...], reason: str) -> None:
     assert reason in err
 
 
-def test_dry_run_says_every_command(run_command: Any) -> None:
+def test_dry_run_says_every_command(run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     told = words(run_command, "grpo", "trpo", "--seeds", "2", "--lr-grid", "1e-4,1e-3", "--budget-tokens", "1000")
     assert len(told) == 2 * 2 + 2 * 2
     assert all("--tokens 1000" in line for line in told)

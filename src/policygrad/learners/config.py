@@ -55,8 +55,7 @@ class LearnerConfig:
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto = cuda where there is one."""
     micro_tokens: int = 0
-    """Tokens per forward and backward pass, those that texts share once; 0 = 2048 on a CPU, whose caches hold what so many make,
-    and 16384 on a GPU."""
+    """Tokens per forward and backward pass, those that texts share once; 0 = 2048 on a CPU, 16384 on a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     trainable: str = ""
