@@ -54,9 +54,10 @@ def test_help_and_version_import_nothing_heavy() -> None:
         assert not {"torch", "tyro", "rich", "transformers", "policygrad.algorithms"} & imported(*args)
 
 
-def test_explaining_loads_no_model_code() -> None:
-    """A dry run does, since it counts on the architecture what it would take."""
-    assert not {"transformers", "safetensors", "reasoning_gym"} & imported("show", "dapo")
+def test_planning_a_comparison_loads_no_model_code() -> None:
+    """A run's own dry run does: it counts on the architecture what the run would take."""
+    plan = ("compare", "grpo", "dapo", "--budget-tokens", "1000", "--dry-run")
+    assert not {"transformers", "safetensors", "reasoning_gym"} & imported(*plan)
 
 
 def test_module_runs_and_survives_a_closed_pipe() -> None:
