@@ -20,18 +20,13 @@ from policygrad.learners.local.activations import kept_bytes
 from policygrad.learners.local.head import CHUNK, CHUNK_ACCELERATOR
 from policygrad.models.loading import resolve
 from policygrad.models.precision import DTYPES
+from policygrad.rewards.memory import resident, words
 from policygrad.tasks import load_task
 from policygrad.training.config.run import Run
-from policygrad.training.memory import resident
 from policygrad.training.resources import pick_device, policy_tokenizer
 
 LOOKED_AT = 64
 """Prompts whose mean length stands for all."""
-
-
-def in_words(size: int) -> str:
-    """Bytes for people: 12 MiB, 1.4 GiB."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 @dataclass(frozen=True)
@@ -50,10 +45,10 @@ class Footprint:
         return sum(self.static.values()) + max(self.learning, self.sampling)
 
     def __str__(self) -> str:
-        held = ", ".join(f"{name} {in_words(size)}" for name, size in self.static.items() if size)
+        held = ", ".join(f"{name} {words(size)}" for name, size in self.static.items() if size)
         return (
-            f"memory: about {in_words(self.peak)} at most ({held}, and a micro-batch of {self.tokens:,} tokens "
-            f"{in_words(self.learning)} or decoding {in_words(self.sampling)})"
+            f"memory: about {words(self.peak)} at most ({held}, and a micro-batch of {self.tokens:,} tokens "
+            f"{words(self.learning)} or decoding {words(self.sampling)})"
         )
 
 

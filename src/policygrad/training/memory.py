@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch
 
 MIB = 2**20
-
-
-def resident() -> int:
-    """Bytes that this process holds now, 0 where the system does not tell."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def peak_memory() -> dict[str, float]:
