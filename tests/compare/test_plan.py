@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def test_the_runs_that_follow() -> None:
     assert len({job.folder for job in [*tuning, *reported]}) == len(tuning) + len(reported)
 
 
+def test_more_may_be_asked_for_and_what_is_there_counts(tmp_path: Path) -> None:
+    """Rows, values of a grid and seeds, in any order of the rows; not another budget."""
+    first = plan(row("grpo", GRID[:2]), row("ppo"), seeds=2)
+    more = plan(row("trpo"), row("ppo"), row("grpo", GRID), seeds=3)
+    assert open_folder(tmp_path / "new", first) == first
+    assert open_folder(tmp_path / "new", more) == more
+    assert read(tmp_path / "new") == more
+    assert {job.folder for job in first.tuning()} < {job.folder for job in more.tuning()}
+    with pytest.raises(RunError, match="they differ in the rows"):
+        open_folder(tmp_path / "new", first)
+    with pytest.raises(RunError, match="they differ in tokens"):
+        open_folder(tmp_path / "new", replace(more, tokens=more.tokens + 1))
+
+
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     found = plan(row("grpo", GRID), row("ppo", updates=4))
     assert open_folder(tmp_path / "new", found) == found
@@ -50,6 +65,8 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         open_folder(tmp_path / "new", plan(row("grpo", GRID), row("ppo", updates=8)))
     with pytest.raises(RunError, match=r"they differ in the rows, seeds"):
         open_folder(tmp_path / "new", plan(row("grpo", GRID), seeds=9))
+    with pytest.raises(RunError, match=r"they differ in the row grpo"):
+        open_folder(tmp_path / "new", plan(row("grpo", GRID[:2]), row("ppo", updates=4)))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("…")
     with pytest.raises(RunError, match="is not empty and holds no comparison"):

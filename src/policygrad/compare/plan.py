@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +137,18 @@ def read(folder: Path) -> Plan:
 
 
 def open_folder(folder: Path, plan: Plan) -> Plan:
-    """Begins a comparison in a new folder, or goes on with the one there, if it is the same; returns the plan that counts.
+    """Begins a comparison in a new folder, or goes on with the one there, if it is the same or asks for more: further rows, values
+    of a grid, or seeds, for which the runs that are there count. Returns the plan that counts.
 
     Raises:
         RunError: another comparison is in it, with what differs, or something else is.
     """
     if (folder / FILE).exists():
         there = read(folder)
-        if differ := _differ(there, plan):
+        if (differ := _differ(there, plan)) and _asks_for_more(there, plan):
+            write_atomically(folder / FILE, json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n")
+            return plan
+        if differ:
             raise RunError(
                 f"{folder} holds another comparison, they differ in {', '.join(differ)}: go on with it by --resume {folder}, or "
                 "take another folder, --output DIR"
@@ -174,6 +178,16 @@ def _differ(there: Plan, plan: Plan) -> list[str]:
     if [row.label for row in there.rows] != [row.label for row in plan.rows]:
         return ["the rows", *found]
     return [*(f"the row {a.label}" for a, b in _pairs(there.rows, plan.rows) if asdict(a) != asdict(b)), *found]
+
+
+def _asks_for_more(there: Plan, plan: Plan) -> bool:
+    """Whether a run of either plan is the same run in both, and `plan` has all of those of `there`."""
+    rows = {row.label: row for row in plan.rows}
+    kept = [replace(row, grid=rows[row.label].grid) for row in there.rows if row.label in rows]
+    more = all({*row.grid} <= {*rows[row.label].grid} for row in there.rows if row.label in rows)
+    seeds = all({*getattr(there, name)} <= {*getattr(plan, name)} for name in ("seeds", "tuning_seeds"))
+    same = there.tokens == plan.tokens and there.ladder == plan.ladder and len(kept) == len(there.rows)
+    return more and seeds and same and all(asdict(row) == asdict(rows[row.label]) for row in kept)
 
 
 def _pairs(old: Iterable[Row], new: Iterable[Row]) -> Iterable[tuple[Row, Row]]:
