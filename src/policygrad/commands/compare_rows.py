@@ -118,7 +118,7 @@ def _row(
         knob=knob,
         grid=grid,
         measure=measure(tried),
-        settings=settings(tried),
+        settings={name: value for name, value in settings(tried).items() if f"--{name}" != knob},
         change=asked.change,
         reason=reason,
     )
