@@ -35,11 +35,11 @@ class Shared:
         if any(type(layer) is not DynamicLayer for layer in held.layers):
             raise UnsupportedError("layers that do not keep all keys, or not keys")
         gap = (seen == 0)[:, None, :, None]
-        pairs = [(layer.keys.masked_fill_(gap, 0), layer.values.masked_fill_(gap, 0)) for layer in held.layers]
+        pairs = [[x.masked_fill(gap, 0) for x in (layer.keys, layer.values)] for layer in held.layers]
         before, new = len(self.owner), int(repeats.sum())
         if before == 0:
             self.layout.used, self.cache = 0, held
-            self.layers = [SharedLayer(k, v, new, min(room, cache.ROOM), self.layout) for k, v in pairs]
+            self.layers = [SharedLayer(k, v, new, self.layout) for k, v in pairs]
             held.layers = list(self.layers)
             self.seen = seen
         else:
@@ -107,8 +107,7 @@ class Shared:
         place = torch.empty_like(self.rows)
         place[order] = self.owner[order] * most + nth
         full = rows == contexts * most and bool((place == self.rows).all())
-        capacity = max(self.layout.used, self.layers[0].own[0].shape[2])
-        own = torch.arange(capacity, device=self.device) < self.start[:, None]
+        own = torch.arange(self.layout.used + cache.ROOM, device=self.device) < self.start[:, None]
         blind = torch.cat([self.seen[self.owner] == 0, own], 1)[:, None, None]
         dtype = torch.promote_types(self.layers[0].dtype, torch.float32)
         self.layout.hidden = torch.zeros(blind.shape, dtype=dtype, device=self.device).masked_fill_(blind, -torch.inf)

@@ -51,9 +51,15 @@ class Decoding:
             if len(self.alive):
                 logits = memory.step(token, self.size[self.alive] + self.count - 1)
                 self.routes.add(self.alive, self.count - 1, memory.rows)
-        found = zip(self.tokens.cpu(), self.logps.cpu(), self.length.tolist(), self.ended.tolist(), strict=True)
+        return self._found(version)
+
+    def _found(self, version: int) -> list[Generation]:
+        lengths = self.length.tolist()
+        drawn = torch.arange(self.tokens.shape[1], device=self.device) < self.length[:, None]
+        tokens, logps = (x[drawn].cpu().split(lengths) for x in (self.tokens, self.logps))
+        found = zip(tokens, logps, lengths, self.ended.tolist(), strict=True)
         return [
-            Generation(row[:n].clone(), p[:n].clone(), "stop" if end else "length", version, self.routes.of(i, n))
+            Generation(row, p, "stop" if end else "length", version, self.routes.of(i, n))
             for i, (row, p, n, end) in enumerate(found)
         ]
 

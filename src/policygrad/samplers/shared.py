@@ -17,6 +17,9 @@ from transformers.cache_utils import DynamicLayer
 from policygrad.models.precision import at_least_float32
 from policygrad.samplers import cache
 
+_FIRST = 8
+"""Tokens that memory is taken for at first; then twice as many."""
+
 
 class UnsupportedError(NotImplementedError):
     """The model does something else with its keys than hand them to `scaled_dot_product_attention`."""
@@ -73,12 +76,13 @@ class _Shared(Tensor):
 
 
 class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
-    """Keys and values of contexts [C, H, L, D], and of what rows drew since [rows, H, capacity, D]."""
+    """Keys [C, H, D, L] and values [C, H, L, D] of contexts, and both of what rows drew since [rows, H, capacity, D]."""
 
-    def __init__(self, keys: Tensor, values: Tensor, rows: int, capacity: int, layout: Layout) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, rows: int, layout: Layout) -> None:
+        """keys, values: of the contexts, [C, H, L, D]."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.layout, self.context = layout, (keys, values)
-        self.own = tuple(x.new_empty(rows, x.shape[1], capacity, x.shape[3]) for x in (keys, values))
+        self.layout, self.context = layout, (keys.transpose(2, 3).contiguous(), values.contiguous())
+        self.own = tuple(x.new_empty(rows, x.shape[1], _FIRST, x.shape[3]) for x in (keys, values))
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def get_seq_length(self) -> int:
@@ -86,8 +90,8 @@ class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         rows, at = len(key_states), self.layout.used
-        if at == self.own[0].shape[2]:
-            self.own = tuple(cache.roomy(x, None, cache.ROOM) for x in self.own)
+        if at == self.own[0].shape[2]:  # twice as much, for the rows that are left: few pages are touched that nobody fills
+            self.own = tuple(cache.roomy(x[:rows], None, min(at, cache.ROOM)) for x in self.own)
         for held, new in zip(self.own, (key_states, value_states), strict=True):
             held[:rows, :, at : at + 1] = new
         self.keys, self.values = (_Shared.of(x[:rows, :, : at + 1], self) for x in self.own)
@@ -110,16 +114,16 @@ class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
 
     def join(self, keys: Tensor, values: Tensor, rows: slice) -> None:
         """More contexts, whose rows stand at `rows`: what these were before is finite, as hidden columns have to be."""
-        width = max(self.context[0].shape[2], keys.shape[2])
-        pairs = zip(self.context, (keys, values), strict=True)
-        self.context = tuple(  # type: ignore[assignment]
-            torch.cat([F.pad(x, (0, 0, width - x.shape[2], 0)) for x in pair]) for pair in pairs
+        width = max(self.context[1].shape[2], keys.shape[2])
+        held, new = self.context, (keys.transpose(2, 3), values)
+        self.context = (
+            torch.cat([F.pad(x[0], (width - x[0].shape[3], 0)) for x in (held, new)]),
+            torch.cat([F.pad(x[1], (0, 0, width - x[1].shape[2], 0)) for x in (held, new)]),
         )
-        for i, held in enumerate(self.own):
-            if rows.stop > len(held):
-                more = held.new_empty(rows.stop - len(held), *held.shape[1:])
-                self.own = (*self.own[:i], torch.cat([held, more]), *self.own[i + 1 :])
-            self.own[i][rows, :, : self.layout.used] = 0
+        if (missing := rows.stop - len(self.own[0])) > 0:
+            self.own = tuple(torch.cat([x, x.new_empty(missing, *x.shape[1:])]) for x in self.own)
+        for x in self.own:
+            x[rows, :, : self.layout.used] = 0
 
 
 def _attend(
@@ -142,7 +146,7 @@ def _attend(
         keys, values = key.as_subclass(Tensor), value.as_subclass(Tensor)
         rows, heads, used, width = keys.shape
         q = (query * (width**-0.5 if scale is None else scale)).reshape(rows, heads, -1, width)
-        shared = layout.gather(layout.spread(q) @ context[0].transpose(2, 3))
+        shared = layout.gather(layout.spread(q) @ context[0])
         scores = at_least_float32(torch.cat([shared, q @ keys.transpose(2, 3)], -1))
         scores += layout.hidden[..., : layout.length + used]
         p = scores.softmax(-1).to(values.dtype)
