@@ -13,6 +13,9 @@ from policygrad.samplers import cache
 from policygrad.samplers.memory import KEEP, prefill
 from policygrad.samplers.shared import Layout, SharedLayer, UnsupportedError
 
+_AHEAD = 32
+"""Columns that what rows may see is written down for at a time."""
+
 
 class Shared:
     """One copy of each context for all its rows; for models all of whose layers keep all keys, and whose attention is sdpa."""
@@ -56,7 +59,7 @@ class Shared:
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         if self.layout.length + self.layout.used == self.layout.hidden.shape[-1]:
-            more = self.layout.hidden.new_zeros(len(self.rows), 1, 1, cache.ROOM)
+            more = self.layout.hidden.new_zeros(len(self.rows), 1, 1, _AHEAD)
             self.layout.hidden = torch.cat([self.layout.hidden, more], -1)
         out = self.model(
             input_ids=token[:, None],
@@ -107,7 +110,7 @@ class Shared:
         place = torch.empty_like(self.rows)
         place[order] = self.owner[order] * most + nth
         full = rows == contexts * most and bool((place == self.rows).all())
-        own = torch.arange(self.layout.used + cache.ROOM, device=self.device) < self.start[:, None]
+        own = torch.arange(self.layout.used + _AHEAD, device=self.device) < self.start[:, None]
         blind = torch.cat([self.seen[self.owner] == 0, own], 1)[:, None, None]
         dtype = torch.promote_types(self.layers[0].dtype, torch.float32)
         self.layout.hidden = torch.zeros(blind.shape, dtype=dtype, device=self.device).masked_fill_(blind, -torch.inf)

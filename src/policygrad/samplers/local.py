@@ -43,12 +43,14 @@ class LocalSampler:
         from policygrad.samplers.memory import Plain
 
         done: dict[int, Generation] = {}
+        recording = nullcontext if self.routing is None else self.routing.recording
         if requests and self._shares is None:
-            self._shares = allows_sharing(self.model, self.pad)
+            with recording():
+                self._shares = allows_sharing(self.model, self.pad)
         for sampling in dict.fromkeys(r.sampling for r in requests):
             places = [i for i, r in enumerate(requests) if r.sampling == sampling]
             memory = Shared(self.model, self.pad) if self._shares else Plain(self.model, self.pad)
-            with nullcontext() if self.routing is None else self.routing.recording():
+            with recording():
                 decoding = Decoding([requests[i] for i in places], self.end, self.pad, self.routing)
                 done |= zip(places, decoding.run(memory, self.version), strict=True)
         return [done[i] for i in range(len(requests))]
