@@ -148,7 +148,9 @@ def without_end(memory: Memory, requests: list[Request]) -> list[Generation]:
 
 
 MOE: dict[str, Callable[[], Any]] = {
-    "qwen3": lambda: tf.Qwen3MoeConfig(**BASE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "qwen3": lambda: tf.Qwen3MoeConfig(
+        **BASE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
 }
 
 

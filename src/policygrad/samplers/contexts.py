@@ -85,7 +85,7 @@ class Shared:
                 layer.move(target, source)
             order[target] = source
         self.owner, self.start = self.owner[order], self.start[order]
-        kept, owner = self.owner.unique(return_inverse=True)
+        kept, owner = torch.unique(self.owner, return_inverse=True)
         if len(kept) < KEEP * len(self.seen):
             self.seen, self.owner = self.seen[kept], owner
             for layer in self.layers:

@@ -56,7 +56,7 @@ class Decoding:
     def _found(self, version: int) -> list[Generation]:
         lengths = self.length.tolist()
         drawn = torch.arange(self.tokens.shape[1], device=self.device) < self.length[:, None]
-        tokens, logps = (x[drawn].cpu().split(lengths) for x in (self.tokens, self.logps))
+        tokens, logps = (torch.split(x[drawn].cpu(), lengths) for x in (self.tokens, self.logps))
         found = zip(tokens, logps, lengths, self.ended.tolist(), strict=True)
         return [
             Generation(row, p, "stop" if end else "length", version, self.routes.of(i, n))

@@ -76,12 +76,12 @@ def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
     A wide vocabulary is summed by blocks, and only the block that the token is in is cumulated: one pass over all weights.
     """
-    n, size = weights.shape
+    size = weights.shape[1]
     if size <= 8 * _BLOCK:
         cumulative = weights.cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True), cumulative[:, -1:]
     whole = size - size % _BLOCK
-    sums = weights[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1, dtype=torch.float64)
+    sums = weights[:, :whole].view(len(weights), -1, _BLOCK).sum(-1, dtype=torch.float64)
     rest = weights[:, whole:].sum(-1, dtype=torch.float64, keepdim=True)
     cumulative = torch.cat([sums, rest], 1).cumsum(-1)
     total = cumulative[:, -1:]

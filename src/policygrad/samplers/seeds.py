@@ -27,7 +27,8 @@ class _Hash:
         x = x ^ np.uint32(self.constant)
         self.constant = self.constant * self.mult & _BITS
         x = x * np.uint32(self.constant)
-        return x ^ x >> np.uint32(16)
+        found: _Words = x ^ x >> np.uint32(16)
+        return found
 
 
 def _mix(x: _Words, y: _Words) -> _Words:

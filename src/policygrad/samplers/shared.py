@@ -50,12 +50,13 @@ class Layout:
 
     def gather(self, x: Tensor) -> Tensor:
         """The way back."""
-        rows = x.unflatten(2, (self.most, -1)).transpose(1, 2).flatten(0, 1)
-        return rows if self.place is None else rows.index_select(0, self.place)
+        contexts, heads, rows, width = x.shape
+        x = x.view(contexts, heads, self.most, rows // self.most, width).transpose(1, 2).flatten(0, 1)
+        return x if self.place is None else x.index_select(0, self.place)
 
 
 class _Shared(Tensor):
-    """Keys or values of one layer, of which attention alone may be taken; anything else is refused instead of computed from half."""
+    """Keys or values of one layer, of which attention alone may be taken: anything else would be computed from half."""
 
     layer: SharedLayer
 
@@ -90,7 +91,9 @@ class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         rows, at = len(key_states), self.layout.used
-        if at == self.own[0].shape[2]:  # twice as much, for the rows that are left: few pages are touched that nobody fills
+        if (
+            at == self.own[0].shape[2]
+        ):  # twice as much, for the rows that are left: few pages are touched that nobody fills
             self.own = tuple(cache.roomy(x[:rows], None, min(at, cache.ROOM)) for x in self.own)
         for held, new in zip(self.own, (key_states, value_states), strict=True):
             held[:rows, :, at : at + 1] = new
@@ -136,7 +139,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v, [N, Hq, 1, D] or [N, H, Hq / H, D] as `query` is: one token a row, which sees what `hidden` allows."""
+    """softmax(scale · q kᵀ) v, [N, Hq, 1, D] or [N, H, Hq / H, D] as `query` is: one token a row, which sees what `hidden` lets it."""
     if not isinstance(key, _Shared) or not isinstance(value, _Shared) or isinstance(query, _Shared):
         raise UnsupportedError("keys and values that are not both shared")
     if is_causal or dropout_p or attn_mask is None or attn_mask.shape[-1] != 1 or attn_mask.dtype != torch.bool:
