@@ -3,8 +3,8 @@
     python benchmarks/decode.py [--works short,tiny,seven] [--repeats 5]
 
 short: the embedded task, 64 prompts × 8, which end by themselves. tiny and seven: 16 × 8 completions of lengths spread
-geometrically over 16 to 256 tokens, with the model of the package (0.7M parameters) and a Qwen3 shape (7M, vocabulary 8,192), both told when to
-stop. Prints medians: CPU seconds, wall seconds, and how many times ours the CPU seconds are.
+geometrically over 16 to 256 tokens, with the model of the package (0.7M parameters) and a Qwen3 shape (7M, vocabulary 8,192), both
+told when to stop. Prints medians: CPU seconds, wall seconds, and how many times ours the CPU seconds are.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ class _Hash:
         x = x ^ np.uint32(self.constant)
         self.constant = self.constant * self.mult & _BITS
         x = x * np.uint32(self.constant)
-        found: _Words = x ^ x >> np.uint32(16)
-        return found
+        return np.asarray(x ^ x >> np.uint32(16), dtype=np.uint32)
 
 
 def _mix(x: _Words, y: _Words) -> _Words:

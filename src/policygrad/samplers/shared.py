@@ -139,7 +139,10 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v, [N, Hq, 1, D] or [N, H, Hq / H, D] as `query` is: one token a row, which sees what `hidden` lets it."""
+    """softmax(scale · q kᵀ) v, [N, Hq, 1, D] or [N, H, Hq / H, D] as `query` is, one token a row.
+
+    A row sees what `Layout.hidden` lets it, not `attn_mask`, which has to be the [N, 1, 1, 1] that the model was given.
+    """
     if not isinstance(key, _Shared) or not isinstance(value, _Shared) or isinstance(query, _Shared):
         raise UnsupportedError("keys and values that are not both shared")
     if is_causal or dropout_p or attn_mask is None or attn_mask.shape[-1] != 1 or attn_mask.dtype != torch.bool:
