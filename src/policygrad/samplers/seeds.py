@@ -17,6 +17,11 @@ _INIT_A, _MULT_A, _INIT_B, _MULT_B = 0x43B0D7E5, 0x931E8875, 0x8B51F9DD, 0x58F38
 _MIX_L, _MIX_R = 0xCA01F9DD, 0x4973F715
 
 
+def _folded(x: _Words) -> _Words:
+    found: _Words = x ^ x >> np.uint32(16)
+    return found
+
+
 class _Hash:
     """A hash whose constant moves on with each use."""
 
@@ -27,12 +32,11 @@ class _Hash:
         x = x ^ np.uint32(self.constant)
         self.constant = self.constant * self.mult & _BITS
         x = x * np.uint32(self.constant)
-        return np.asarray(x ^ x >> np.uint32(16), dtype=np.uint32)
+        return _folded(x)
 
 
 def _mix(x: _Words, y: _Words) -> _Words:
-    z = x * np.uint32(_MIX_L) - y * np.uint32(_MIX_R)
-    return z ^ z >> np.uint32(16)
+    return _folded(x * np.uint32(_MIX_L) - y * np.uint32(_MIX_R))
 
 
 def _words(key: Sequence[int]) -> tuple[int, ...]:
