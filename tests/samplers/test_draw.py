@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,6 +68,41 @@ def test_numbers_depend_on_the_key_alone(keys: list[tuple[int, ...]], n: int) ->
     assert torch.equal(uniforms(keys, n + 3)[:, :n], together)  # a larger budget draws the same numbers first
     assert len({tuple(row.tolist()) for row in together}) == len(keys)
     assert bool(((together >= 0) & (together < 1)).all())
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2**70), max_size=7).map(tuple), min_size=1, max_size=5))
+def test_numbers_are_those_of_numpys_own_seeds(keys: list[tuple[int, ...]]) -> None:
+    numpys = [np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(9) for key in keys]
+    assert np.array_equal(uniforms(keys, 9).numpy(), np.stack(numpys))
+
+
+def test_a_key_of_negative_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"not negative, not \(3, -1\)"):
+        uniforms([(3, -1)], 2)
+
+
+@pytest.mark.parametrize("size", [487, 511, 512, 513, 576, 640, 1000, 8192])
+def test_a_wide_vocabulary_is_inverted_by_blocks(size: int) -> None:
+    """The same token as the plain rule: the first whose cumulative probability is above u; log π to the last digits."""
+    g = torch.Generator().manual_seed(size)
+    logits = 3 * torch.randn(256, size, generator=g, dtype=torch.float64)
+    logits[:, ::3] = -math.inf
+    logits[0, 1:], logits[1, :-1] = -math.inf, -math.inf  # all on the first token, all on the last
+    logits[0, 0], logits[1, -1] = 2.0, -5.0
+    u = torch.rand(256, generator=g, dtype=torch.float64)
+    u[2:6] = torch.tensor([0.0, 1 - 2**-53, 0.0, 1 - 2**-53], dtype=torch.float64)
+    token, logp = draw(logits, u, Sampling())
+    cumulative = logits.softmax(-1).cumsum(-1)
+    expected = (cumulative <= (u * cumulative[:, -1])[:, None]).sum(-1)
+    usual = torch.ones(256, dtype=torch.bool)
+    usual[2:6] = False  # at the ends of [0, 1) the plain rule may name a token of probability 0
+    assert torch.equal(token[usual], expected[usual])
+    assert token[:2].tolist() == [0, size - 1]
+    truth = logits.log_softmax(-1).gather(-1, token[:, None]).squeeze(1)
+    assert torch.isfinite(truth).all()
+    assert torch.allclose(logp, truth, rtol=0, atol=1e-12)
+    assert torch.allclose(draw(logits.float(), u, Sampling())[1].double(), truth, rtol=0, atol=3e-6)
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 0}])

@@ -21,7 +21,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers
     def __init__(self, keys: Tensor, values: Tensor, repeats: Tensor | None, room: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.length = keys.shape[-2]
-        self.room_keys, self.room_values = (_roomy(x, repeats, room) for x in (keys, values))
+        self.room_keys, self.room_values = (roomy(x, repeats, room) for x in (keys, values))
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self._show()
 
@@ -35,7 +35,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers
         end = self.length + key_states.shape[-2]
         if end > self.room_keys.shape[-2]:
             self.room_keys, self.room_values = (
-                _roomy(x, None, max(ROOM, end - self.length))
+                roomy(x, None, max(ROOM, end - self.length))
                 for x in (self._used(self.room_keys), self._used(self.room_values))
             )
         self.room_keys[:, :, self.length : end] = key_states
@@ -53,7 +53,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers
         self._show()
 
 
-def _roomy(x: Tensor, repeats: Tensor | None, room: int) -> Tensor:
+def roomy(x: Tensor, repeats: Tensor | None, room: int) -> Tensor:
     """A copy with room behind it, row i `repeats[i]` times."""
     rows, heads, length, width = x.shape
     times = [1] * rows if repeats is None else repeats.tolist()

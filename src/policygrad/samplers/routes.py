@@ -1,9 +1,8 @@
-"""The experts that tokens were sent to while a batch was decoded, put together again row by row."""
+"""The experts that tokens were sent to while rows were decoded, put together again completion by completion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,33 +11,30 @@ from policygrad.models.routing import Routing
 from policygrad.samplers.base import Request
 
 
-@dataclass(frozen=True, eq=False)
 class Routes:
     """Filled pass by pass; nothing is kept without a routing."""
 
-    routing: Routing | None
-    prompts: Sequence[Tensor]
-    """Per completion, [P, layers, k]."""
-    answers: Tensor
-    """[rows, budget, layers, k], -1 where nothing was read."""
+    def __init__(self, routing: Routing | None, requests: Sequence[Request], budget: int) -> None:
+        self.routing, self.requests, self.budget = routing, requests, budget
+        self.prompts: dict[int, Tensor] = {}  # per completion, [P, layers, k]
+        self.answers = torch.empty(0)  # [requests, budget, layers, k], -1 where nothing was read
 
-    @classmethod
-    def begun(
-        cls, routing: Routing | None, requests: Sequence[Request], repeats: Tensor, width: int, budget: int
-    ) -> Routes:
-        """After the contexts were read, each once, padded on the left to `width`."""
-        if routing is None:
-            return cls(None, (), torch.empty(0))
-        taken = routing.take()
+    def read(self, completions: Sequence[int], repeats: Tensor, width: int) -> None:
+        """After the contexts of these completions were read, each once, padded on the left to `width`."""
+        if self.routing is None:
+            return
+        taken = self.routing.take()
         read = taken.reshape(len(repeats), width, *taken.shape[1:]).repeat_interleave(repeats.cpu(), 0)
-        prompts = [row[width - len(request.tokens) :] for row, request in zip(read, requests, strict=True)]
-        return cls(routing, prompts, read.new_full((len(requests), budget, *read.shape[2:]), -1))
+        for i, row in zip(completions, read, strict=True):
+            self.prompts[i] = row[width - len(self.requests[i].tokens) :]
+        if not len(self.answers):
+            self.answers = read.new_full((len(self.requests), self.budget, *read.shape[2:]), -1)
 
-    def add(self, rows: Tensor, t: int) -> None:
-        """After the completions `rows` have read their token t."""
+    def add(self, completions: Tensor, count: Tensor, rows: Tensor) -> None:
+        """After each of the completions has read its token `count`, at `rows` of the forward pass."""
         if self.routing is not None:
-            self.answers[rows, t] = self.routing.take()
+            self.answers[completions.cpu(), count.cpu()] = self.routing.take()[rows.cpu()]
 
-    def of(self, row: int, size: int) -> Tensor | None:
+    def of(self, i: int, size: int) -> Tensor | None:
         """[P + size, layers, k] of one completion."""
-        return None if self.routing is None else torch.cat([self.prompts[row], self.answers[row, :size]])
+        return None if self.routing is None else torch.cat([self.prompts[i], self.answers[i, :size]])

@@ -1,0 +1,215 @@
+"""Decoding with contexts kept once and slots refilled: the numbers of whole sequences, whoever decodes beside whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from torch import Tensor, nn
+
+from policygrad.models.routing import Routing
+from policygrad.samplers.base import Generation, Request, Sampling
+from policygrad.samplers.contexts import Shared, allows_sharing
+from policygrad.samplers.decoding import Decoding
+from policygrad.samplers.local import LocalSampler
+from policygrad.samplers.memory import Memory, Plain
+from policygrad.samplers.shared import Layout, SharedLayer, UnsupportedError
+from tests.doubles.architectures import BASE, CONFIGS, VOCABULARY
+
+SHARING = ["gpt2", "qwen2 untied", "qwen3", "phi", "gpt-neox", "granite", "falcon"]
+END = torch.tensor([1])
+
+
+def built(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return tf.AutoModelForCausalLM.from_config(CONFIGS[name]()).double().eval()
+
+
+def asked(groups: list[tuple[int, int]], sampling: Sampling) -> list[Request]:
+    """For each (tokens of the context, completions): budgets spread from 1 to the sampling's."""
+    g = torch.Generator().manual_seed(3)
+    requests = []
+    for i, (size, n) in enumerate(groups):
+        context = torch.randint(3, VOCABULARY, (size,), generator=g)
+        for j in range(n):
+            most = 1 + int(torch.randint(sampling.max_tokens, (), generator=g))
+            requests.append(Request(context, (i, j), sampling, most))
+    return requests
+
+
+GROUPS = [(5, 3), (2, 1), (9, 4), (1, 2), (7, 1), (3, 5), (9, 1), (4, 2), (6, 3)]
+
+
+def decoded(memory: Memory, requests: list[Request], routing: Routing | None = None) -> list[Generation]:
+    return Decoding(requests, END, 0, routing).run(memory, 0)
+
+
+def whole(model: nn.Module, request: Request, tokens: Tensor) -> Tensor:
+    """log π of the tokens by one forward pass over the sequence."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.cat([request.tokens, tokens])[None], use_cache=False).logits[0]
+    logp = logits[len(request.tokens) - 1 : -1].log_softmax(-1)
+    return logp.gather(-1, tokens[:, None]).squeeze(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("rows", [512, 6, 1])
+@pytest.mark.parametrize("name", SHARING)
+def test_log_probabilities_are_those_of_whole_sequences(name: str, rows: int) -> None:
+    model, sampling = built(name), Sampling(max_tokens=24, decode_rows=rows)
+    assert allows_sharing(model, 0)
+    requests = asked(GROUPS, sampling)
+    found = decoded(Shared(model, 0), requests)
+    assert {x.finish_reason for x in found} == {"stop", "length"}
+    for request, x in zip(requests, found, strict=True):
+        assert torch.allclose(x.logp.double(), whole(model, request, x.tokens), rtol=0, atol=2e-6)  # kept in float32
+
+
+def test_log_probabilities_in_float64_are_exact() -> None:
+    """What is handed back is float32; the logits behind it are compared here."""
+    model = built("qwen3")
+    memory, contexts = Shared(model, 0), [torch.tensor([3, 4, 5, 6]), torch.tensor([7, 8])]
+    with torch.no_grad():
+        read, width = memory.read(contexts, torch.tensor([2, 1]), 4)
+        truth = [model(input_ids=contexts[i][None]).logits[0, -1] for i in (0, 0, 1)]
+        assert width == 4
+        assert torch.allclose(read, torch.stack(truth), rtol=0, atol=1e-10)
+        drawn = torch.tensor([9, 10, 11])
+        stepped = memory.step(drawn, torch.tensor([4, 4, 2]))
+        rows = [torch.cat([contexts[i], drawn[j : j + 1]]) for i, j in ((0, 0), (0, 1), (1, 2))]
+        truth = [model(input_ids=row[None]).logits[0, -1] for row in rows]
+        assert torch.allclose(stepped, torch.stack(truth), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_plain_memory_draws_the_same(name: str) -> None:
+    model, sampling = built(name), Sampling(max_tokens=24, decode_rows=6)
+    model = model if name in SHARING else model.float()  # transformers' eager attention has no float64 for padded rows
+    requests = asked(GROUPS, sampling)
+    plain = decoded(Plain(model, 0), requests)
+    for request, x in zip(requests, plain, strict=True):
+        truth = whole(model, request, x.tokens)
+        assert torch.allclose(x.logp.to(truth.dtype), truth, rtol=0, atol=2e-6 if name in SHARING else 1e-5)
+    if name in SHARING:
+        shared = decoded(Shared(model, 0), requests)
+        assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(plain, shared, strict=True))
+    sampler = LocalSampler(model, frozenset({1}), 0)
+    chosen = asyncio.run(sampler.generate(requests))
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(plain, chosen, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in SHARING])
+def test_models_that_keep_something_else_are_found_out(name: str) -> None:
+    assert not allows_sharing(built(name), 0)
+
+
+def test_attention_that_is_not_sdpa_is_found_out() -> None:
+    config = CONFIGS["qwen3"]()
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    assert not allows_sharing(tf.AutoModelForCausalLM.from_config(config).eval(), 0)
+
+
+def passes(model: nn.Module, memory: Memory, requests: list[Request]) -> list[int]:
+    """Rows of each forward pass after the contexts were read."""
+    sizes: list[int] = []
+
+    def see(_: nn.Module, args: Any, named: Any) -> None:
+        if named.get("past_key_values") is not None:
+            sizes.append(len(named["input_ids"]))
+
+    hook = model.register_forward_pre_hook(see, with_kwargs=True)
+    decoded(memory, requests)
+    hook.remove()
+    return sizes
+
+
+def test_time_follows_the_sum_of_lengths() -> None:
+    """Nothing ends by itself; lengths 1 to 64 in four slots, first by rounds, then refilled."""
+    model, sampling = built("qwen3"), Sampling(max_tokens=64, decode_rows=4)
+    g = torch.Generator().manual_seed(0)
+    lengths = [2 ** int(torch.randint(7, (), generator=g)) for _ in range(32)]
+    requests = [Request(torch.tensor([3, 4 + i % 9]), (i,), sampling, n) for i, n in enumerate(lengths)]
+    never = [without_end(memory, requests) for memory in (Plain(model, 0), Shared(model, 0))]
+    assert [len(x.tokens) for x in never[1]] == lengths
+    rounds, refilled = (len(passes(model, memory, requests)) for memory in (Plain(model, 0), Shared(model, 0)))
+    assert refilled <= sum(lengths) / 4 + 64  # full slots, and at the end the longest alone
+    assert refilled < 0.75 * rounds
+    assert max(passes(model, Shared(model, 0), requests)) == 4
+
+
+def without_end(memory: Memory, requests: list[Request]) -> list[Generation]:
+    return Decoding(requests, torch.tensor([VOCABULARY]), 0, None).run(memory, 0)
+
+
+MOE: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: tf.Qwen3MoeConfig(
+        **BASE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [Plain, Shared])
+def test_experts_are_recorded_while_slots_are_refilled(kind: type[Plain] | type[Shared]) -> None:
+    torch.manual_seed(0)
+    config = MOE["qwen3"]()
+    config._experts_implementation = "eager"  # the grouped product has no float64
+    model = tf.AutoModelForCausalLM.from_config(config).double().eval()
+    routing, requests = Routing.of(model), asked(GROUPS, Sampling(max_tokens=12, decode_rows=6))
+    with routing.recording():
+        found = decoded(kind(model, 0), requests, routing)
+    for request, x in zip(requests, found, strict=True):
+        with torch.no_grad(), routing.recording():
+            model(input_ids=torch.cat([request.tokens, x.tokens])[None])
+            truth = routing.take()
+        assert x.routes is not None
+        assert torch.equal(x.routes[:-1].sort(-1).values, truth[:-1].sort(-1).values)
+        assert (x.routes[-1] == -1).all()
+
+
+@pytest.mark.parametrize("gqa", [False, True])
+@pytest.mark.parametrize("owner", [[0, 0, 1, 1], [0, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]])
+def test_attention_is_that_over_both_parts(owner: list[int], gqa: bool) -> None:
+    """Against `scaled_dot_product_attention` over the context's keys and the row's own, one after the other."""
+    g = torch.Generator().manual_seed(1)
+    keys, values = torch.randn(2, 2, 2, 5, 4, generator=g, dtype=torch.float64)  # two contexts of 5, two heads
+    query, rows = torch.randn(4, 4 if gqa else 2, 1, 4, generator=g, dtype=torch.float64), torch.tensor(owner)
+    own = torch.randn(2, 4, 2, 1, 4, generator=g, dtype=torch.float64)
+    blind = torch.zeros(4, 1, 1, 6, dtype=torch.bool)
+    blind[rows == 1, ..., :2] = True  # the second context is three tokens long
+    counts, most = rows.bincount(minlength=2), int(rows.bincount().max())
+    nth = torch.tensor([owner[:i].count(x) for i, x in enumerate(owner)])
+    hidden = torch.zeros(blind.shape, dtype=torch.float64).masked_fill_(blind, -torch.inf)
+    layout = Layout(rows * most + nth, len(counts), most, hidden, length=5)
+    layer = SharedLayer(keys, values, 4, layout)
+    k, v = layer.update(own[0], own[1])
+    got = F.scaled_dot_product_attention(query, k, v, attn_mask=torch.ones(4, 1, 1, 1, dtype=torch.bool))
+    full = [torch.cat([part[rows], mine], 2) for part, mine in ((keys, own[0]), (values, own[1]))]
+    expected = F.scaled_dot_product_attention(query, *full, attn_mask=~blind, enable_gqa=gqa)
+    assert torch.allclose(got, expected, rtol=0, atol=1e-12)
+
+
+def test_keys_that_are_shared_are_not_taken_for_all_keys() -> None:
+    x = torch.randn(1, 1, 3, 2)
+    layer = SharedLayer(x, x, 1, Layout(None, 1, 1, torch.zeros(1, 1, 1, 4), 3))
+    k, v = layer.update(x[:, :, :1], x[:, :, :1])
+    with pytest.raises(UnsupportedError, match="on keys that are shared"):
+        _ = x @ k.transpose(2, 3)
+    with pytest.raises(UnsupportedError, match="not the one that was handed in"):
+        F.scaled_dot_product_attention(x[:, :, :1], k, v)
+
+
+def test_memory_that_grows_in_small_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, requests = built("qwen3"), asked(GROUPS, Sampling(max_tokens=24, decode_rows=6))
+    before = decoded(Shared(model, 0), requests)
+    for name, value in (("shared._FIRST", 1), ("cache.ROOM", 1), ("contexts._AHEAD", 1)):
+        monkeypatch.setattr(f"policygrad.samplers.{name}", value)
+    after = decoded(Shared(model, 0), requests)
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(before, after, strict=True))
+    requests = [replace(r, max_tokens=1) for r in requests]
+    assert [len(x.tokens) for x in decoded(Shared(model, 0), requests)] == [1] * len(requests)
