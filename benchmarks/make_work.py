@@ -13,9 +13,10 @@ import json
 import random
 import string
 from pathlib import Path
+from typing import Any
 
 from bench.models import untrained
-from bench.works import WORKS, Shape, Work, quick
+from bench.works import GSM8K, WORKS, Shape, Work, quick
 
 END, PAD = "<|end|>", "<|pad|>"
 WORDS = 8192
@@ -64,7 +65,7 @@ def shaped(folder: Path, work: Work, shape: Shape, data: Path) -> dict[str, str]
 
 def questions(data: Path) -> tuple[list[str], list[str], str]:
     """(questions, answers, where they are from)."""
-    file = data / "gsm8k" / "test.jsonl"
+    file = data / GSM8K
     if file.is_file():
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         return [row["question"] for row in rows], [row["answer"] for row in rows], "GSM8K, test split"
@@ -74,7 +75,7 @@ def questions(data: Path) -> tuple[list[str], list[str], str]:
     return [" ".join(draw.choices(words, k=100)) for _ in range(1319)], [], "random words"
 
 
-def trained(texts: list[str], vocabulary: int):  # type: ignore[no-untyped-def]
+def trained(texts: list[str], vocabulary: int) -> Any:
     """A byte-pair tokenizer of these texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -87,7 +88,8 @@ def trained(texts: list[str], vocabulary: int):  # type: ignore[no-untyped-def]
         vocab_size=vocabulary, special_tokens=[PAD, END], initial_alphabet=alphabet, show_progress=False
     )
     made.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, pad_token=PAD)
+    wrapped: Any = PreTrainedTokenizerFast
+    return wrapped(tokenizer_object=made, eos_token=END, pad_token=PAD)
 
 
 def write(folder: Path, rows: list[tuple[str, str]]) -> None:

@@ -21,6 +21,7 @@ import policygrad as pg
 from bench.clock import Clock, Moved, say
 from bench.works import Work, from_dict
 from policygrad.models.tokenizer import Tokenizer, padding_id
+from policygrad.training.callbacks import Callback
 
 HERE = Path(__file__).resolve().parent
 
@@ -66,7 +67,7 @@ class Watched:
         return found
 
 
-class Timer(pg.Callback):
+class Timer(Callback):
     """Follows the run."""
 
     def __init__(self) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset  # type: ignore[import-not-found]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
 from bench import rewards
 from bench.clock import Clock, Moved, say

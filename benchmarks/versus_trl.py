@@ -24,12 +24,13 @@ from bench.options import Options, parse
 from bench.page import publish
 from bench.store import Record, Store, Task, fingerprint, in_words, remaining
 from bench.trl_environment import TRL, python
-from bench.works import SIDES, Work, chosen, part_of, quick
+from bench.works import GSM8K, SIDES, Work, chosen, part_of, quick
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path("benchmarks")  # processes run in ROOT, so that their commands can be typed there
-OURS = [*(ROOT / "src" / "policygrad").rglob("*.py"), ROOT / HERE / "ours.py", ROOT / HERE / "make_work.py"]
-THEIRS = [ROOT / HERE / "theirs.py", ROOT / HERE / "make_work.py"]
+COMMON = [ROOT / HERE / name for name in ("make_work.py", "bench/models.py", "bench/rewards.py", "bench/clock.py")]
+OURS = [*(ROOT / "src" / "policygrad").rglob("*.py"), ROOT / HERE / "ours.py", *COMMON]
+THEIRS = [ROOT / HERE / "theirs.py", ROOT / HERE / "bench" / "lengths.py", *COMMON]
 SHELL = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 
 
@@ -46,19 +47,23 @@ class Versus:
         )
 
     def make(self, work: Work) -> None:
-        """The work's folder.
+        """The work's folder, where it is not there as it should be.
 
         Raises:
             SystemExit: it cannot be made.
         """
-        folder, flags = self.folder.relative_to(ROOT) / work.name, ["--quick"] * self.options.quick
-        data = str(ROOT / self.options.data)
-        command = [str(self.own), str(HERE / "make_work.py"), work.name, str(folder), "--data", data, *flags]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | SHELL, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)}\nfailed ({done.returncode}):\n{done.stderr[-4000:]}")
-        print(done.stdout, end="", flush=True)
-        self.sources[work.name] = json.loads((ROOT / folder / "work.json").read_text(encoding="utf-8"))["data"]
+        folder, data = self.folder / work.name, ROOT / self.options.data
+        told = {"work": work.as_dict(), "data": (data / GSM8K).is_file()}
+        wanted, made = fingerprint(told, COMMON), folder / "made.txt"
+        if not made.is_file() or made.read_text(encoding="utf-8") != wanted:
+            command = [str(self.own), str(HERE / "make_work.py"), work.name, str(folder.relative_to(ROOT))]
+            command += ["--data", str(data), *["--quick"] * self.options.quick]
+            done = subprocess.run(command, cwd=ROOT, env=os.environ | SHELL, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"{' '.join(command)}\nfailed ({done.returncode}):\n{done.stderr[-4000:]}")
+            print(done.stdout, end="", flush=True)
+            made.write_text(wanted, encoding="utf-8")
+        self.sources[work.name] = json.loads((folder / "work.json").read_text(encoding="utf-8"))["data"]
 
     def task(self, work: Work, side: str, threads: int, repeat: int | str, micro: int, part: bool = False) -> Task:
         """A process that measures one side."""
@@ -91,7 +96,10 @@ class Versus:
         result = heard(done.stdout)
         if done.returncode or result is None:
             raise SystemExit(f"{task.shell}\nfailed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        if wrong := problems(result["facts"], work.steps + 1, work.completions, work.tokens()):
+        wrong = problems(result["facts"], work.steps + 1, work.completions, work.tokens())
+        if result["versions"]["threads"] != dict(task.environment)["OMP_NUM_THREADS"]:
+            wrong.append(f"it had {result['versions']['threads']} threads")
+        if wrong:
             raise SystemExit(f"{task.shell}\nhas not done the work: {'; '.join(wrong)}")
         taken = time.perf_counter() - began
         record = {"fingerprint": task.fingerprint, "command": task.shell, "seconds": taken, **result}

@@ -58,7 +58,7 @@ def _heads(shape: Shape, count: int) -> tuple[dict[str, Callable[[], object]], d
 
     def gradient(logp: Tensor) -> Tensor:
         states.grad = linear.weight.grad = None
-        logp.backward(g)
+        torch.autograd.backward(logp, g)
         assert linear.weight.grad is not None
         return linear.weight.grad
 
@@ -87,7 +87,7 @@ def states(evaluator: Evaluator, parts: list[Pack]) -> None:
     """Forward and backward of the transformer below the head."""
     for part in parts:
         found = evaluator.network.states(part)
-        found.backward(torch.ones_like(found))
+        torch.autograd.backward(found, torch.ones_like(found))
     evaluator.model.zero_grad()
 
 

@@ -16,25 +16,25 @@ def untrained(shape: Shape, *, end: int = 1, pad: int = 0) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=end,
-        pad_token_id=pad,
-        attn_implementation="sdpa",
-    )
-    model = Qwen3ForCausalLM(config)
-    with (
-        torch.no_grad()
-    ):  # padding's row begins at 0, where a norm's gradient is a thousand times the others': it may be sampled
+    settings: dict[str, Any] = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": pad,
+        "attn_implementation": "sdpa",
+    }
+    config = Qwen3Config(**settings)
+    model: Any = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        # padding may be sampled, and its row begins at 0, where a norm's gradient is a thousand times that of the others
         model.get_input_embeddings().weight.normal_(0.0, config.initializer_range)
     return model.eval()
 

@@ -44,7 +44,7 @@ def gradient(model: Any, problem: Any) -> list[Tensor]:
 def savings(small: bool, repeats: int) -> Table:
     """The learner's forward and backward passes, with its savings and without."""
     rows, shape = list[tuple[str | float, ...]](), SMALL if small else SEVEN
-    prompts, length = (4, 16) if small else (16, 252)
+    prompts, length = (4, 16) if small else (4, 252)
     works = {
         "embedded task": embedded(*((8, 4) if small else (64, 8))),
         f"{prompts} × 8 completions of {length}": (untrained(shape), rollout(shape.vocabulary, prompts, 8, (length,))),
@@ -80,7 +80,8 @@ def operations(shape: Shape, batch: Batch) -> float:
     """Floating-point operations that a gradient cannot do without, each prompt once: two per weight and token forward, four
     backward; of attention, each pair of a token and one that it sees."""
     assert batch.prompts is not None
-    prompt, completions = len(batch.prompts[0]), batch.lengths.tolist()
+    prompt = len(batch.prompts[0])
+    completions: list[int] = batch.lengths.tolist()
     shared = sum(len(p) for p in batch.prompts)
     nodes = shared + sum(n - 1 for n in completions)
     pairs = sum(n * (n + 1) / 2 for n in (len(p) for p in batch.prompts))

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 OURS, THEIRS = "policygrad", "trl"
+GSM8K = "gsm8k/test.jsonl"
+"""In the folder of data."""
 SIDES = ("trl-fp32", "policygrad-fp32", "trl-bf16", "policygrad-bf16")
 """Library and number format."""
 
