@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: docs lab train test lint format fast control base-model constraints clean help
+.PHONY: bench docs lab train test lint format fast control base-model constraints clean help
 help:
-	@echo "make train | test | fast (tests without the slow ones) | lint | format | docs | lab | control | base-model | clean"
+	@echo "make train | test | fast (tests without the slow ones) | lint | format | docs | lab | control | bench | base-model | clean"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,10 @@ format: $(STAMP)
 
 control: $(STAMP)
 	$(BIN)/python scripts/measure_control.py $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/versus_trl.py $(ARGS)
+	$(BIN)/python benchmarks/speed.py $(ARGS)
 
 base-model: $(STAMP)
 	$(BIN)/python scripts/make_base_model.py

@@ -1,0 +1,108 @@
+"""Rollout against transformers' `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import policygrad as pg
+from bench.lengths import EndAt
+from bench.models import rollout as made_up
+from bench.models import untrained
+from bench.timing import Table, cpu_seconds
+from bench.works import SEVEN, SMALL, geometric
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import load_tokenizer, padding_id
+
+
+def generated(
+    model: Any, prompts: list[Tensor], samples: int, pad: int, budget: int, ends: list[EndAt] | None
+) -> Tensor:
+    """[rows, width] prompts padded on the left, each `samples` times, and what follows them."""
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad)
+    seen = torch.zeros_like(ids)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :], seen[i, width - len(prompt) :] = prompt, 1
+    out: Tensor = model.generate(
+        input_ids=ids.repeat_interleave(samples, 0),
+        attention_mask=seen.repeat_interleave(samples, 0),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=budget,
+        pad_token_id=pad,
+        logits_processor=ends,
+    )
+    return out[:, width:]
+
+
+def requests(prompts: list[Tensor], samples: int, lengths: list[int]) -> list[pg.Request]:
+    sampling = pg.Sampling(max_tokens=max(lengths))
+    return [
+        pg.Request(prompt, (0, i, j), sampling, lengths[i * samples + j])
+        for i, prompt in enumerate(prompts)
+        for j in range(samples)
+    ]
+
+
+def rollout(small: bool, repeats: int) -> Table:
+    """Sampled tokens per second, of ours and of `generate`."""
+    rows = list[tuple[str | float, ...]]()
+    model, task = load_model("tiny"), pg.load_task("embedded")
+    tokenizer = load_tokenizer("tiny", model)
+    prompts, samples = [tokenizer.encode(task.train(i).prompt, 32) for i in range(8 if small else 64)], 8
+    short = requests(prompts, samples, [32] * len(prompts) * samples)
+    pad, ours = padding_id(tokenizer), pg.LocalSampler.of(model, tokenizer)
+    rows.append(_row("embedded task, at most 32 tokens", ours, short, model, prompts, samples, pad, None, repeats))
+    shape, count = (SMALL, 8) if small else (SEVEN, 128)
+    large = untrained(shape)
+    lengths = list(geometric(2, 32, count) if small else geometric(16, 1024, count))
+    made = made_up(shape.vocabulary, count // 8, 8, lengths).prompts
+    prompts = list(made or ())
+    spread = requests(prompts, 8, lengths)
+    sampler, ends = pg.LocalSampler(large, frozenset({-1}), 0), [EndAt(lengths, count, len(prompts[0]), 1)]
+    rows.append(
+        _row(
+            f"{count} of {min(lengths)} to {max(lengths):,} tokens",
+            sampler,
+            spread,
+            large,
+            prompts,
+            8,
+            0,
+            ends,
+            repeats,
+        )
+    )
+    note = "Sampled tokens per CPU second, without rewards; `generate` has the same model, prompts and, where given, lengths."
+    columns = ("completions", "policygrad, tokens per CPU s", "generate, tokens per CPU s", "ratio")
+    return Table("Rollout", note, columns, tuple(rows))
+
+
+def _row(
+    name: str,
+    sampler: pg.LocalSampler,
+    asked: list[pg.Request],
+    model: Any,
+    prompts: list[Tensor],
+    samples: int,
+    pad: int,
+    ends: list[EndAt] | None,
+    repeats: int,
+) -> tuple[str | float, ...]:
+    tokens: dict[str, list[int]] = {"ours": [], "generate": []}
+
+    def ours() -> None:
+        tokens["ours"].append(sum(len(g.tokens) for g in asyncio.run(sampler.generate(asked))))
+
+    def theirs() -> None:
+        with torch.no_grad():
+            out = generated(model, prompts, samples, pad, asked[0].sampling.max_tokens, ends)
+        tokens["generate"].append(int((out != pad).sum()) if ends is None else sum(r.max_tokens for r in asked))
+
+    took = cpu_seconds({"ours": ours, "generate": theirs}, repeats)
+    speed = {name: sum(n) / len(n) / took[name] for name, n in tokens.items()}
+    return name, speed["ours"], speed["generate"], speed["ours"] / speed["generate"]

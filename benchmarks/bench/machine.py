@@ -1,0 +1,52 @@
+"""What machine this is, for the page."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+PACKAGES = ("torch", "transformers", "policygrad")
+
+
+def describe() -> dict[str, str]:
+    """Name and value. load: of the whole machine, in processes, as measuring begins; 0 is a quiet one."""
+    info = read(Path("/proc/cpuinfo"))
+    memory = re.search(r"MemTotal:\s+(\d+)", read(Path("/proc/meminfo")))
+    model = re.search(r"model name\s*:\s*(.*)", info)
+    flags = re.search(r"flags\s*:\s*(.*)", info)
+    known = set(flags.group(1).split()) if flags else set()
+    return {
+        "processor": model.group(1) if model else platform.processor() or platform.machine(),
+        "cores": str(os.cpu_count()),
+        "instructions": ", ".join(flag for flag in FLAGS if flag in known) or "not told",
+        "memory": f"{int(memory.group(1)) / 2**20:.0f} GiB" if memory else "not told",
+        "system": f"{platform.system()} {platform.release()}",
+        "Python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "load": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
+def commit() -> str:
+    """What is checked out, and whether there are changes besides."""
+    said = subprocess.run(
+        ("git", "describe", "--always", "--dirty"), capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    return said.stdout.strip() or "not told"
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies in bfloat16; elsewhere it is many times slower than float32, and not measured."""
+    return any(flag in read(Path("/proc/cpuinfo")) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def read(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.is_file() else ""

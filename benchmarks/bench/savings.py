@@ -1,0 +1,133 @@
+"""The learner: each saving switched off alone, and how near it comes to the speed of bare matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import policygrad as pg
+from bench.machine import has_bfloat16
+from bench.models import rollout, untrained
+from bench.timing import Table, cpu_seconds
+from bench.works import SEVEN, SMALL, TWENTY_FIVE, Shape
+from policygrad.core.batch import Batch
+from policygrad.models.loading import load_model
+from policygrad.models.precision import DTYPES
+from policygrad.models.tokenizer import load_tokenizer
+from policygrad.rewards import RewardPool
+from policygrad.rollout.rollouter import Rollouter
+
+
+def embedded(prompts: int, samples: int) -> tuple[Any, Batch]:
+    """The model inside the package, and a rollout of it on its own task."""
+    model, task = load_model("tiny"), pg.load_task("embedded")
+    tokenizer = load_tokenizer("tiny", model)
+    with RewardPool(task.rewards) as pool:
+        rollouter = Rollouter(task.train, tokenizer, pg.LocalSampler.of(model, tokenizer), pool.score)
+        found = rollouter.collect(pg.DR_GRPO, pg.Sampling(max_tokens=32), prompts=prompts, samples=samples)
+    return model, found.batch
+
+
+def gradient(model: Any, problem: Any) -> list[Tensor]:
+    """What one rollout gives every parameter."""
+    problem.accumulate()
+    found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def savings(small: bool, repeats: int) -> Table:
+    """The learner's forward and backward passes, with its savings and without."""
+    rows, shape = list[tuple[str | float, ...]](), SMALL if small else SEVEN
+    prompts, length = (4, 16) if small else (4, 252)
+    works = {
+        "embedded task": embedded(*((8, 4) if small else (64, 8))),
+        f"{prompts} × 8 completions of {length}": (untrained(shape), rollout(shape.vocabulary, prompts, 8, (length,))),
+    }
+    for work, (model, batch) in works.items():
+        algorithm = pg.DR_GRPO.with_budget(batch.mask.shape[1])
+        learner = pg.LocalLearner(model, algorithm, lr=0.0, steps=1)
+        psi = algorithm.advantages(batch)
+        every = learner.problem(batch, psi, algorithm)
+        policy = learner.evaluator
+        texts = replace(every.networks, policy=replace(policy, network=replace(policy.network, branches=False)))
+        known = replace(batch, logp_old=learner.evaluate(batch, frozenset({"logp_old"})).logp_old)
+        variants = {
+            "every saving": every,
+            "without skipping what cannot learn": replace(every, skip=False),
+            "without a common beginning computed once": replace(every, networks=texts),
+            "without knowing the coefficients": replace(every, batch=known),
+            "without any of them": replace(every, networks=texts, skip=False, batch=known),
+        }
+        took = cpu_seconds({name: partial(gradient, model, problem) for name, problem in variants.items()}, repeats)
+        found = {name: gradient(model, problem) for name, problem in variants.items()}
+        plain = found["without any of them"]
+        largest = max(float(g.abs().max()) for g in plain)
+        for name, seconds in took.items():
+            off = max(float((a - b).abs().max()) for a, b in zip(found[name], plain, strict=True)) / largest
+            rows.append((work, name, seconds, float(batch.mask.sum()) / seconds, seconds / took["every saving"], off))
+    note = "Forward and backward of one update, without the optimiser's step. Every way has the same gradient, up to rounding."
+    columns = ("rollout", "learner", "CPU s", "sampled tokens per CPU s", "× every saving", "gradient off by")
+    return Table("The learner's savings", note, columns, tuple(rows))
+
+
+def operations(shape: Shape, batch: Batch) -> float:
+    """Floating-point operations that a gradient cannot do without, each prompt once: two per weight and token forward, four
+    backward; of attention, each pair of a token and one that it sees."""
+    assert batch.prompts is not None
+    prompt = len(batch.prompts[0])
+    completions: list[int] = batch.lengths.tolist()
+    shared = sum(len(p) for p in batch.prompts)
+    nodes = shared + sum(n - 1 for n in completions)
+    pairs = sum(n * (n + 1) / 2 for n in (len(p) for p in batch.prompts))
+    pairs += sum((n - 1) * prompt + (n - 1) * n / 2 for n in completions)
+    widths = shape.heads + shape.kv_heads
+    layer = 2 * shape.hidden * widths * shape.head_dim + 3 * shape.hidden * shape.intermediate
+    attended = 12 * shape.heads * shape.head_dim * pairs
+    reading = len(batch.prompts) + sum(n - 1 for n in completions)
+    return shape.layers * (6 * layer * nodes + attended) + 6 * shape.hidden * shape.vocabulary * reading
+
+
+def rate(dtype: torch.dtype, small: bool) -> float:
+    """Operations per CPU second of the fastest of some square matrix products."""
+    best = 0.0
+    for n in (128,) if small else (512, 1024, 2048):
+        a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
+        out = torch.empty(n, n, dtype=dtype)
+        times: dict[str, Callable[[], object]] = {"mm": partial(torch.mm, a, b, out=out)}
+        best = max(best, 2 * n**3 / max(cpu_seconds(times, 5)["mm"], 1e-9))
+    return best
+
+
+def matmul(small: bool, repeats: int) -> Table:
+    """The learner's share of the measured matrix-multiply rate."""
+    rows = list[tuple[str | float, ...]]()
+    prompts, length = (2, 16) if small else (4, 256)
+    for name, shape in (("small", SMALL),) if small else (("7M", SEVEN), ("25M", TWENTY_FIVE)):
+        batch = rollout(shape.vocabulary, prompts, 8, (length,))
+        for dtype in ("fp32", "bf16") if has_bfloat16() else ("fp32",):
+            model = untrained(shape).to(DTYPES[dtype])
+            algorithm = pg.DR_GRPO.with_budget(length)
+            learner = pg.LocalLearner(model, algorithm, lr=0.0, steps=1, config=pg.LearnerConfig(dtype=dtype))
+            problem = learner.problem(batch, algorithm.advantages(batch), algorithm)
+            seconds = cpu_seconds({"": partial(learned, learner, problem)}, repeats)[""]
+            needed, bare = operations(shape, batch), rate(DTYPES[dtype], small)
+            rows.append(
+                (f"{name}, {dtype}", needed / 1e9, seconds, needed / seconds / 1e9, bare / 1e9, needed / seconds / bare)
+            )
+    note = (
+        f"{prompts * 8} completions of {length} tokens to {prompts} prompts of 100: what a gradient needs (of attention only "
+        "what is seen, no recomputation) per CPU second, against the fastest square matrix product in the same format."
+    )
+    columns = ("model", "Gflop", "CPU s", "Gflop/s", "matrix product, Gflop/s", "share")
+    return Table("Share of the matrix-multiply rate", note, columns, tuple(rows))
+
+
+def learned(learner: Any, problem: Any) -> None:
+    problem.accumulate()
+    learner.optimizer.take_gradient()

@@ -1,0 +1,131 @@
+"""One measurement of policygrad: trains on a work's folder, and prints what every step took.
+
+python benchmarks/ours.py FOLDER [--dtype bf16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import policygrad as pg
+from bench.clock import Clock, Moved, say
+from bench.works import Work, from_dict
+from policygrad.models.tokenizer import Tokenizer, padding_id
+from policygrad.training.callbacks import Callback
+
+HERE = Path(__file__).resolve().parent
+
+
+class InOrder:
+    """The prompts one after another, as TRL is given them."""
+
+    name, steps, held_out_is_train = "prompts", (), True
+    rewards: tuple[str, ...] = ()
+
+    def __init__(self, file: Path) -> None:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        self.rows = [pg.Example(row["prompt"], {"answer": row["answer"]}) for row in rows]
+
+    def train(self, index: int) -> pg.Example:
+        return self.rows[index % len(self.rows)]
+
+    def held_out(self, count: int) -> list[pg.Example]:
+        return self.rows[:count]
+
+
+class Watched:
+    """The local sampler, with what it was asked for; where lengths are given, each completion has its own."""
+
+    def __init__(self, inner: pg.LocalSampler, lengths: Sequence[int] | None) -> None:
+        self.inner, self.lengths = inner, lengths
+        self.facts: dict[str, list[int]] = {"completions": [], "prompt_tokens": [], "tokens": []}
+
+    async def update(self, weights: pg.Published) -> None:
+        await self.inner.update(weights)
+
+    async def generate(self, requests: Sequence[pg.Request]) -> Sequence[pg.Generation]:
+        if self.lengths is not None:
+            n = len(self.lengths)
+            requests = [replace(r, max_tokens=self.lengths[i % n]) for i, r in enumerate(requests)]
+        found: Sequence[pg.Generation] = await self.inner.generate(requests)
+        for name, value in (
+            ("completions", len(requests)),
+            ("prompt_tokens", sum(len(r.tokens) for r in requests)),
+            ("tokens", sum(len(g.tokens) for g in found)),
+        ):
+            self.facts[name].append(value)
+        return found
+
+
+class Timer(Callback):
+    """Follows the run."""
+
+    def __init__(self) -> None:
+        self.clock, self.loss, self.grad_norm = Clock(), list[float](), list[float]()
+        self.moved, self.updates = 0.0, 0
+
+    def start(self, trainer: Any) -> None:
+        self._moved = Moved(trainer.model)
+        self.clock.mark()
+
+    def step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+        self.clock.mark()
+        self.loss.append(-metrics.get("objective", 0.0))  # without any difference of rewards there is nothing to learn
+        self.grad_norm.append(metrics.get("grad_norm", 0.0))
+        self.moved, self.updates = self._moved(), trainer.learner.version
+
+
+def train(folder: Path, work: Work, reward: str, dtype: str) -> tuple[Timer, dict[str, list[int]]]:
+    """The run, and what was sampled in it."""
+    timer, sampler = Timer(), list[Watched]()
+
+    def watched(model: nn.Module, tokenizer: Tokenizer) -> Watched:
+        end = tokenizer.end if work.lengths is None else frozenset({-1})  # a token that is never drawn
+        sampler.append(Watched(pg.LocalSampler(model, end, padding_id(tokenizer)), work.lengths))
+        return sampler[0]
+
+    with tempfile.TemporaryDirectory() as output:
+        run = pg.Run(
+            algorithm=pg.DR_GRPO,
+            model=str(folder / "model"),
+            task=InOrder(folder / "prompts.jsonl"),
+            reward=(f"{HERE / 'bench' / 'rewards.py'}:{reward}",),
+            steps=work.steps + 1,
+            prompts_per_step=work.prompts,
+            samples_per_prompt=work.samples,
+            lr=work.lr,
+            sampling=pg.Sampling(max_tokens=work.max_tokens),
+            evaluation=pg.Evaluation(problems=0),
+            learner=pg.LearnerConfig(dtype=dtype, device="cpu"),
+            output=str(Path(output) / "run"),
+        )
+        pg.train(run, sampler=watched, display=False, callbacks=[timer])
+    return timer, sampler[0].facts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    args = parser.parse_args()
+    written = json.loads((args.folder / "work.json").read_text(encoding="utf-8"))
+    reward = written.pop("reward")
+    source = written.pop("data")
+    timer, facts = train(args.folder, from_dict(written), reward, args.dtype)
+    learned = {"loss": timer.loss, "grad_norm": timer.grad_norm, "moved": timer.moved, "updates": timer.updates}
+    versions = {name: version(name) for name in ("torch", "transformers")} | {"threads": str(torch.get_num_threads())}
+    say(timer.clock, source, {**facts, **learned}, versions)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""The benchmarks' own arithmetic: medians and spread, what counts as done, what is kept, and the page."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import clock, rewards
+from bench.lengths import EndAt
+from bench.models import rollout
+from bench.options import parse
+from bench.page import page
+from bench.savings import operations
+from bench.store import Store, Task, fingerprint, in_words, remaining
+from bench.summary import Estimate, linearity, per_step, rows, short
+from bench.works import WORKS, Shape, chosen, from_dict, geometric, part_of, quick
+
+FACTS: dict[str, Any] = {
+    "completions": [16, 16],
+    "prompt_tokens": [988, 1736],
+    "tokens": [240, 240],
+    "loss": [0.1, 0.0],
+    "grad_norm": [0.2, 0.3],
+    "moved": 1e-5,
+    "updates": 2,
+}
+
+
+def record(*cpu: float, peak: float = 100.0) -> dict[str, Any]:
+    """A worker's result with these CPU seconds per step, and twice as many on the wall."""
+    steps = [{"cpu": c, "wall": 2 * c} for c in cpu]
+    return {
+        "steps": steps,
+        "peak_mib": peak,
+        "children_mib": 46.0,
+        "data": "GSM8K",
+        "facts": FACTS,
+        "command": "python benchmarks/ours.py x",
+        "seconds": sum(cpu),
+        "fingerprint": "f",
+    }
+
+
+def test_a_step_is_the_median_without_the_first() -> None:
+    assert per_step(record(9.0, 1.0, 2.0, 4.0), "cpu") == 2.0
+    assert per_step(record(9.0, 1.0, 2.0), "wall") == 3.0
+
+
+def test_an_estimate_has_its_least_and_largest() -> None:
+    found = Estimate.of([3.0, 1.0, 2.0])
+    assert (found.median, found.low, found.high, found.count) == (2.0, 1.0, 3.0, 3)
+    assert str(found) == "2.00 (1.00–3.00)"
+    assert str(Estimate.of([2.0])) == "2.00"
+    with pytest.raises(ValueError, match="at least one"):
+        Estimate.of([])
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.01234, "0.0123"), (1.234, "1.23"), (12.34, "12.3"), (1234.0, "1,234"), (0.0, "0"), (math.inf, "inf")],
+)
+def test_three_digits(value: float, said: str) -> None:
+    assert short(value) == said
+
+
+def test_repeats_of_a_side_are_one_row() -> None:
+    measured = {
+        "7m/trl-fp32/1/0": record(0.0, 8.0),
+        "7m/trl-fp32/1/1": record(0.0, 10.0, peak=300.0),
+        "7m/policygrad-fp32/1/0": record(0.0, 3.0),
+        "7m/policygrad-fp32/2/0": record(0.0, 4.0),
+        "25m/trl-fp32/1/0": record(0.0, 99.0),
+    }
+    found = rows(measured, "7m")
+    assert [(r.side, r.threads) for r in found] == [("policygrad-fp32", 1), ("trl-fp32", 1), ("policygrad-fp32", 2)]
+    assert found[1].cpu == Estimate(9.0, 8.0, 10.0, 2)
+    assert found[1].wall.median == 18.0
+    assert found[1].memory == Estimate(200.0, 100.0, 300.0, 2)
+
+
+def test_linearity_is_the_distance_from_the_line_through_0() -> None:
+    slope, off = linearity([1, 2, 4], [3.0, 6.0, 12.0])
+    assert slope == pytest.approx(3.0)
+    assert off == pytest.approx([0.0, 0.0, 0.0])
+    slope, off = linearity([1, 2], [1.0, 2.42])  # 1 and 1.21 a unit: the line has their geometric mean
+    assert slope == pytest.approx(1.1)
+    assert off == pytest.approx([1 / 1.1 - 1, 0.1])
+
+
+def test_geometric_lengths_are_in_equal_ratios_and_mixed() -> None:
+    lengths = geometric(16, 1024, 128)
+    ordered = sorted(lengths)
+    assert (len(lengths), ordered[0], ordered[-1]) == (128, 16, 1024)
+    assert ordered[64] / ordered[32] == pytest.approx(ordered[96] / ordered[64], rel=0.05)
+    assert list(lengths) != ordered
+    assert sum(lengths[:64]) == pytest.approx(sum(lengths[64:]), rel=0.1)
+
+
+@pytest.mark.parametrize("work", [*WORKS, *map(quick, WORKS)], ids=lambda w: f"{w.name}-{w.completions}")
+def test_every_work_can_be_done_by_both_sides(work: Any) -> None:
+    assert from_dict(json.loads(json.dumps(work.as_dict()))) == work
+    assert work.lengths is None or max(work.lengths) <= work.max_tokens
+    part = part_of(work)
+    for micro in (m for m in work.grid if m <= part.completions):
+        assert work.completions % micro == part.completions % micro == 0  # TRL accumulates whole micro-batches
+    assert any(m <= part.completions for m in work.grid)
+
+
+def test_tokens_of_a_step() -> None:
+    assert {w.name: w.tokens() for w in WORKS if w.scale or w.name == "7m"} == {
+        "7m": 128 * 252,
+        **{f"linear-{k}": k * 16 * 252 for k in (1, 2, 4, 8, 16)},
+    }
+    assert next(w for w in WORKS if w.name == "embedded").tokens() is None
+    assert replace(WORKS[1], prompts=1, samples=3, lengths=(2, 5)).tokens() == 2 + 5 + 2
+
+
+def test_works_are_chosen_by_name() -> None:
+    assert [w.name for w in chosen(["linear", "7m"])] == ["7m", *(f"linear-{k}" for k in (1, 2, 4, 8, 16))]
+    assert chosen(["head"]) == ()
+    assert chosen([]) == WORKS
+
+
+def test_options_refuse_what_they_do_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("", ["--quick", "--only", "head"]).repeats == 1
+    assert not parse("", ["--only", "head"]).wants("packing")
+    for arguments, said in ((["--only", "heads"], "invalid choice"), (["--repeats", "0"], "at least 1")):
+        with pytest.raises(SystemExit):
+            parse("", arguments)
+        assert said in capsys.readouterr().err
+
+
+def test_a_run_that_has_done_the_work_has_no_problems() -> None:
+    assert clock.problems(FACTS, 2, 16, 240) == []
+    assert clock.problems({**FACTS, "tokens": [230, 251]}, 2, 16, None) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"completions": [16, 8]}, "completions per step"),
+        ({"tokens": [240, 239]}, "tokens per step"),
+        ({"loss": [0.1]}, "1 steps have loss"),
+        ({"grad_norm": [0.1, math.nan]}, "grad_norm is not finite"),
+        ({"updates": 4}, "4 optimiser steps, not 2"),
+        ({"moved": 0.0}, "moved by 0.0"),
+        ({"moved": math.nan}, "moved by nan"),
+    ],
+)
+def test_a_run_that_has_not_done_the_work_says_what_is_wrong(wrong: dict[str, Any], said: str) -> None:
+    found = clock.problems({**FACTS, **wrong}, 2, 16, 240)
+    assert len(found) == 1
+    assert said in found[0]
+
+
+def test_a_worker_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
+    timer = clock.Clock([(1.0, 10.0), (3.0, 11.0), (6.0, 11.5)])
+    print("something else")
+    clock.say(timer, "GSM8K", FACTS, {"torch": "2"})
+    found = clock.heard(capsys.readouterr().out)
+    assert found is not None
+    assert found["steps"] == [{"wall": 2.0, "cpu": 1.0}, {"wall": 3.0, "cpu": 0.5}]
+    assert (found["facts"], found["data"]) == (FACTS, "GSM8K")
+    assert found["peak_mib"] > 10
+    assert clock.heard("nothing") is None
+
+
+def test_what_is_kept_is_known_again(tmp_path: Path) -> None:
+    store, task = Store(tmp_path / "a" / "bench.json"), Task("7m/trl-fp32/1/0", "f", ("true",))
+    assert store.known("measurements", task) is None
+    store.put("measurements", task.key, record(1.0, 2.0))
+    again = Store(store.file)
+    assert again.known("measurements", task) == record(1.0, 2.0)
+    assert again.known("measurements", replace(task, fingerprint="g")) is None
+    again.forget("measurements", {"7m/trl-bf16/1": "g"})
+    assert again.known("measurements", task) is not None
+    again.forget("measurements", {"7m/trl-fp32/1": "g"})
+    assert again.section("measurements") == {}
+
+
+def test_a_fingerprint_is_of_values_and_files(tmp_path: Path) -> None:
+    file = tmp_path / "code.py"
+    file.write_text("1")
+    first = fingerprint({"a": 1, "b": 2}, [file])
+    assert first == fingerprint({"b": 2, "a": 1}, [file])
+    assert first != fingerprint({"a": 2, "b": 2}, [file])
+    file.write_text("2")
+    assert first != fingerprint({"a": 1, "b": 2}, [file])
+
+
+def test_how_long_it_will_take() -> None:
+    tasks = [Task(key, "f", ()) for key in ("a/1/0", "a/1/1", "b/1/0")]
+    assert remaining(tasks, {"a/1": [10.0, 12.0, 20.0], "b/1": [5.0]}) == (29.0, False)
+    assert remaining(tasks, {"a/1": [10.0]}) == (30.0, True)
+    assert remaining(tasks, {}) == (0.0, True)
+    assert (in_words(89.6), in_words(3723)) == ("1:30", "1:02:03")
+
+
+def test_rewards() -> None:
+    said = ["7", "It is <answer> 7 </answer>", "<answer>7</answer> or <answer>8</answer>", "It is 7"]
+    assert rewards.exact(said, said, answer=["7"] * 4) == [1.0, 1.0, 0.0, 0.0]
+    found = rewards.spread(said, said)
+    assert len(set(found)) == 4
+    assert all(0 <= x < 1 for x in found)
+
+
+def test_rows_end_where_they_should() -> None:
+    ends = EndAt((1, 3), rows=2, width=4, end=0)
+    first = ends(torch.zeros(2, 4), torch.ones(2, 3))
+    assert first.tolist() == [[0.0, -math.inf, -math.inf], [-math.inf, 1.0, 1.0]]
+    third = ends(torch.zeros(2, 6), torch.ones(2, 3))
+    assert third[1].tolist() == [0.0, -math.inf, -math.inf]
+
+
+def test_operations_of_a_gradient() -> None:
+    shape = Shape(hidden=2, intermediate=3, layers=5, heads=4, kv_heads=1, head_dim=7, vocabulary=11)
+    batch = rollout(11, prompts=1, samples=2, lengths=(2, 3), prompt=2)
+    nodes, pairs, reading = (
+        2 + 1 + 2,
+        (1 + 2) + 3 + (3 + 4),
+        1 + 1 + 2,
+    )  # the last token of a completion predicts nothing
+    weights = 2 * (4 + 1 + 1 + 4) * 7 + 3 * 2 * 3
+    assert operations(shape, batch) == 5 * (6 * weights * nodes + 12 * 4 * 7 * pairs) + 6 * 2 * 11 * reading
+
+
+def test_the_page_says_how_many_times_faster() -> None:
+    measured = {
+        "7m/trl-fp32/1/0": record(0.0, 9.0, peak=400.0),
+        "7m/policygrad-fp32/1/0": record(0.0, 3.0),
+        "linear-1/policygrad-fp32/1/0": {**record(0.0, 1.0), "facts": {**FACTS, "tokens": [100]}},
+        "linear-2/policygrad-fp32/1/0": {**record(0.0, 2.42), "facts": {**FACTS, "tokens": [200]}},
+    }
+    grid = {"7m/trl-fp32/1/4": record(0.0, 2.0), "7m/trl-fp32/1/8": record(0.0, 1.0)}
+    table = {
+        "title": "Head",
+        "note": "Note.",
+        "threads": "1",
+        "command": "c",
+        "columns": ["a", "b"],
+        "rows": [["x", 0.5]],
+    }
+    text = page(
+        {"about": {"machine": {"cores": "2"}}, "measurements": measured, "grid": grid, "components": {"h": table}}
+    )
+    assert "| policygrad-fp32, 1 thread | 3.00 | 6.00 | 100 | 3.00 | 3.00 | 4.00 | 1 |" in text
+    assert "| 7m/trl-fp32/1 | 2.00 | **1.00** |" in text
+    assert "| 2× | 200 | 2.42 | +10.0 % |" in text
+    assert "| x | 0.500 |" in text
+    assert "| cores | 2 |" in text
+    assert "python benchmarks/ours.py x" in text
+    assert "--quick" not in text
+
+
+def test_a_page_of_nothing_claims_nothing() -> None:
+    text = page({"quick": True})
+    assert "Not measured yet." in text
+    assert "--quick" in text
