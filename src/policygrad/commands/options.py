@@ -21,7 +21,13 @@ from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.run import Draft, optional
 from policygrad.training.config.toml import from_dict
 
-SWITCHES = ("--dry-run", "--plain", "--learner.gradient-checkpointing", "--learner.routing-replay")
+SWITCHES = (
+    "--dry-run",
+    "--plain",
+    "--trust-remote-code",
+    "--learner.gradient-checkpointing",
+    "--learner.routing-replay",
+)
 """Flags that take no value."""
 _NUMBERS = ("name", "samples_per_prompt")
 _NO_PARTS = (*_NUMBERS, "behaviour")  # which is chosen as parts are, by a word
