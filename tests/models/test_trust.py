@@ -64,7 +64,7 @@ def test_code_of_a_tokenizer_is_refused_too(random_model: Path, tmp_path: Path, 
     (with_code / "own_tokenizer.py").write_text(CODE.format(ran=str(tmp_path / "ran")) + "\nclass Own: pass\n")
     changed = {"auto_map": {"AutoTokenizer": ["own_tokenizer.Own", None]}, "tokenizer_class": "Own"}
     changed_copy(with_code, tmp_path / "tokenizer", tokenizer_config=changed)
-    with pytest.raises(ModelError, match="the tokenizer of .* brings code of its own along"):
+    with pytest.raises(ModelError, match=r"the tokenizer of .* brings code of its own along"):
         load_tokenizer(str(tmp_path / "tokenizer"), load_model(str(random_model)))
     assert not (tmp_path / "ran").exists()
 

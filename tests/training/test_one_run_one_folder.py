@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(not lock.LOCKS, reason="this system has no such 
 CHILD = """
 import sys
 import policygrad as pg
+from policygrad.training.config.allowed import Allowed
 from policygrad.training.config.toml import load
 from policygrad.training.config.run import Run
 
@@ -37,9 +38,9 @@ class Waiting(pg.Callback):
         sys.stdin.readline()
 
 how, config, *given = sys.argv[1:]
-run = None if how == "resume" else load(config, Run())
+run = None if how == "resume" else load(config, Run(), Allowed(("/",)))
 try:
-    pg.train(run, resume=config if how == "resume" else None, display=False, callbacks=[Waiting()])
+    pg.train(run, resume=config if how == "resume" else None, allow=("/",), display=False, callbacks=[Waiting()])
 except pg.PolicygradError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """

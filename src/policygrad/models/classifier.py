@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policygrad.errors import ModelError
 from policygrad.models.chat import rendered_ids
 from policygrad.models.completeness import check_complete
 from policygrad.models.tokenizer import Tokenizer

@@ -41,7 +41,8 @@ def load_model(
     trust_remote_code: whether Python code in the model's folder or repository may run.
 
     Raises:
-        ModelError: no such model, one that is a pickle or needs code that is not trusted, or an object that is no causal language model of transformers' kind.
+        ModelError: no such model, one that is a pickle or needs code that is not trusted, or an object that is no causal language
+            model of transformers' kind.
     """
     loaded = _load(model, dtype, trust_remote_code) if isinstance(model, str) else _checked(model)
     for module in loaded.modules():

@@ -1,4 +1,4 @@
-"""What of a model's folder is believed: configuration, tokenizer and safetensors. Code and pickles are programs, and run as such."""
+"""What of a model's folder is believed: configuration, tokenizer and safetensors. Code and pickles are programs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def refuse_pickles(path: str, what: str) -> None:
     if (folder / ADAPTER).is_file() and not (folder / ADAPTER).with_suffix(".safetensors").is_file():
         found = [ADAPTER]  # whatever stands beside it
     if found:
-        raise ModelError(
-            f"{what} has its weights in {found[0]}, a pickle, which can run any program when it is read. {_as_safe(path)}"
-        )
+        pickled = f"{what} has its weights in {found[0]}, a pickle, which can run any program when it is read"
+        raise ModelError(f"{pickled}. {_as_safe(path)}")
 
 
 def _as_safe(path: str) -> str:

@@ -21,6 +21,7 @@ from policygrad.checkpoint.manager import Checkpointer, Saved, Stepped
 from policygrad.checkpoint.model_folder import save_model
 from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.trust import FLAG
 from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers, default_tracker
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.toml import dumps
@@ -265,4 +266,5 @@ class Lifecycle(ABC, Generic[C, P, M]):
     @property
     def resume_words(self) -> str:
         """How to go on."""
-        return f"policygrad {self.kind} --resume {self.folder}"
+        leave = f" {FLAG}" if self.config.trust_remote_code else ""
+        return f"policygrad {self.kind} --resume {self.folder}{leave}"

@@ -21,6 +21,7 @@ from policygrad.samplers.base import Sampler
 from policygrad.tasks.types import Example
 from policygrad.trackers import RunInfo, Tracker, change
 from policygrad.training.callbacks import Callback
+from policygrad.training.config.allowed import Allowed, not_allowed
 from policygrad.training.config.composed import Composed, composed
 from policygrad.training.config.run import Run
 from policygrad.training.config.schedules import idle
@@ -44,6 +45,7 @@ def train(
     *,
     resume: str | Path | None = None,
     stop_after: int | None = None,
+    allow: Sequence[str] = (),
     sampler: Sampler | SamplerFactory | None = None,
     learner: Learner | LearnerFactory = local_learner,
     environment: EnvironmentFactory | None = None,
@@ -53,13 +55,14 @@ def train(
 ) -> Result[float | None]:
     """Trains as `run` says, or goes on with the run in the folder `resume`.
 
-    stop_after: stop, resumably, after so many steps of this call. The rest as in `Trainer`.
+    stop_after: stop, resumably, after so many steps of this call. allow: modules, files or folders that run.toml may name as its
+    own parts and rewards; those in the current folder or loaded already need no leave. The rest as in `Trainer`.
 
     Raises:
         PolicygradError: what cannot be trained, with the way out.
     """
     if run is None and resume is not None:
-        run = load(check_resumable(Path(resume), "train") / "run.toml", Run())
+        run = load(check_resumable(Path(resume), "train") / "run.toml", Run(), Allowed(tuple(allow)))
     trainer = Trainer(
         run,
         sampler=sampler,
@@ -313,5 +316,12 @@ class Trainer(Lifecycle[Run, Progress, float]):
         return (
             f"pg.train(run, resume={str(self.folder)!r})"
             if self.config.objects or self._given
-            else super().resume_words
+            else super().resume_words + self._leave
         )
+
+    @property
+    def _leave(self) -> str:
+        """The code that run.toml alone may not have imported by whoever goes on."""
+        options = {"algorithm": algorithm_to_dict(self.config.algorithm), "reward": list(self.config.reward)}
+        code = not_allowed(options, self.folder / self.file, elsewhere=True)
+        return f" --allow {' '.join(code)}" if code else ""
