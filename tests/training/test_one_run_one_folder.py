@@ -115,14 +115,14 @@ def test_a_live_run_is_not_resumed_and_a_finished_or_killed_one_is(config: Calla
         assert child.stdout.readline() == "mine\n"
         said = json.loads((folder / LOCK).read_text())
         with pytest.raises(RunError, match="another process is at work on") as caught:
-            pg.train(resume=folder, display=False)
+            pg.train(resume=folder, allow=("/",), display=False)
         for part in (f"pid {child.pid}", said["host"], said["since"], "wait for its end, or stop it, then --resume"):
             assert part in str(caught.value)
         child.send_signal(signal.SIGKILL)
         child.wait()
     assert json.loads((folder / LOCK).read_text()) == said  # it means nothing now
-    assert pg.train(resume=folder, display=False).steps == 1
-    assert pg.train(resume=folder, display=False).steps == 1
+    assert pg.train(resume=folder, allow=("/",), display=False).steps == 1
+    assert pg.train(resume=folder, allow=("/",), display=False).steps == 1
 
 
 def test_reward_workers_that_outlive_their_run_do_not_hold_its_folder(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from policygrad.models.routing import Routing
 from policygrad.models.tokenizer import Tokenizer, padding_id
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.draw import draw, uniforms
+from policygrad.samplers.finite import check_drawable
 from policygrad.samplers.routes import Routes
 from policygrad.weight_sync.base import Published
 from policygrad.weight_sync.in_process import put_weights
@@ -98,6 +100,7 @@ class LocalSampler:
         routes = Routes.begun(self.routing, requests, repeats, width, budget)
         alive = torch.arange(rows, device=self.device)  # row of the decoding batch -> completion
         for t in range(budget):
+            check_drawable(logits, sampling, self.model, partial(_text, requests, tokens, alive, t))
             token, logp = draw(logits, u[alive, t], sampling)
             fresh = ~over[alive]  # a row that is over may wait here until the batch is next compacted
             tokens[alive[fresh], t], logps[alive[fresh], t] = token[fresh], logp[fresh]
@@ -132,6 +135,12 @@ class LocalSampler:
                 zip(tokens.cpu(), logps.cpu(), length.tolist(), ended.tolist(), strict=True)
             )
         ]
+
+
+def _text(requests: Sequence[Request], tokens: Tensor, alive: Tensor, t: int, row: int) -> Tensor:
+    """[P + t] what a row of the decoding batch has read before its t-th token."""
+    place = int(alive[row])
+    return torch.cat([requests[place].tokens, tokens[place, :t].cpu()])
 
 
 def _chunks(requests: Sequence[Request], rows: Sequence[int], size: int) -> Iterator[list[list[int]]]:

@@ -39,8 +39,8 @@ def load(path: Path | str, base: AnyRun, allowed: Allowed = NOTHING_MORE) -> Any
     """`base` changed by what the file says. allowed: the code that it may name.
 
     Raises:
-        ConfigError: no such file, code that is not allowed, no TOML, an unknown key, a value of the wrong type, parts that contradict
-            each other.
+        ConfigError: no such file, code that is not allowed, no TOML, an unknown key, a value of the wrong type, parts that
+            contradict each other.
     """
     path = Path(path)
     try:
