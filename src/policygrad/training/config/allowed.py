@@ -60,7 +60,7 @@ def not_allowed(
 ) -> list[str]:
     """The modules and files that options in `file` would have imported and that need leave, sorted. elsewhere: in a process to
     come, which has loaded nothing."""
-    asked = {code for code in _named(data) if not _is_allowed(code, allowed)}
+    asked = {code for code in named(data) if not _is_allowed(code, allowed)}
     return sorted(code for code in asked if not _is_ours(code, file, elsewhere))
 
 
@@ -77,7 +77,7 @@ def _after_reward(before: Sequence[str]) -> bool:
     return flag.partition("=")[0] == "--reward"
 
 
-def _named(data: Mapping[str, Any]) -> Iterator[str]:
+def named(data: Mapping[str, Any]) -> Iterator[str]:
     """What reading these options would import: as `toml.from_dict` does, and the rewards when they are made."""
     rewards = data.get("reward")
     for name in rewards if isinstance(rewards, list) else [rewards]:
