@@ -136,7 +136,7 @@ def test_base_is_changed_not_replaced(tmp_path: Path) -> None:
         ('[[algorithm.terms]]\npart = "KLToReference"\nform = "k1"', "zero expected gradient"),
         ('[[algorithm.shaping]]\npart = "KLInReward"\nform = "k2"', "KLInReward takes k1 only"),
         ("samples_per_prompt = 1", "set samples_per_prompt to 2 or more"),
-        ('[algorithm]\ngate = "os:path"', "'os:path' is not a part"),
+        ('[algorithm]\ngate = "os:path"', "names code of its own, os, which this command has not"),
         ('[algorithm]\ngate = "no.such.module:Part"', "cannot import the part 'no.such.module:Part'"),
         ("steps = ", "is not valid TOML: "),
         ("steps = 1\nsteps = 2", "is not valid TOML: "),

@@ -39,8 +39,12 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     )
 
 
+def mine(run: pg.Run) -> Path:
+    return Path(str(run.output)).parent / "mine.py"
+
+
 def named(run: pg.Run, function: str, **changes: object) -> pg.Run:
-    return replace(run, reward=(f"{Path(str(run.output)).parent}/mine.py:{function}",), **changes)  # type: ignore[arg-type]
+    return replace(run, reward=(f"{mine(run)}:{function}",), **changes)  # type: ignore[arg-type]
 
 
 def test_a_reward_that_fails_everywhere_ends_the_run_at_its_first_step(run: pg.Run) -> None:
@@ -49,7 +53,10 @@ def test_a_reward_that_fails_everywhere_ends_the_run_at_its_first_step(run: pg.R
     said = str(caught.value)
     assert said.startswith("no sample of the first step has a reward: reward ")
     assert "ValueError: the judge is away" in said
-    assert f"Step 1 is saved: policygrad train --resume {run.output} goes on once the reward works" in said
+    assert (
+        f"Step 1 is saved: policygrad train --resume {run.output} --allow {mine(run)} goes on once the reward works"
+        in said
+    )
     (Path(str(run.output)).parent / "mended").touch()
     assert pg.train(resume=run.output, display=False).steps == run.steps  # type: ignore[arg-type]
     assert [row["step"] for row in rows(Path(str(run.output)) / "metrics.jsonl")] == [1, 2, 3, 4, 5]
@@ -101,7 +108,10 @@ def test_a_reward_that_hangs_on_every_sample_ends_the_run(
     ):
         pg.train(named(run, "hangs", evaluation=pg.Evaluation(problems=problems)), display=record)
     if not problems:
-        assert f"step 1 failed: policygrad train --resume {run.output} goes on from step 0" in record.said
+        assert (
+            f"step 1 failed: policygrad train --resume {run.output} --allow {mine(run)} goes on from step 0"
+            in record.said
+        )
     code, _, err = run_command("train", "--resume", str(run.output), "--plain")
     assert code != 0
     assert "has not given a single reward yet" in err

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(not lock.LOCKS, reason="this system has no such 
 CHILD = """
 import sys
 import policygrad as pg
+from policygrad.training.config.allowed import Allowed
 from policygrad.training.config.toml import load
 from policygrad.training.config.run import Run
 
@@ -37,9 +38,9 @@ class Waiting(pg.Callback):
         sys.stdin.readline()
 
 how, config, *given = sys.argv[1:]
-run = None if how == "resume" else load(config, Run())
+run = None if how == "resume" else load(config, Run(), Allowed(("/",)))
 try:
-    pg.train(run, resume=config if how == "resume" else None, display=False, callbacks=[Waiting()])
+    pg.train(run, resume=config if how == "resume" else None, allow=("/",), display=False, callbacks=[Waiting()])
 except pg.PolicygradError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
@@ -114,14 +115,14 @@ def test_a_live_run_is_not_resumed_and_a_finished_or_killed_one_is(config: Calla
         assert child.stdout.readline() == "mine\n"
         said = json.loads((folder / LOCK).read_text())
         with pytest.raises(RunError, match="another process is at work on") as caught:
-            pg.train(resume=folder, display=False)
+            pg.train(resume=folder, allow=("/",), display=False)
         for part in (f"pid {child.pid}", said["host"], said["since"], "wait for its end, or stop it, then --resume"):
             assert part in str(caught.value)
         child.send_signal(signal.SIGKILL)
         child.wait()
     assert json.loads((folder / LOCK).read_text()) == said  # it means nothing now
-    assert pg.train(resume=folder, display=False).steps == 1
-    assert pg.train(resume=folder, display=False).steps == 1
+    assert pg.train(resume=folder, allow=("/",), display=False).steps == 1
+    assert pg.train(resume=folder, allow=("/",), display=False).steps == 1
 
 
 def test_reward_workers_that_outlive_their_run_do_not_hold_its_folder(tmp_path: Path) -> None:

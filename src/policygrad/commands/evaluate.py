@@ -19,6 +19,7 @@ from policygrad.training.config.run import optional
 if TYPE_CHECKING:
     from policygrad.rollout.evaluation import EvaluationResult
 
+FLAG = "trust_remote_code"
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 
 
@@ -28,6 +29,8 @@ class EvalOptions:
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Directory or hub id; tiny = the base model inside the package; a run's folder = the model it trained."""
+    trust_remote_code: bool = False
+    """Let Python code in the model's folder or repository run; without it such a model is refused."""
     task: Annotated[str, tyro.conf.arg(metavar="NAME|FILE")] = "embedded"
     """Where problems come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file."""
     reward: Annotated[tuple[str, ...], optional("NAME", "the task's own")] = ()
@@ -75,7 +78,7 @@ def evaluate(args: list[str]) -> int:
         raise ConfigError(f"the run in {folder} has no model yet: finish it first, policygrad train --resume {folder}")
     from policygrad.training.evaluation import evaluate as measure
 
-    names = ("reward", "held_out", "problems", "samples", "sampling", "seed", "device", "dtype", "budget")
+    names = ("reward", "held_out", "problems", "samples", "sampling", "seed", "device", "dtype", "budget", FLAG)
     outcome = measure(
         options.model,
         options.task,

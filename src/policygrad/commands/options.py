@@ -18,10 +18,18 @@ from policygrad.commands.citations import summary
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.protocols import Additive, Part
 from policygrad.errors import ConfigError, RunError
+from policygrad.models.trust import FLAG
 from policygrad.training.config.run import Draft, optional
+from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import from_dict
 
-SWITCHES = ("--dry-run", "--plain", "--learner.gradient-checkpointing", "--learner.routing-replay")
+SWITCHES = (
+    "--dry-run",
+    "--plain",
+    FLAG,
+    "--learner.gradient-checkpointing",
+    "--learner.routing-replay",
+)
 """Flags that take no value."""
 _NUMBERS = ("name", "samples_per_prompt")
 _NO_PARTS = (*_NUMBERS, "behaviour")  # which is chosen as parts are, by a word
@@ -76,6 +84,11 @@ def write(path: Path, text: str, option: str) -> None:
         raise RunError(f"{option} {path} was not written: {error.strerror}; take another place") from error
 
 
+def without_leave(base: Draft | Supervised, args: list[str]) -> list[str]:
+    """The arguments without the flag that has given a file its leave: what is on already has no flag to turn it on."""
+    return [word for word in args if word != FLAG] if base.trust_remote_code else args
+
+
 @REGISTRY.primitive_rule
 def _choice(info: Any) -> Any:
     """Choices are named in the help, and the part itself refuses what is none of them: it knows the reason."""
@@ -109,9 +122,9 @@ def take_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _of_rewards(before: list[str]) -> bool:
-    """Whether a word after these is one more reward: they too are files and functions, any number of them."""
+    """Whether a word after these is one more reward, or one more to allow: they too are files, any number of them."""
     flag = next((word for word in reversed(before) if word.startswith("--")), "")
-    return flag == "--reward" or flag.startswith("--reward=")
+    return flag.partition("=")[0] in ("--reward", "--allow")
 
 
 def gathered(args: list[str], *flags: str) -> list[str]:

@@ -11,8 +11,10 @@ import tyro
 
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.foreign.answers import refuse_foreign
-from policygrad.commands.options import CommandOptions, printed_flags
+from policygrad.commands.options import CommandOptions, printed_flags, without_leave
 from policygrad.errors import ConfigError
+from policygrad.models.trust import FLAG
+from policygrad.training.config.allowed import Allowed
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import dumps, load
 from policygrad.training.folder import check_resumable
@@ -32,14 +34,14 @@ def parse(kind: type[AnyConfig], args: list[str], words: tuple[str, ...]) -> tup
     """
     refuse_foreign(args, lambda: flags(kind), supervised=True)
     _, command = _parse(kind(), args, words)  # which files to read first
-    base = kind()
+    base, allowed = kind(), Allowed(remote_code=FLAG in args)
     if command.resume is not None:
-        base = load(check_resumable(Path(command.resume), kind.kind) / f"{kind.kind}.toml", base)
+        base = load(check_resumable(Path(command.resume), kind.kind) / f"{kind.kind}.toml", base, allowed)
     if command.config is not None:
-        base = load(command.config, base)
+        base = load(command.config, base, allowed)
         if base.output is not None and Path(base.output).resolve() == Path(command.config).resolve().parent:
             base = replace(base, output=None)  # a run's own file: do it again, in a folder of its own
-    config, command = _parse(base, args, words)
+    config, command = _parse(base, without_leave(base, args), words)
     if command.resume is not None:
         _check_resumable(base, config, command.resume)
     return config.resolved(), command

@@ -19,13 +19,17 @@ from policygrad.commands.options import (
     CommandOptions,
     choose_parts,
     from_options,
+    gathered,
     open_budget,
     option_type,
     printed_flags,
     take_algorithm,
+    without_leave,
 )
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError, PolicygradError
+from policygrad.models.trust import FLAG
+from policygrad.training.config.allowed import Allowed, from_words
 from policygrad.training.config.composed import composed
 from policygrad.training.config.parts import find_algorithm
 from policygrad.training.config.run import Draft, Options, Run, optional
@@ -51,6 +55,8 @@ class TrainOptions(CommandOptions):
 
     algorithm: Annotated[tyro.conf.Positional[str | None], optional("[ALGORITHM]", "dapo")] = None
     """The method: a name, or one of your own, module:NAME or path/to/file.py:NAME."""
+    allow: Annotated[tuple[str, ...], optional("MODULE|FILE", "what is in the current folder")] = ()
+    """Code that the file of --resume or --config may name and have imported; what the command names itself needs no leave."""
     teacher: Annotated[str | None, optional("ID|DIR", "none")] = None
     """A model to learn from (distill needs one), short for --algorithm.reference.model: a folder, a hub id, a run's folder."""
 
@@ -79,7 +85,7 @@ def asked(args: list[str]) -> tuple[Run, TrainOptions]:
     refuse_foreign(args, lambda: flags(take_algorithm([w for w in args if not re.match(r"[\w.+]+=", w)])[0] or "dapo"))
     name, args = take_algorithm(args)
     base = _base(name, args)
-    chosen, rest = choose_parts(open_budget(base.algorithm, base.sampling.max_tokens), args)
+    chosen, rest = choose_parts(open_budget(base.algorithm, base.sampling.max_tokens), without_leave(base, args))
     run, command = _parse(replace(base, algorithm=chosen), rest)
     run = renamed(run, base.algorithm)
     if command.resume is not None:
@@ -176,12 +182,19 @@ def _base(name: str | None, args: Sequence[str]) -> Draft:
     run = Draft()
     resumed, config = _flag(args, "--resume"), _flag(args, "--config")
     if resumed is not None:
-        run = load(check_resumable(Path(resumed), "train") / "run.toml", run)
+        run = load(check_resumable(Path(resumed), "train") / "run.toml", run, _allowed(args))
     if config is not None:
-        run = load(config, run)
+        run = load(config, run, _allowed(args))
         if run.output is not None and Path(run.output).resolve() == Path(config).resolve().parent:
             run = replace(run, output=None)  # a run's own run.toml: do it again, in a folder of its own
     return run if name is None else replace(run, algorithm=find_algorithm(name))
+
+
+def _allowed(args: Sequence[str]) -> Allowed:
+    """What the flags let a file have imported."""
+    words = gathered(list(args), "--allow")
+    names = words[words.index("--allow") + 1 :] if "--allow" in words else []
+    return Allowed((*names, *from_words(args)), FLAG in args)
 
 
 def _check_resumable(before: Draft, run: Run, folder: str) -> None:

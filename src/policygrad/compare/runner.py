@@ -20,6 +20,7 @@ from policygrad.checkpoint.disk import write_atomically
 from policygrad.checkpoint.lock import LOCKS, locked
 from policygrad.compare.outcomes import cost, finished
 from policygrad.errors import RunError
+from policygrad.training.config.allowed import from_words
 
 SAID = 12
 """Lines of a failed run's log that are shown."""
@@ -59,7 +60,9 @@ class Processes:
             if folder.exists() and not (folder / "run.toml").exists():  # killed before it was anything
                 shutil.rmtree(folder)
             go_on = (folder / "run.toml").exists()
-            command = ["train", "--resume", str(folder)] if go_on else [*words, "--output", str(folder)]
+            own = from_words(words)  # which the run's file is no leave to import
+            leave = ["--allow", *own] if own else []
+            command = ["train", "--resume", str(folder), *leave] if go_on else [*words, "--output", str(folder)]
             log = folder.with_name(folder.name + ".log")
             code = self._process([*command, "--plain"], folder, log, lock)
         if not finished(folder) and not self._stopping:

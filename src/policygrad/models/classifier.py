@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policygrad.errors import ModelError
 from policygrad.models.chat import rendered_ids
 from policygrad.models.completeness import check_complete
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.trust import cannot_load, reading, refuse_pickles, weights
 
 MICRO_TOKENS = 8192
 """Tokens per forward pass, padding included."""
@@ -110,7 +110,7 @@ def context_length(model: nn.Module) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def load_tokenizer(path: str) -> Tokenizer:
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer beside a model; nothing ends a text that is read, so it names no ends.
 
     Raises:
@@ -119,13 +119,18 @@ def load_tokenizer(path: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(path), frozenset(), path, None)
+        return Tokenizer(AutoTokenizer.from_pretrained(path, **reading(trust_remote_code)), frozenset(), path, None)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"{path!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
+        raise cannot_load(f"the tokenizer of {path!r}", error, "tokenizer.json and tokenizer_config.json") from error
 
 
 def load_classifier(
-    path: str, dtype: torch.dtype | str = "auto", device: str = "cpu", *, new_head: bool = False
+    path: str,
+    dtype: torch.dtype | str = "auto",
+    device: str = "cpu",
+    *,
+    new_head: bool = False,
+    trust_remote_code: bool = False,
 ) -> Any:
     """The network with one label, in evaluation mode. new_head: its head may be drawn afresh, to be trained.
 
@@ -136,7 +141,8 @@ def load_classifier(
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    options: dict[str, Any] = {"num_labels": 1} if new_head else {}
+    refuse_pickles(path, f"the reward model {path!r}")
+    options = weights(trust_remote_code) | ({"num_labels": 1} if new_head else {})
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of a new head the caller speaks, the rest is refused below
     try:
@@ -144,7 +150,7 @@ def load_classifier(
             path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except Exception as error:  # of which class depends on what is wrong with which file
-        raise ModelError(f"the reward model {path!r} cannot be loaded: {_first_line(error)}") from error
+        raise cannot_load(f"the reward model {path!r}", error, "config.json and safetensors") from error
     finally:
         logging.set_verbosity(before)
     body = f"{model.base_model_prefix}."
@@ -158,7 +164,7 @@ def load_classifier(
     return model.to(device).eval()
 
 
-def labels(path: str) -> tuple[int, list[str]]:
+def labels(path: str, trust_remote_code: bool = False) -> tuple[int, list[str]]:
     """(how many scores the model's head gives, its architectures) by its configuration; 0 = it has no such head.
 
     Raises:
@@ -167,12 +173,8 @@ def labels(path: str) -> tuple[int, list[str]]:
     from transformers import AutoConfig
 
     try:
-        config: Any = AutoConfig.from_pretrained(path)
+        config: Any = AutoConfig.from_pretrained(path, **reading(trust_remote_code))
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"there is no model {path!r}: {_first_line(error)}") from error
+        raise cannot_load(f"the model {path!r}", error, "config.json") from error
     kinds = list(config.architectures or [config.model_type])
     return (config.num_labels if any(kind.endswith(_HEAD) for kind in kinds) else 0), kinds
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(" .:") or repr(error)

@@ -17,6 +17,7 @@ from policygrad.errors import ModelError
 from policygrad.models.completeness import check_complete, unreported
 from policygrad.models.hub import locate
 from policygrad.models.precision import DTYPES
+from policygrad.models.trust import cannot_load, refuse_pickles, weights
 
 EMBEDDED = "tiny"
 Loaded = Mapping[str, Any]
@@ -31,33 +32,32 @@ def resolve(model: str) -> str:
     return str(trained) if (trained / "config.json").is_file() else locate(model)
 
 
-def cannot_load(what: str, error: Exception, needs: str) -> ModelError:
-    first = str(error).strip().partition("\n")[0].rstrip(" .")
-    said = f"{first[:-1]} …" if first.endswith(":") else first or repr(error)
-    return ModelError(f"cannot load {what}, whose folder needs {needs}: {said}")
-
-
-def load_model(model: str | nn.Module, *, dtype: str = "fp32", device: str = "cpu") -> nn.Module:
+def load_model(
+    model: str | nn.Module, *, dtype: str = "fp32", device: str = "cpu", trust_remote_code: bool = False
+) -> nn.Module:
     """The model without dropout, in evaluation mode, so that an unchanged policy's ratio is 1.
 
     A module in a name's place is used as it is, in its own precision and with the parameters that require a gradient in it.
+    trust_remote_code: whether Python code in the model's folder or repository may run.
 
     Raises:
-        ModelError: no such model, or an object that is no causal language model of transformers' kind.
+        ModelError: no such model, one that is a pickle or needs code that is not trusted, or an object that is no causal language
+            model of transformers' kind.
     """
-    loaded = _load(model, dtype) if isinstance(model, str) else _checked(model)
+    loaded = _load(model, dtype, trust_remote_code) if isinstance(model, str) else _checked(model)
     for module in loaded.modules():
         without_dropout(module)
     return loaded.to(device).eval()
 
 
-def _load(model: str, dtype: str) -> nn.Module:
+def _load(model: str, dtype: str, trust: bool) -> nn.Module:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     path = resolve(model)
+    refuse_pickles(path, f"the model {model!r}")
     try:
-        loaded, info, base = _pretrained(path, DTYPES[dtype])
+        loaded, info, base = _pretrained(path, DTYPES[dtype], trust)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise cannot_load(f"the model {model!r}", error, "config.json and safetensors") from error
     if base is not None:
@@ -77,7 +77,9 @@ def _checked(model: object) -> nn.Module:
     return model
 
 
-def _pretrained(path: str, dtype: torch.dtype) -> tuple[nn.Module, Loaded, tuple[nn.Module, Loaded] | None]:
+def _pretrained(
+    path: str, dtype: torch.dtype, trust: bool
+) -> tuple[nn.Module, Loaded, tuple[nn.Module, Loaded] | None]:
     """The model and what was loaded of it; of an adapter alone also its base, without weights, and what would be loaded.
 
     With SDPA where the architecture has it, else (Gemma 2, BLOOM, Mamba) with what transformers chooses.
@@ -85,7 +87,11 @@ def _pretrained(path: str, dtype: torch.dtype) -> tuple[nn.Module, Loaded, tuple
     from transformers import AutoModelForCausalLM
 
     load: Any = partial(
-        AutoModelForCausalLM.from_pretrained, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        AutoModelForCausalLM.from_pretrained,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **weights(trust),
     )
     with unreported():  # sizes that mismatch are refused by name, and not by transformers, which names none
         adapter, base = Path(path) / "adapter_config.json", None

@@ -9,7 +9,9 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 
 
-def load_reference(name: str, policy: Tokenizer, *, dtype: str = "fp32", device: str = "cpu") -> nn.Module:
+def load_reference(
+    name: str, policy: Tokenizer, *, dtype: str = "fp32", device: str = "cpu", trust_remote_code: bool = False
+) -> nn.Module:
     """The model, frozen. It is given the token ids that the policy sampled, so both must mean the same by them.
 
     name: a folder, a hub id, a run's folder, `tiny`. policy: the policy's tokenizer.
@@ -17,8 +19,8 @@ def load_reference(name: str, policy: Tokenizer, *, dtype: str = "fp32", device:
     Raises:
         ModelError: no such model; a tokenizer with another vocabulary than the policy's.
     """
-    model = load_model(name, dtype=dtype, device=device).requires_grad_(False)
-    tokenizer = load_tokenizer(name, model)
+    model = load_model(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code).requires_grad_(False)
+    tokenizer = load_tokenizer(name, model, trust_remote_code=trust_remote_code)
     ours, theirs = policy.hf.get_vocab(), tokenizer.hf.get_vocab()
     if odd := sorted(ours.items() ^ theirs.items(), key=lambda item: item[1]):
         text = odd[0][0]

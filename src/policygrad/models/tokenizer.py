@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from policygrad.errors import ModelError
 from policygrad.models.chat import Message, Tools, continuation, prompt_ids
-from policygrad.models.loading import cannot_load, context_length, resolve
+from policygrad.models.loading import context_length, resolve
 from policygrad.models.shown import shown_answer
+from policygrad.models.trust import cannot_load, reading
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Tokenizer:
         return str(self.hf.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def load_tokenizer(model: str | object, network: nn.Module) -> Tokenizer:
+def load_tokenizer(model: str | object, network: nn.Module, *, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer beside a loaded model; or an object of transformers' own in a name's place.
 
     Raises:
@@ -81,7 +82,8 @@ def load_tokenizer(model: str | object, network: nn.Module) -> Tokenizer:
     """
     if isinstance(model, str):
         path = resolve(model)
-        name, tokenizer, written = model, _pretrained(path, model), [*_written_ends(path), *_set_ends(network)]
+        tokenizer = _pretrained(path, model, trust_remote_code)
+        name, written = model, [*_written_ends(path), *_set_ends(network)]
     else:
         tokenizer = _checked(model)
         name, written = str(getattr(model, "name_or_path", "") or type(model).__name__), _set_ends(network)
@@ -94,11 +96,11 @@ def load_tokenizer(model: str | object, network: nn.Module) -> Tokenizer:
     return Tokenizer(tokenizer, end, name, context_length(network))
 
 
-def _pretrained(path: str, model: str) -> Any:
+def _pretrained(path: str, model: str, trust: bool) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, **reading(trust))
     except (OSError, ValueError, KeyError) as error:
         raise cannot_load(f"the tokenizer of {model!r}", error, "tokenizer.json and tokenizer_config.json") from error
 

@@ -29,6 +29,7 @@ _BUILTIN: dict[str, RewardFunction] = {
 _NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 FILE_MODULE = "policygrad_file_"
 """Begins the names of modules that are files which no import path leads to."""
+_DOTTED = re.compile(r"\w+(\.\w+)+")
 _BEFORE = re.compile(rf"\s*({_NUMBER})\s*\*\s*(?=\S)")
 _AFTER = re.compile(rf"\s*\*\s*({_NUMBER})\s*\Z")
 
@@ -50,12 +51,28 @@ def resolve(name: "str | Reward | RewardFunction") -> Reward:
         return _reward(getattr(name, "__name__", type(name).__name__), name, 1.0)
     if not isinstance(name, str):
         raise ConfigError(f"a reward is a name or a function, got {type(name).__name__}")
+    text, weight = _weighted(name)
+    return _reward(text, _function(text), weight)
+
+
+def code_of(name: str) -> str | None:
+    """The module or the file that a reward's name would import; None = policygrad's own, a pattern, a model. Imports nothing."""
+    text, _ = _weighted(name)
+    if text in _BUILTIN or text.startswith(("format:", "model:")):
+        return None
+    path, colon, _ = text.rpartition(":")
+    if colon and path.endswith(".py"):
+        return path
+    return text.rpartition(".")[0] if _DOTTED.fullmatch(text) else None
+
+
+def _weighted(name: str) -> tuple[str, float]:
     text, weight = name.strip(), 1.0
     if found := _BEFORE.match(text):
         text, weight = text[found.end() :], float(found.group(1))
     elif not text.startswith("format:") and (found := _AFTER.search(text)):
         text, weight = text[: found.start()], float(found.group(1))
-    return _reward(text, _function(text), weight)
+    return text, weight
 
 
 def _reward(name: str, function: RewardFunction, weight: float) -> Reward:
@@ -76,7 +93,7 @@ def _function(name: str) -> RewardFunction:
     path, colon, function = name.rpartition(":")
     if colon and path.endswith(".py"):
         return FileFunction.load(str(Path(path).resolve()), function)
-    if "." in name and re.fullmatch(r"\w+(\.\w+)+", name):
+    if _DOTTED.fullmatch(name):
         return _import(name)
     near = difflib.get_close_matches(name, known_rewards(), n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"the built-in ones are {', '.join(known_rewards())}."

@@ -11,6 +11,7 @@ from torch import Tensor
 from policygrad.models.routing import Routing
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.draw import draw, uniforms
+from policygrad.samplers.finite import check_drawable
 from policygrad.samplers.memory import Memory
 from policygrad.samplers.routes import Routes
 
@@ -85,9 +86,15 @@ class Decoding:
         self.alive, self.count = torch.cat([self.alive, rows]), torch.cat([self.count, torch.zeros_like(rows)])
         return logits
 
+    def _text(self, row: int) -> Tensor:
+        """[P + t] what a row has read."""
+        place, drawn = int(self.alive[row]), int(self.count[row])
+        return torch.cat([self.requests[place].tokens, self.tokens[place, :drawn].cpu()])
+
     def _draw(self, memory: Memory, logits: Tensor) -> Tensor:
         """One token for each row; those that are over leave, and the tokens [N] of the others are returned."""
         alive, count = self.alive, self.count
+        check_drawable(logits, self.sampling, memory.model, self._text)
         token, logp = draw(logits, self.u[alive, count], self.sampling)
         self.tokens[alive, count], self.logps[alive, count] = token, logp.to(self.logps.dtype)
         count = count + 1

@@ -17,6 +17,7 @@ KEEP = 0.8
 class Memory(Protocol):
     """Rows stand in the order in which they came, but for `keep`."""
 
+    model: nn.Module
     refills: bool
     """Whether more contexts can be read while rows go on."""
     rows: Tensor

@@ -62,6 +62,7 @@ def evaluate(
     phase: Phase = nobody,
     sampler: Sampler | SamplerFactory | None = None,
     environment: EnvironmentFactory | None = None,
+    trust_remote_code: bool = False,
 ) -> EvaluationResult:
     """Scores of a model on a task's held-out problems, as `Run`'s options of these names say; budget, memory and
     reward_environment as `Rewarding`'s. phase: is told what rewards are waited for.
@@ -85,6 +86,7 @@ def evaluate(
             phase=phase,
             sampler=sampler,
             environment=environment,
+            trust_remote_code=trust_remote_code,
         )
         found = load(stack, needed)
         return found.rollouter.evaluate(found.task.held_out(problems), samples, sampling, progress)

@@ -13,6 +13,7 @@ from policygrad.checkpoint.lock import LOCKS, sign, take
 from policygrad.errors import RunError
 from policygrad.trackers.jsonl import writing
 
+_FIRST, _LAST = '# whole with its last line, "# end"', "# end"
 LOCK = "lock"
 """In a run's folder: who is at work on it. It means nothing once that process is gone."""
 
@@ -49,15 +50,36 @@ class RunFolder:
 
 
 def check_resumable(folder: Path, kind: str) -> Path:
-    """The folder. Raises RunError when it holds no run of this kind."""
+    """The folder. Raises RunError when it holds no run of this kind, or what it was is lost."""
     own = _own(folder, kind)
     if own.is_file():
+        _check_whole(own)
         return folder
     other = next((name for name in ("train", "sft", "reward-model") if _own(folder, name).is_file()), None)
     hint = (
         f"go on with it by `policygrad {other} --resume {folder}`" if other else "a run's folder is what --output named"
     )
     raise RunError(f"{folder} holds no run of `policygrad {kind}`, there is no {own.name} in it: {hint}")
+
+
+def sealed(text: str) -> str:
+    """A configuration that shows whether it is whole: cut off at a line's end, TOML is read with defaults for the rest."""
+    return f"{_FIRST}\n{text}{_LAST}\n"
+
+
+def _check_whole(file: Path) -> None:
+    """Raises RunError for a configuration that is empty or cut off."""
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error.strerror}") from error
+    said = [line for line in lines if line.strip() and not line.strip().startswith(b"#")]
+    if not said or (lines[0] == _FIRST.encode() and _LAST.encode() not in lines):
+        what = "is cut off" if said else "is empty"
+        raise RunError(
+            f"{file} {what}, so nobody knows what the run was: put a copy of it back, or write it anew with the options that the "
+            f"run began with, `policygrad {'train' if file.name == 'run.toml' else file.stem} … --dry-run > {file}`"
+        )
 
 
 def _own(folder: Path, kind: str) -> Path:

@@ -20,6 +20,7 @@ from policygrad.learners.local.activations import kept_bytes
 from policygrad.learners.local.head import CHUNK, CHUNK_ACCELERATOR
 from policygrad.models.loading import resolve
 from policygrad.models.precision import DTYPES
+from policygrad.models.trust import reading
 from policygrad.rewards.memory import resident, words
 from policygrad.tasks import load_task
 from policygrad.training.config.run import Run
@@ -65,11 +66,11 @@ def footprint(run: Run) -> Footprint:
         raise PolicygradError("the model is an object: its memory is taken already")
     task, config = (
         load_task(run.task, seed=run.seed, held_out=run.held_out),
-        AutoConfig.from_pretrained(resolve(run.model)),
+        AutoConfig.from_pretrained(resolve(run.model), **reading(run.trust_remote_code)),
     )
     with torch.device("meta"):
-        model: Any = cast(Any, AutoModelForCausalLM).from_config(config)
-    tokenizer = policy_tokenizer(run.model, run.tokenizer, model)
+        model: Any = cast(Any, AutoModelForCausalLM).from_config(config, **reading(run.trust_remote_code))
+    tokenizer = policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
     lengths = [len(tokenizer.encode(task.train(i).prompt, run.sampling.max_tokens)) for i in range(LOOKED_AT)]
     prompt, libraries = round(statistics.fmean(lengths)), resident() if device == "cpu" else 0
     dtype, tokens = DTYPES[run.learner.dtype], run.learner.tokens_at(device)

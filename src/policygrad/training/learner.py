@@ -28,9 +28,11 @@ def local_learner(model: nn.Module, run: Run) -> LocalLearner:
     named = run.algorithm.reference.model if run.algorithm.reference is not None else None
     reference: nn.Module | None = None
     if named is not None:
-        tokenizer = policy_tokenizer(run.model, run.tokenizer, model)
+        tokenizer = policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
         device = str(next(model.parameters()).device)
-        reference = load_reference(named, tokenizer, dtype=run.learner.dtype, device=device)
+        reference = load_reference(
+            named, tokenizer, dtype=run.learner.dtype, device=device, trust_remote_code=run.trust_remote_code
+        )
     return LocalLearner(
         model,
         run.algorithm,

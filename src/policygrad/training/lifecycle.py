@@ -21,10 +21,11 @@ from policygrad.checkpoint.manager import Checkpointer, Saved, Stepped
 from policygrad.checkpoint.model_folder import save_model
 from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.trust import FLAG
 from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers, default_tracker
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.toml import dumps
-from policygrad.training.folder import RunFolder, new_folder, resumed_folder
+from policygrad.training.folder import RunFolder, new_folder, resumed_folder, sealed
 from policygrad.training.stopping import Stopping
 
 C = TypeVar("C", bound=Any)  # a configuration: a frozen dataclass with `output` and `checkpoint`
@@ -162,7 +163,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
             self.folder = held.path
             self.config = replace(self.config, output=str(self.folder))
             if not (self.folder / self.file).exists():  # first of all, so that what is killed now can be resumed
-                write_atomically(self.folder / self.file, dumps(self.config))
+                write_atomically(self.folder / self.file, sealed(dumps(self.config)))
             stack.push(lambda *error: self.trackers.__exit__(*error))
             self.trackers.phase("loading the model")
             torch.manual_seed(self.config.seed)  # what a model or a reward may draw; completions have keys of their own
@@ -202,7 +203,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
         saved = self.checkpointer.restore() if resumed else None
         self.progress = self.start(saved)
         self.files.truncate_after(self.progress.step if saved else -1)
-        write_atomically(self.folder / self.file, dumps(self.config))
+        write_atomically(self.folder / self.file, sealed(dumps(self.config)))
         self.trackers.start(self.info(self.progress))
         if self.measures and not self.measured:
             self.before, self.measured = self.take(self.phase("before training"), self.progress.step), True
@@ -265,4 +266,5 @@ class Lifecycle(ABC, Generic[C, P, M]):
     @property
     def resume_words(self) -> str:
         """How to go on."""
-        return f"policygrad {self.kind} --resume {self.folder}"
+        leave = f" {FLAG}" if self.config.trust_remote_code else ""
+        return f"policygrad {self.kind} --resume {self.folder}{leave}"

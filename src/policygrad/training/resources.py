@@ -60,6 +60,7 @@ class Needed:
     sampler: Sampler | SamplerFactory | None = None
     environment: EnvironmentFactory | None = None
     routing_replay: bool = False
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +97,9 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     pool = None
     if chosen:  # its workers import meanwhile
         pool = stack.enter_context(_pool(chosen, needed))
-    model = load_model(needed.model, dtype=needed.dtype, device=pick_device(needed.device))
-    tokenizer = policy_tokenizer(needed.model, needed.tokenizer, model)
+    trust = needed.trust_remote_code
+    model = load_model(needed.model, dtype=needed.dtype, device=pick_device(needed.device), trust_remote_code=trust)
+    tokenizer = policy_tokenizer(needed.model, needed.tokenizer, model, trust)
     known = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if len(tokenizer.hf) > known:
         raise ModelError(
@@ -137,7 +139,7 @@ def _pool(chosen: tuple[Reward, ...], needed: Needed) -> RewardPool:
     )
 
 
-def policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module) -> Tokenizer:
+def policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer that was asked for, or the model's own.
 
     Raises:
@@ -146,7 +148,7 @@ def policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module) -> Tokenize
     beside = model if isinstance(model, str) else getattr(getattr(network, "config", None), "_name_or_path", "")
     if not (tokenizer or beside):
         raise ModelError("the model is an object that names no folder to read its tokenizer from: give tokenizer= too")
-    return load_tokenizer(tokenizer or beside, network)
+    return load_tokenizer(tokenizer or beside, network, trust_remote_code=trust_remote_code)
 
 
 def _check_shown(task: Task, environment: EnvironmentFactory | None) -> None:
@@ -285,4 +287,5 @@ def needed_for(
         sampler=sampler,
         environment=environment,
         routing_replay=run.learner.routing_replay,
+        trust_remote_code=run.trust_remote_code,
     )

@@ -172,15 +172,16 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
         ModelError: no such model, a classifier of several labels, no tokenizer.
     """
     path = resolve(config.model)
-    count, _ = labels(path)
+    count, _ = labels(path, config.trust_remote_code)
     if count > 1:
         raise ModelError(
             f"{config.model!r} is a classifier with {count} labels: start from a causal language model, or from a reward model, "
             "which has one"
         )
     device = pick_device(config.learner.device)
-    model = load_classifier(path, DTYPES[config.learner.dtype], device, new_head=count == 0)
-    tokenizer = load_tokenizer(path)
+    trust = config.trust_remote_code
+    model = load_classifier(path, DTYPES[config.learner.dtype], device, new_head=count == 0, trust_remote_code=trust)
+    tokenizer = load_tokenizer(path, trust)
     for module in model.modules():
         without_dropout(module)
     _choose_padding(model, tokenizer.hf)

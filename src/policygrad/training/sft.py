@@ -72,9 +72,12 @@ class FineTuning:
         others = read_demonstrations(config.held_out) if config.held_out else []
         kept = without(rows, others, config.data, str(config.held_out)) if others else rows
         self.model: nn.Module = load_model(
-            config.model, dtype=config.learner.dtype, device=pick_device(config.learner.device)
+            config.model,
+            dtype=config.learner.dtype,
+            device=pick_device(config.learner.device),
+            trust_remote_code=config.trust_remote_code,
         )
-        self.tokenizer = load_tokenizer(config.model, self.model)
+        self.tokenizer = load_tokenizer(config.model, self.model, trust_remote_code=config.trust_remote_code)
         self.config, self.device = config, next(self.model.parameters()).device
         self.rows = [tokenise(row, self.tokenizer) for row in [*kept, *others]]
         split = None if others else split_rows(kept)

@@ -19,6 +19,7 @@ from policygrad.errors import RunError
 from policygrad.learners.local.optimizer import Optimizer, train_only
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.trackers import RunInfo
+from policygrad.training.began import began, noticed
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import load
 from policygrad.training.folder import check_resumable
@@ -114,6 +115,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         train_only(self.model, config.learner.trainable)
         self.optimizer = Optimizer(self.model, config.optimizer, config.lr, len(self.plan))
         self.digest = _digest(config)
+        self.began = began(replace(config, held_out=None), next(self.model.parameters()).device.type)
 
     @property
     def version(self) -> int:
@@ -125,7 +127,12 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
 
     def pack(self, progress: RowsDone) -> Saved:
         tensors, values = self.optimizer.state()
-        return tensors, {"optimizer": values, "before": dict(self.before or {}), "data": self.digest}
+        return tensors, {
+            "optimizer": values,
+            "before": dict(self.before or {}),
+            "data": self.digest,
+            "began": self.began,
+        }
 
     def start(self, saved: Checkpoint | None) -> RowsDone:
         if saved is None:
@@ -135,6 +142,10 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
                 f"{self.config.data} (or the held-out file) is not what the run in {self.folder} began with: put the old file "
                 "back, or train anew with another --output"
             )
+        for text in (
+            noticed(saved.state["began"], self.began, self.config, self.folder) if "began" in saved.state else ()
+        ):
+            self.trackers.note(text)
         trained = {name.removeprefix("weights/") for name in saved.tensors if name.startswith("weights/")}
         if trained != set(self.optimizer.masters):
             odd = min(trained ^ set(self.optimizer.masters))

@@ -20,7 +20,9 @@ from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.samplers.base import Sampler
 from policygrad.tasks.types import Example
 from policygrad.trackers import RunInfo, Tracker, change
+from policygrad.training.began import began, noticed
 from policygrad.training.callbacks import Callback
+from policygrad.training.config.allowed import Allowed, named, not_allowed
 from policygrad.training.config.composed import Composed, composed
 from policygrad.training.config.run import Run
 from policygrad.training.config.schedules import idle
@@ -44,6 +46,7 @@ def train(
     *,
     resume: str | Path | None = None,
     stop_after: int | None = None,
+    allow: Sequence[str] = (),
     sampler: Sampler | SamplerFactory | None = None,
     learner: Learner | LearnerFactory = local_learner,
     environment: EnvironmentFactory | None = None,
@@ -53,13 +56,14 @@ def train(
 ) -> Result[float | None]:
     """Trains as `run` says, or goes on with the run in the folder `resume`.
 
-    stop_after: stop, resumably, after so many steps of this call. The rest as in `Trainer`.
+    stop_after: stop, resumably, after so many steps of this call. allow: modules, files or folders that run.toml may name as its
+    own parts and rewards; those in the current folder or loaded already need no leave. The rest as in `Trainer`.
 
     Raises:
         PolicygradError: what cannot be trained, with the way out.
     """
     if run is None and resume is not None:
-        run = load(check_resumable(Path(resume), "train") / "run.toml", Run())
+        run = load(check_resumable(Path(resume), "train") / "run.toml", Run(), Allowed(tuple(allow)))
     trainer = Trainer(
         run,
         sampler=sampler,
@@ -126,6 +130,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         self.model, self.tokenizer = found.model, found.tokenizer
         stack.enter_context(few_threads(found.model))
         self.learner = learner_of(self._learner, found.model, run)
+        self._began = began(run, next(found.model.parameters()).device.type, named(self._own))
         measured = run.evaluation.problems if found.scored else 0
         self._held_out = found.task.held_out(measured) if measured else []
         for example in self._held_out:  # before there is a folder: a prompt that leaves no room for the completion
@@ -164,6 +169,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
             "measured": self.measured,
             "binary": self._binary,
             "given": self._given,
+            "began": self._began,
         }
 
     def start(self, saved: Checkpoint | None) -> Progress:
@@ -179,6 +185,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
                 f"{self.folder}: the run {had} from Python, and what it learned there would go on as something else: go on as it "
                 f"began, with pg.train(run, resume={str(self.folder)!r}, environment=…) or without"
             )
+        for text in noticed(state["began"], self._began, run, self.folder) if "began" in state else ():
+            self.trackers.note(text)
         put_back(self.learner, saved, tensors, run, self.folder)
         self.before, self.measured, self._binary = state["before"], state["measured"], state["binary"]
         parts, kept = state["parts"], carried.unpack(groups, state.get("carried", ()), self.resources.task.train)
@@ -313,5 +321,16 @@ class Trainer(Lifecycle[Run, Progress, float]):
         return (
             f"pg.train(run, resume={str(self.folder)!r})"
             if self.config.objects or self._given
-            else super().resume_words
+            else super().resume_words + self._leave
         )
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        """The options that may name code of one's own."""
+        return {"algorithm": algorithm_to_dict(self.config.algorithm), "reward": list(self.config.reward)}
+
+    @property
+    def _leave(self) -> str:
+        """The code that run.toml alone may not have imported by whoever goes on."""
+        code = not_allowed(self._own, self.folder / self.file, elsewhere=True)
+        return f" --allow {' '.join(code)}" if code else ""

@@ -40,7 +40,9 @@ def kept_bytes(config: Any, dtype: torch.dtype, tokens: int, prompt: int, comple
 
     part = _made_up(tokens, prompt, completion, group)
     with FakeTensorMode() as mode:
-        model: Any = cast(Any, AutoModelForCausalLM).from_config(copy.deepcopy(config), dtype=dtype)
+        model: Any = cast(Any, AutoModelForCausalLM).from_config(
+            copy.deepcopy(config), dtype=dtype, trust_remote_code=False
+        )
         model.eval()
         network, held = Network(model, split_head=True, branches=take_branches(model)), dict[int, int]()
         with counting(held, model):

@@ -60,13 +60,16 @@ class Optimizer:
             self.taken += 1
             return None, rate
         limit = self.config.clip or math.inf
-        norm = float(nn.utils.clip_grad_norm_(masters, limit))
+        total = nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
+        norm = float(total)
         if not math.isfinite(norm):
+            where = self._first_bad()
             self.adam.zero_grad(set_to_none=True)
             raise NumericsError(
-                f"the gradient's norm is {norm} at update {self.taken + 1}: the weights were left as they were. "
+                f"the gradient's norm is {norm} at update {self.taken + 1}{where}: the weights were left as they were. "
                 "Lower --lr or optimizer.clip, or use learner.dtype fp32"
             )
+        nn.utils.clip_grads_with_norm_(masters, limit, total)
         for group in self.adam.param_groups:
             group["lr"] = rate
         self.taken, self.whole = self.taken + 1, False
@@ -75,6 +78,15 @@ class Optimizer:
         self.show()
         self.whole = True
         return norm, rate
+
+    def _first_bad(self) -> str:
+        """In words, the first parameter, in the model's order, whose gradient is not finite."""
+        for name, master in self.masters.items():
+            if master.grad is not None and not bool(master.grad.isfinite().all()):
+                bad, weights = int((~master.grad.isfinite()).sum()), bool(master.isfinite().all())
+                own = "" if weights else "; the weight itself is not finite"
+                return f", first in {name} ({bad} of {master.numel()} numbers are not finite{own})"
+        return ", though every number in it is finite: their squares are not"
 
     def split(self, v: Tensor) -> dict[str, Tensor]:
         """The share of every parameter in θ as one vector [P], the masters one after another: by name and in its shape."""

@@ -68,6 +68,8 @@ class Options:
     """Directory or hub id of a causal language model; tiny = the base model inside the package. From Python also a model."""
     tokenizer: Annotated[Any, named("ID|DIR", str, "the model's own")] = None
     """Directory or hub id of another tokenizer than the model's. From Python also a tokenizer."""
+    trust_remote_code: bool = False
+    """Let Python code in the folder or repository of model, tokenizer and reference run; without it such a model is refused."""
     task: Annotated[Any, named("NAME|FILE", str)] = "embedded"
     """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file.
     From Python also rows, each a dict with `prompt`."""

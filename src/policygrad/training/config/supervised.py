@@ -31,6 +31,8 @@ class Supervised:
     """The training data, a .jsonl file."""
     model: Annotated[str, tyro.conf.arg(metavar="ID|DIR")] = "tiny"
     """Directory or hub id of the model to start from; tiny = the base model inside the package."""
+    trust_remote_code: bool = False
+    """Let Python code in the model's folder or repository run; without it such a model is refused."""
     held_out: Annotated[str | None, optional("FILE", "a sixteenth of the data, chosen by a hash of the prompt")] = None
     """A .jsonl file to measure on; training leaves its prompts out."""
     epochs: int = 1

@@ -20,6 +20,7 @@ import policygrad
 from policygrad.algorithms import algorithm as named
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
+from policygrad.training.config.allowed import NOTHING_MORE, Allowed, check_allowed
 from policygrad.training.config.own import address
 from policygrad.training.config.parts import check_place, find_algorithm, nearest, part_class, part_names
 from policygrad.training.config.run import OBJECT, Draft, Run
@@ -34,11 +35,12 @@ def dumps(run: Run | Supervised) -> str:
     return tomli_w.dumps(_plain(run.without_objects() if isinstance(run, Run) else run))
 
 
-def load(path: Path | str, base: AnyRun) -> AnyRun:
-    """`base` changed by what the file says.
+def load(path: Path | str, base: AnyRun, allowed: Allowed = NOTHING_MORE) -> AnyRun:
+    """`base` changed by what the file says. allowed: the code that it may name.
 
     Raises:
-        ConfigError: no such file, no TOML, an unknown key, a value of the wrong type, parts that contradict each other.
+        ConfigError: no such file, code that is not allowed, no TOML, an unknown key, a value of the wrong type, parts that
+            contradict each other.
     """
     path = Path(path)
     try:
@@ -49,6 +51,7 @@ def load(path: Path | str, base: AnyRun) -> AnyRun:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    check_allowed(data, path, allowed)
     return from_dict(data, base, str(path))
 
 

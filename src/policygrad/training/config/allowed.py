@@ -1,0 +1,170 @@
+"""What a file of options may have imported. Naming code on the command line is leave to run it; a file may come from anybody.
+
+Without being asked for, a file's own code is imported where a script would find it who is written here: in the current folder, but
+not in what the file came with, nor among the installed packages; and what this process has loaded already from elsewhere than
+those. All else needs `--allow`. Nothing is imported to find that out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from policygrad.errors import ConfigError
+from policygrad.rewards.resolve import code_of, look_here
+from policygrad.training.config.own import is_own
+
+RUN = "run.toml"
+_WORDS = ("name", "behaviour")  # of an algorithm, which are text and no parts
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What the command line, or the caller, has said may run."""
+
+    names: tuple[str, ...] = ()
+    """Modules, with all that is in them; files; folders."""
+    remote_code: bool = False
+    """Whether a model's own code may."""
+
+
+NOTHING_MORE = Allowed()
+
+
+def check_allowed(data: Mapping[str, Any], file: Path, allowed: Allowed) -> None:
+    """Refuses a file of options that would run code nobody here has named. data: what it says.
+
+    Raises:
+        ConfigError: with the words that allow it.
+    """
+    if data.get("trust_remote_code") and not allowed.remote_code:
+        raise ConfigError(
+            f"{file}: trust_remote_code lets Python in the model's folder run, which a file cannot say for you: give "
+            "--trust-remote-code too (from Python pass the run, policygrad.train(run, resume=…)), or take the line out"
+        )
+    if missing := not_allowed(data, file, allowed):
+        raise ConfigError(
+            f"{file} names code of its own, {missing[0]}, which this command has not: a run folder with parts or rewards of one's "
+            f"own is a program. If it is yours, or you have read it, add --allow {' '.join(missing)} (from Python "
+            f"allow={tuple(missing)})"
+        )
+
+
+def not_allowed(
+    data: Mapping[str, Any], file: Path, allowed: Allowed = NOTHING_MORE, *, elsewhere: bool = False
+) -> list[str]:
+    """The modules and files that options in `file` would have imported and that need leave, sorted. elsewhere: in a process to
+    come, which has loaded nothing."""
+    asked = {code for code in named(data) if not _is_allowed(code, allowed)}
+    return sorted(code for code in asked if not _is_ours(code, file, elsewhere))
+
+
+def from_words(words: Sequence[str]) -> list[str]:
+    """The modules and files that a command line names."""
+    found = {w.rpartition(":")[0] for w in words if is_own(w) and ":" in w and not w.startswith(("model:", "format:"))}
+    return sorted(
+        found | {code for i, word in enumerate(words) if _after_reward(words[:i]) and (code := code_of(word))}
+    )
+
+
+def _after_reward(before: Sequence[str]) -> bool:
+    flag = next((word for word in reversed(before) if word.startswith("--")), "")
+    return flag.partition("=")[0] == "--reward"
+
+
+def named(data: Mapping[str, Any]) -> Iterator[str]:
+    """What reading these options would import: as `toml.from_dict` does, and the rewards when they are made."""
+    rewards = data.get("reward")
+    for name in rewards if isinstance(rewards, list) else [rewards]:
+        if isinstance(name, str) and (code := code_of(name)):
+            yield code
+    algorithm = data.get("algorithm")
+    if isinstance(algorithm, Mapping):
+        for key, value in algorithm.items():
+            if key not in _WORDS:
+                yield from _of_parts(value)
+    else:
+        yield from _of_parts(algorithm)
+
+
+def _of_parts(value: Any) -> Iterator[str]:
+    if isinstance(value, str) and is_own(value):
+        yield value.rpartition(":")[0] or value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _of_parts(item)
+    elif isinstance(value, Mapping):
+        yield from _of_parts(value.get("part"))
+        yield from (code for item in value.values() if isinstance(item, Mapping) for code in _of_parts(item))
+
+
+def _is_allowed(code: str, allowed: Allowed) -> bool:
+    file = _file(code)
+    for given in allowed.names:
+        name = given.rpartition(":")[0] or given
+        if f"{code}.".startswith(f"{name}."):
+            return True
+        if file is not None and file.is_relative_to(Path(name).expanduser().resolve()):
+            return True
+    return False
+
+
+def _is_ours(code: str, options: Path, elsewhere: bool) -> bool:
+    """Whether it is code of whoever runs this, as far as its place can tell."""
+    if code == "__main__":  # which is running
+        return True
+    file = _file(code)
+    if file is None or not file.exists():  # built in; or there is none, which whoever imports it says
+        return file is not None or _spec(code) is None
+    if any(file.is_relative_to(installed) for installed in _installed()):
+        return False
+    return _is_here(file, options) or (not elsewhere and _loaded(file))
+
+
+def _is_here(file: Path, options: Path) -> bool:
+    """Whether it is below the current folder, and not in that folder of it which the options came in (`runs` of runs/grpo-1)."""
+    here, folder = Path.cwd().resolve(), options.resolve().parent
+    if not file.is_relative_to(here):
+        return False
+    if folder == here:
+        return options.name != RUN
+    if folder.is_relative_to(here):
+        return not file.is_relative_to(here / folder.relative_to(here).parts[0])
+    return not here.is_relative_to(folder)
+
+
+def _loaded(file: Path) -> bool:
+    return any(getattr(module, "__file__", None) == str(file) for module in list(sys.modules.values()))
+
+
+def _installed() -> list[Path]:
+    """Where packages are, Python's own among them: nobody wrote those for this run."""
+    places = {place for kind, place in sysconfig.get_paths().items() if kind.endswith("lib")}
+    return [Path(place).resolve() for place in {*places, *(p for p in sys.path if p.endswith("-packages"))}]
+
+
+def _file(code: str) -> Path | None:
+    """The file, or the package's folder, that the name would import; None = it has none, or there is no such module."""
+    if code.endswith(".py"):
+        return Path(code).expanduser().resolve()
+    spec = _spec(code)
+    if spec is None:
+        return None
+    if spec.origin and spec.has_location:
+        return Path(spec.origin).resolve()
+    return Path(next(iter(spec.submodule_search_locations))).resolve() if spec.submodule_search_locations else None
+
+
+def _spec(code: str) -> Any:
+    """Of the first word: to find a submodule, Python would import what it is in."""
+    top = code.partition(".")[0]
+    look_here(top)
+    try:
+        return importlib.util.find_spec(top)
+    except (ValueError, ImportError):
+        return None

@@ -1,0 +1,137 @@
+"""A model's folder is read, and nothing in it is run: no code, no pickle, no question on the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import policygrad as pg
+from doubles.models import OUT, changed_copy
+from policygrad.errors import ModelError
+from policygrad.models.classifier import labels, load_classifier
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import load_tokenizer
+from policygrad.training.footprint import footprint
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({ran!r}).write_text("ran")
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def with_code(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of an architecture that only the Python in its folder knows; running that leaves the file `ran` beside it."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    names = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnModel"}
+    folder = changed_copy(random_model, tmp_path / "own", config={"model_type": "own-llama", "auto_map": names})
+    (folder / "own_code.py").write_text(CODE.format(ran=str(tmp_path / "ran")))
+    return folder
+
+
+def test_code_in_a_model_s_folder_runs_only_when_it_is_trusted(with_code: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"brings code of its own along.* give --trust-remote-code"):
+        load_model(str(with_code))
+    with pytest.raises(ModelError, match="--trust-remote-code"):
+        labels(str(with_code))
+    with pytest.raises(ModelError, match="--trust-remote-code"):
+        load_classifier(str(with_code))
+    with pytest.raises((ModelError, ValueError)):
+        footprint(pg.Run(model=str(with_code)).resolved())
+    assert not (tmp_path / "ran").exists()
+    loaded = load_model(str(with_code), trust_remote_code=True)
+    assert (tmp_path / "ran").exists()
+    assert type(loaded).__name__ == "OwnModel"
+    assert load_tokenizer(str(with_code), loaded, trust_remote_code=True).end
+
+
+def test_code_of_a_tokenizer_is_refused_too(random_model: Path, tmp_path: Path, with_code: Path) -> None:
+    (with_code / "own_tokenizer.py").write_text(CODE.format(ran=str(tmp_path / "ran")) + "\nclass Own: pass\n")
+    changed = {"auto_map": {"AutoTokenizer": ["own_tokenizer.Own", None]}, "tokenizer_class": "Own"}
+    changed_copy(with_code, tmp_path / "tokenizer", tokenizer_config=changed)
+    with pytest.raises(ModelError, match=r"the tokenizer of .* brings code of its own along"):
+        load_tokenizer(str(tmp_path / "tokenizer"), load_model(str(random_model)))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_option_reaches_every_command(
+    run_command: Callable[..., tuple[int, str, str]], with_code: Path, small: pg.Run, tmp_path: Path
+) -> None:
+    words = (
+        "--task",
+        str(small.task),
+        "--problems",
+        "2",
+        "--samples",
+        "1",
+        "--reward",
+        "exact_match",
+        "--max-tokens",
+        "2",
+    )
+    code, _, err = run_command("eval", str(with_code), *words)
+    assert code == 2
+    assert "--trust-remote-code" in err
+    code, _, err = run_command("eval", str(with_code), *words, "--trust-remote-code")
+    assert code == 0, err
+    run = replace(small, model=str(with_code), output=str(tmp_path / "run"), steps=1)
+    with pytest.raises(ModelError, match="--trust-remote-code"):
+        pg.train(run, display=False)
+    assert pg.train(replace(run, trust_remote_code=True), display=False).steps == 1
+
+
+class Program:
+    """What unpickling runs."""
+
+    def __init__(self, ran: Path) -> None:
+        self.ran = ran
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.ran),)
+
+
+def test_weights_that_are_pickles_are_refused_with_the_way_out(random_model: Path, tmp_path: Path) -> None:
+    folder = changed_copy(random_model, tmp_path / "pickled")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Program(tmp_path / "ran")))
+    for load in (load_model, load_classifier):
+        with pytest.raises(ModelError, match=r"pytorch_model\.bin, a pickle.*save_pretrained"):
+            load(str(folder))
+    assert not (tmp_path / "ran").exists()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="a pickle") as caught:
+        load_model(str(folder))
+    way_out = str(caught.value).partition('python -c "')[2].rpartition('"')[0]
+    exec(way_out, {})
+    assert torch.equal(load_model(str(folder)).get_input_embeddings().weight, tensors["model.embed_tokens.weight"])  # type: ignore[operator]
+
+
+def test_an_adapter_that_is_a_pickle_is_refused_whatever_stands_beside_it(random_model: Path, tmp_path: Path) -> None:
+    folder = changed_copy(random_model, tmp_path / "adapter", adapter_config={"peft_type": "LORA"})
+    (folder / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"adapter_model\.bin, a pickle"):
+        load_model(str(folder))
+
+
+def test_an_architecture_of_transformers_needs_no_code_of_the_folder(random_model: Path, tmp_path: Path) -> None:
+    """Many folders bring code along that transformers has meanwhile: its own is taken."""
+    names = {"AutoModelForCausalLM": "own_code.OwnModel"}
+    folder = changed_copy(random_model, tmp_path / "known", config={"auto_map": names, "dtype": OUT})
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    assert type(load_model(str(folder))).__name__ == "LlamaForCausalLM"

@@ -1,0 +1,128 @@
+"""Logits that are no distribution: said before anything is drawn, with the place where they come from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import policygrad as pg
+from policygrad.errors import NumericsError
+from policygrad.learners.config import OptimizerConfig
+from policygrad.learners.local.optimizer import Optimizer
+from policygrad.models.loading import load_model
+from policygrad.samplers.base import Sampling
+from policygrad.samplers.finite import check_drawable
+
+NAN, INF = math.nan, math.inf
+
+
+def untouched(row: int) -> Tensor:
+    raise AssertionError(f"row {row} was read again")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_masked_tokens_are_a_distribution(dtype: torch.dtype, temperature: float) -> None:
+    logits = torch.tensor([[-INF, 1.0, -INF], [3e38, -3e38, 0.0]], dtype=dtype)
+    if temperature != 0.5:
+        check_drawable(logits, Sampling(temperature=temperature), nn.Identity(), untouched)
+    check_drawable(logits[:1], Sampling(temperature=temperature), nn.Identity(), untouched)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("row", "says"), [([NAN, 0.0], "NaN"), ([INF, 0.0], r"\+inf"), ([-INF, -INF], "-inf")])
+def test_what_is_no_distribution_is_refused_with_its_row(
+    random_model: Path, row: list[float], says: str, temperature: float
+) -> None:
+    logits, asked = torch.tensor([[0.0, 1.0], row]), list[int]()
+
+    def text(place: int) -> Tensor:
+        asked.append(place)
+        return torch.tensor([1, 2, 3])
+
+    with pytest.raises(NumericsError, match=rf"logits are not finite \({says}\).*all layers' outputs are"):
+        check_drawable(logits, Sampling(temperature=temperature), load_model(str(random_model)), text)
+    assert asked == [1]
+
+
+@pytest.fixture
+def go(small: pg.Run, random_model: Path, tmp_path: Path) -> Callable[..., str]:
+    """Trains with the random model after a change to it; what the refusal says."""
+
+    def run(change: Callable[[nn.Module], object] = lambda model: None, **changes: object) -> str:
+        model = load_model(str(random_model))
+        change(model)
+        with pytest.raises(NumericsError) as caught:
+            pg.train(
+                replace(small, model=model, tokenizer=str(random_model), output=str(tmp_path / "run"), **changes),  # type: ignore[arg-type]
+                display=False,
+            )
+        return str(caught.value)
+
+    return run
+
+
+def test_a_weight_of_nan_is_named(go: Callable[..., str]) -> None:
+    def spoil(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight[3, 4] = NAN  # type: ignore[union-attr, index]
+
+    assert "the weight model.layers.1.mlp.up_proj.weight has NaN in 1 of its" in go(spoil)
+
+
+def test_a_layer_that_makes_nan_of_finite_numbers_is_named(go: Callable[..., str]) -> None:
+    def spoil(model: nn.Module) -> None:
+        for layer in (0, 1):
+            part = model.model.layers[layer].mlp.act_fn  # type: ignore[union-attr, index]
+            part.register_forward_hook(lambda module, inputs, output: output * NAN)
+
+    assert "the weights are finite, and model.layers.0.mlp.act_fn (SiLU" in go(spoil)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-44])
+def test_a_temperature_that_is_too_small_is_named(go: Callable[..., str], temperature: float) -> None:
+    said = go(sampling=pg.Sampling(max_tokens=4, temperature=temperature))
+    assert f"temperature {temperature:g} divides logits" in said
+    assert "--temperature" in said
+
+
+def stepped(gradients: dict[str, float], weight: float = 1.0) -> str:
+    """A step with one number of these parameters' gradients changed; what the refusal says."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nn.init.constant_(model[1].bias, weight)
+    before = [p.clone() for p in model.parameters()]
+    optimizer = Optimizer(model, OptimizerConfig(), 0.1, 1)
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.ones_like(parameter)
+        parameter.grad.view(-1)[0] = gradients.get(name, 1.0)
+    with pytest.raises(NumericsError) as caught:
+        optimizer.step()
+    assert all(torch.equal(a, b) or b.isnan().any() for a, b in zip(before, model.parameters(), strict=True))
+    return str(caught.value)
+
+
+def test_the_first_parameter_with_a_bad_gradient_is_named() -> None:
+    said = stepped({"0.bias": NAN, "1.weight": INF})
+    assert "norm is nan at update 1, first in 0.bias (1 of 2 numbers are not finite)" in said
+    assert "norm is inf at update 1, first in 1.weight (1 of 4 numbers are not finite)" in stepped({"1.weight": INF})
+    assert "the weight itself is not finite" in stepped({"1.bias": NAN}, weight=NAN)
+    assert "every number in it is finite: their squares are not" in stepped({"1.weight": 3e38, "0.weight": 3e38})
+
+
+def test_clipping_is_torch_s_own_to_the_bit() -> None:
+    torch.manual_seed(0)
+    model, twin = nn.Linear(7, 5), nn.Linear(7, 5)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        b.data.copy_(a.data)
+        a.grad = torch.randn_like(a)
+        b.grad = a.grad.clone()
+    norm, _ = Optimizer(model, OptimizerConfig(clip=0.5), 0.1, 1).step()
+    assert norm == float(nn.utils.clip_grad_norm_(twin.parameters(), 0.5))
+    torch.optim.AdamW(twin.parameters(), lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0).step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))

@@ -1,0 +1,171 @@
+"""A run's folder may come from anybody: what its file names is imported where whoever goes on has said so, or wrote it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import policygrad as pg
+from policygrad.errors import ConfigError
+from policygrad.rewards.resolve import FILE_MODULE, resolve
+from policygrad.training.config.allowed import from_words
+from policygrad.training.config.run import Draft
+from policygrad.training.config.toml import load
+
+GATE = """
+from dataclasses import dataclass
+from pathlib import Path
+import policygrad as pg
+(Path(__file__).parent / "ran").write_text("")
+@dataclass(frozen=True)
+class Gate(pg.Clip):
+    pass
+LIKE_GRPO = pg.GRPO
+def score(prompts, completions, **columns): return [1.0 for c in completions]
+"""
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder; modules that tests load are forgotten afterwards."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "modules", sys.modules)
+    yield work  # type: ignore[misc]
+    for name in set(sys.modules) - before:
+        if name.startswith(FILE_MODULE) or "stranger" in name:
+            del sys.modules[name]
+
+
+def code(folder: Path, name: str = "stranger.py") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(GATE)
+    return folder / name
+
+
+def run_file(folder: Path, text: str, name: str = "run.toml") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def ways(file: object) -> list[str]:
+    """Every place of a file in which code can be named."""
+    return [
+        f"[algorithm.gate]\npart = '{file}:Gate'\n",
+        f"[algorithm]\ngate = '{file}:Gate'\n",
+        f"[algorithm]\npsi = ['{file}:Gate']\n",
+        f"[[algorithm.psi]]\npart = '{file}:Gate'\n",
+        f"[algorithm.step]\npart = 'FirstOrder'\n[algorithm.step.inner]\npart = '{file}:Gate'\n",
+        f"algorithm = '{file}:LIKE_GRPO'\n",
+        f"reward = ['exact_match', '{file}:score']\n",
+        f"reward = ['0.5 * {file}:score']\n",
+        f"reward = ['{file}:score*0.5']\n",
+    ]
+
+
+@pytest.mark.parametrize("way", range(len(ways(""))))
+@pytest.mark.parametrize("place", ["runs/x", "bundle", "../elsewhere", "runs/other"])
+def test_code_that_came_with_a_run_or_from_elsewhere_is_refused_and_not_run(
+    run_command: Command, here: Path, place: str, way: int
+) -> None:
+    run = "bundle/runs/x" if place == "bundle" else "runs/x"
+    file = code(here / place)
+    run_file(here / run, ways(file)[way])
+    said, _, err = run_command("train", "--resume", run, "--dry-run")
+    assert said == 2
+    assert f"--allow {file}" in err
+    assert "is a program" in err
+    said, _, err = run_command("train", "--config", f"{run}/run.toml", "--dry-run")
+    assert (said, f"--allow {file}" in err) == (2, True)
+    assert not (file.parent / "ran").exists()
+
+
+def test_one_s_own_parts_in_the_current_folder_go_on_without_ceremony(run_command: Command, here: Path) -> None:
+    for file in (code(here), code(here / "parts", "stranger_too.py")):
+        run_file(here / "runs" / "x", f"[algorithm.gate]\npart = '{file.relative_to(here)}:Gate'\n")
+        said, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
+        assert said == 0, err
+        assert (file.parent / "ran").exists()
+    run_file(here / "runs" / "x", "[algorithm.gate]\npart = 'stranger:Gate'\n")
+    assert run_command("train", "--resume", "runs/x", "--dry-run")[0] == 0
+    run_file(here, "[algorithm.gate]\npart = 'stranger:Gate'\n", "mine.toml")
+    assert run_command("train", "--config", "mine.toml", "--dry-run")[0] == 0
+
+
+def test_in_a_run_s_own_folder_nothing_is_one_s_own(
+    run_command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = code(here / "runs" / "x")
+    run_file(file.parent, "[algorithm.gate]\npart = 'stranger:Gate'\n")
+    for inside in (file.parent, file.parent / "deeper"):
+        inside.mkdir(exist_ok=True)
+        monkeypatch.chdir(inside)
+        assert run_command("train", "--resume", str(file.parent), "--dry-run")[0] == 2
+    assert not (file.parent / "ran").exists()
+
+
+@pytest.mark.parametrize("allowed", ["../elsewhere/stranger.py", "../elsewhere", "../elsewhere/stranger.py:Gate"])
+def test_what_is_allowed_is_imported(run_command: Command, here: Path, allowed: str) -> None:
+    file = code(here.parent / "elsewhere")
+    run_file(here / "runs" / "x", f"[algorithm.gate]\npart = '{file}:Gate'\n")
+    assert run_command("train", "--resume", "runs/x", "--allow", "nobody", "--dry-run")[0] == 2
+    assert not (file.parent / "ran").exists()
+    said, out, err = run_command("train", "--resume", "runs/x", "--allow", "nobody", allowed, "--dry-run")
+    assert said == 0, err
+    assert "stranger.py:Gate" in out
+
+
+def test_installed_packages_are_nobody_s_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naming `shutil.rmtree` as a reward would have it called."""
+    for reward in ("shutil.rmtree", "os.system", "sys.exit", "torch.load"):
+        file = run_file(here / "runs" / "x", f"reward = ['{reward}']\n")
+        with pytest.raises(ConfigError, match=rf"names code of its own, {reward.partition('.')[0]}"):
+            load(file, Draft())
+    monkeypatch.syspath_prepend(str(code(here / "lib" / "site-packages").parent))
+    file = run_file(here / "runs" / "x", "[algorithm.gate]\npart = 'stranger:Gate'\n")
+    with pytest.raises(ConfigError, match="--allow stranger"):
+        load(file, Draft())
+
+
+def test_what_this_process_has_loaded_needs_no_leave(here: Path) -> None:
+    file = code(here.parent / "elsewhere")
+    options = run_file(here / "runs" / "x", f"algorithm = '{file}:LIKE_GRPO'\n")
+    with pytest.raises(ConfigError, match="--allow"):
+        load(options, Draft())
+    resolve(f"{file}:score")
+    assert load(options, Draft()).algorithm == pg.GRPO
+
+
+def test_a_file_cannot_trust_a_model_s_code_for_you(run_command: Command, here: Path) -> None:
+    run_file(here / "runs" / "x", "trust_remote_code = true\n")
+    said, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
+    assert (said, "which a file cannot say for you" in err) == (2, True)
+    assert run_command("train", "--resume", "runs/x", "--trust-remote-code", "--dry-run")[0] == 0
+
+
+def test_missing_code_is_said_as_ever(run_command: Command, here: Path) -> None:
+    for name, says in (("nobody:Gate", "there is no module 'nobody'"), ("nobody.py:Gate", "there is no file")):
+        run_file(here / "runs" / "x", f"[algorithm.gate]\npart = '{name}'\n")
+        said, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
+        assert (said, says in err) == (2, True), err
+
+
+def test_what_to_go_on_with_says_what_needs_leave(small: pg.Run, tmp_path: Path) -> None:
+    file = str(small.reward[0]).rpartition(":")[0]
+    trainer = pg.Trainer(replace(small, output=str(tmp_path / "run")), display=False)
+    trainer.train(stop_after=1)
+    assert trainer.resume_words == f"policygrad train --resume {tmp_path / 'run'} --allow {file}"
+
+
+def test_a_comparison_allows_what_its_own_words_name() -> None:
+    words = ["train", "a/b.py:X", "--algorithm.gate", "mine:Gate", "--reward", "exact_match", "pkg.mod.f", "format:a:b"]
+    assert from_words(words) == ["a/b.py", "mine", "pkg.mod"]

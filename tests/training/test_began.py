@@ -1,0 +1,141 @@
+"""What is another than when a run began: refused where it is measured on, said where a run may go on with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import policygrad as pg
+from doubles.files import write_rows
+from doubles.trackers import Record
+from policygrad.errors import RunError
+from policygrad.training.began import began, noticed
+from policygrad.training.folder import check_resumable, sealed
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(small: pg.Run, tmp_path: Path) -> pg.Run:
+    """Stopped after its first step; the task, held-out problems and reward are files of its own."""
+    (tmp_path / "mine.py").write_text(
+        "def one(prompts, completions, **columns): return [float(len(c)) for c in completions]\n"
+    )
+    rows = [{"prompt": f"{i} + 1 =\n", "answer": "1"} for i in range(8)]
+    run = replace(
+        small,
+        task=write_rows(tmp_path / "task.jsonl", rows[:4]),
+        held_out=write_rows(tmp_path / "held_out.jsonl", rows[4:]),
+        reward=(f"{tmp_path / 'mine.py'}:one",),
+        output=str(tmp_path / "run"),
+        steps=3,
+        prompts_per_step=2,
+        samples_per_prompt=2,
+    )
+    pg.train(run, stop_after=1, display=False)
+    return run
+
+
+def go_on(run: pg.Run, **changes: Any) -> str:
+    """What a step more of the run says."""
+    record = Record()
+    pg.train(replace(run, **changes), resume=run.output, stop_after=1, display=record)
+    return record.said
+
+
+@pytest.mark.parametrize("file", ["task.jsonl", "held_out.jsonl"])
+def test_another_file_to_train_or_measure_on_is_refused(run: pg.Run, tmp_path: Path, file: str) -> None:
+    before = (tmp_path / file).read_text()
+    (tmp_path / file).write_text(before.replace("1 =", "2 ="))
+    with pytest.raises(
+        RunError, match=rf"{file} is not what the run in .* began with.*Put the old file back, or train anew"
+    ):
+        go_on(run)
+    (tmp_path / file).write_text(before)
+    assert "checkpoint" not in go_on(run)
+
+
+def test_what_a_user_may_mean_to_change_is_said(run: pg.Run, tmp_path: Path) -> None:
+    said = go_on(run, seed=7, sampling=pg.Sampling(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
+    assert (
+        "set otherwise than at the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16"
+        in said
+    )
+    assert "no longer bit for bit" in said
+    mine = tmp_path / "mine.py"
+    mine.write_text(mine.read_text() + "\n# mended\n")
+    changed = replace(run, seed=7, sampling=pg.Sampling(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
+    said = go_on(changed)
+    assert f"{mine} changed since the checkpoint" in said
+    assert "set otherwise" not in said
+
+
+def test_versions_and_the_device_are_said(run: pg.Run, tmp_path: Path) -> None:
+    before = began(run, "cuda")
+    old = {**before, "versions": {**before["versions"], "torch": "1.0", "gone": "2"}}
+    (said,) = noticed(old, began(run, "cpu"), run, tmp_path)
+    assert "another than at the checkpoint: torch 1.0 -> " in said
+    assert "device cuda -> cpu" in said
+    assert "gone" not in said
+    assert noticed(before, began(run, "cuda"), run, tmp_path) == []
+
+
+def test_what_has_no_file_is_no_file(run: pg.Run) -> None:
+    for task in ("embedded", "x" * 5000, "a\0b", [{"prompt": "1"}]):
+        assert began(replace(run, task=task, held_out=None), "cpu")["files"] == {}
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# whole with its la", '# whole with its last line, "# end"\n# end\n'])
+@pytest.mark.parametrize(
+    ("command", "file"), [("train", "run.toml"), ("sft", "sft.toml"), ("reward-model", "reward-model.toml")]
+)
+def test_an_empty_configuration_is_refused(
+    run_command: Command, tmp_path: Path, text: str, command: str, file: str
+) -> None:
+    (tmp_path / file).write_text(text)
+    code, _, err = run_command(command, "--resume", str(tmp_path), "--dry-run")
+    assert code == 2
+    assert f"{file} is empty, so nobody knows what the run was: put a copy of it back, or write it anew" in err
+
+
+def test_a_configuration_that_is_cut_off_is_refused_wherever_it_is(run: pg.Run, tmp_path: Path) -> None:
+    file = tmp_path / "run" / "run.toml"
+    text = file.read_text()
+    assert check_resumable(file.parent, "train") == file.parent
+    lines = text.splitlines(keepends=True)
+    for end in range(len(lines) - 1):
+        file.write_text("".join(lines[:end]))
+        with pytest.raises(RunError, match=r"run\.toml is (cut off|empty), so nobody knows"):
+            check_resumable(file.parent, "train")
+    file.write_text(text + "\n# a remark of one's own\n")
+    check_resumable(file.parent, "train")
+    file.write_text("steps = 3\n")  # written by hand, or before there was a seal
+    check_resumable(file.parent, "train")
+    assert sealed("a = 1\n").splitlines()[-1] == "# end"
+
+
+def test_fine_tuning_says_it_too(random_model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}", "answer": "1"} for i in range(8)]
+    config = pg.SFTConfig(
+        data=write_rows(tmp_path / "data.jsonl", [{"prompt": r["prompt"], "completion": r["answer"]} for r in rows]),
+        model=str(random_model),
+        batch_size=2,
+        output=str(tmp_path / "sft"),
+        checkpoint=pg.Checkpointing(every=1),
+    )
+    pg.train_sft(config, stop_after=1, display=False)
+    record = Record()
+    pg.train_sft(
+        replace(config, learner=pg.LearnerConfig(micro_tokens=99)),
+        resume=tmp_path / "sft",
+        stop_after=1,
+        display=record,
+    )
+    assert "learner.micro_tokens 0 -> 99" in record.said
+    manifest = json.dumps(began(config, "cpu"))
+    assert "data.jsonl" not in manifest
