@@ -96,6 +96,12 @@ def load_latest(directory: Path, *, warn: Callable[[str], None]) -> Checkpoint |
     return None
 
 
+def newest(directory: Path) -> int:
+    """The step of the newest checkpoint there, intact or not; 0 without one."""
+    found = _found(Path(directory))
+    return (_step(found[0]) or 0) if found else 0
+
+
 def load(path: Path) -> Checkpoint:
     """Verify and read one checkpoint. Raises CheckpointError that names the damaged file and the reason."""
     path = Path(path)

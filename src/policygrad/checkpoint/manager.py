@@ -80,14 +80,24 @@ class Checkpointer(Generic[P]):
                 self._note(f"{error}. Training goes on, the next try is in {self.every} steps")
         self._whole(progress)
 
+    def back(self) -> P:
+        """The last whole step's progress, saved: the one after it was broken off before it changed anything.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if self.last.step > self.saved:
+            self._save(self.last, self.keep)
+        return self.last
+
     def _whole(self, progress: P) -> None:
         """Remembers where the last whole step ended."""
-        self.last, self.version = progress, self._version()
+        self.last, self.version, self.random = progress, self._version(), torch.get_rng_state()
 
     def _save(self, progress: P, keep: int) -> None:
         self._sync()
         tensors, values = self._pack(progress)
-        tensors["rng/torch"] = torch.get_rng_state()
+        tensors["rng/torch"] = self.random if progress is self.last else torch.get_rng_state()
         checkpoints.save(self.folder, progress.step, tensors, values, keep=keep)
         self.saved = progress.step
 

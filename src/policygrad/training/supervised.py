@@ -82,6 +82,7 @@ def supervise(
     *,
     resume: str | Path | None,
     stop_after: int | None,
+    stop_before: str | None,
     **followers: Unpack[Followers],
 ) -> Result[Numbers | None]:
     """Trains what `objective` makes of the configuration, or goes on with the run in the folder `resume`.
@@ -92,7 +93,9 @@ def supervise(
     if config is None and resume is not None:
         config = load(check_resumable(Path(resume), kind.kind) / f"{kind.kind}.toml", kind())
     chosen = config or kind()
-    return SupervisedTrainer(chosen, objective, **followers).train(resume=resume, stop_after=stop_after)
+    return SupervisedTrainer(chosen, objective, **followers).train(
+        resume=resume, stop_after=stop_after, stop_before=stop_before
+    )
 
 
 class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):

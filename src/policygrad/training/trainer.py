@@ -35,6 +35,7 @@ from policygrad.training.memory import peak_memory
 from policygrad.training.report import notes_of, rows_of, values_of
 from policygrad.training.resources import Resources, SamplerFactory, needed_for
 from policygrad.training.resources import load as load_resources
+from policygrad.training.stopping import Stop
 from policygrad.training.threads import few_threads
 from policygrad.weight_sync.in_process import put_weights
 
@@ -44,6 +45,7 @@ def train(
     *,
     resume: str | Path | None = None,
     stop_after: int | None = None,
+    stop_before: str | None = None,
     sampler: Sampler | SamplerFactory | None = None,
     learner: Learner | LearnerFactory = local_learner,
     environment: EnvironmentFactory | None = None,
@@ -53,7 +55,8 @@ def train(
 ) -> Result[float | None]:
     """Trains as `run` says, or goes on with the run in the folder `resume`.
 
-    stop_after: stop, resumably, after so many steps of this call. The rest as in `Trainer`.
+    stop_after: stop, resumably, after so many steps of this call; stop_before: before so much time (23h50m) has passed. The
+    rest as in `Trainer`.
 
     Raises:
         PolicygradError: what cannot be trained, with the way out.
@@ -69,7 +72,7 @@ def train(
         trackers=trackers,
         callbacks=callbacks,
     )
-    return trainer.train(resume=resume, stop_after=stop_after)
+    return trainer.train(resume=resume, stop_after=stop_after, stop_before=stop_before)
 
 
 class Trainer(Lifecycle[Run, Progress, float]):
@@ -214,13 +217,15 @@ class Trainer(Lifecycle[Run, Progress, float]):
         )
 
     def run(self, progress: Progress) -> Progress:
-        progress = loop(self.config, self.resources.rollouter, self.learner, progress, self)
+        if self._periodic(progress.step):  # a stop may have come before it
+            self.take(f"evaluating at step {progress.step}", progress.step)
+        progress = loop(self.config, self.resources.rollouter, self.learner, progress, self, self.stopping.breakable)
         put_weights(self.learner.publish().tensors, self.model)
         return progress
 
     def record(self, done: Done) -> Metrics:
         """After every step: its lines in the files, its picture on the display, and perhaps an evaluation."""
-        evaluation, step = self.config.evaluation, done.step
+        step = done.step
         scored = self.resources.scored
         values = values_of(done, scored)
         for text, kind in notes_of(done, values, self._waiting):
@@ -231,10 +236,18 @@ class Trainer(Lifecycle[Run, Progress, float]):
         if self._gave_up:
             self.stop()
             return {}
-        if evaluation.every and step % evaluation.every == 0 and step < self.steps and self._held_out:
-            score = self.take(f"evaluating at step {step}", step)
-            return {} if score is None else {"held_out": Mean(score)}
-        return {}
+        if not self._periodic(step):
+            return {}
+        try:  # what parts remember may hang on the score, and then a step without it is no whole one
+            score = self.take(f"evaluating at step {step}", step, breakable=not self.config.algorithm.init())
+        except Stop:
+            return {}
+        return {} if score is None else {"held_out": Mean(score)}
+
+    def _periodic(self, step: int) -> bool:
+        """Whether there is an evaluation after this step, before the run's end."""
+        every = self.config.evaluation.every
+        return bool(every and 0 < step < self.steps and step % every == 0 and self._held_out)
 
     def note(self, text: str, kind: str | None = None) -> None:
         """Shown the first time something of its kind is said."""
