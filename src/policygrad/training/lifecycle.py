@@ -17,7 +17,7 @@ from torch import nn
 
 from policygrad.checkpoint.disk import write_atomically
 from policygrad.checkpoint.format import Checkpoint, newest
-from policygrad.checkpoint.manager import Checkpointer, Saved, Stepped
+from policygrad.checkpoint.manager import KEPT, Checkpointer, Saved, Stepped
 from policygrad.checkpoint.model_folder import save_model
 from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer
@@ -88,6 +88,11 @@ class Lifecycle(ABC, Generic[C, P, M]):
     @abstractmethod
     def steps(self) -> int:
         """The last step's number."""
+
+    @property
+    def keeps(self) -> int:
+        """Bytes of state of which a copy is kept at every step, at most."""
+        return KEPT
 
     @abstractmethod
     def info(self, progress: P) -> RunInfo:
@@ -190,6 +195,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
             sync=self.files.sync,
             note=self.trackers.note,
             resume=self.resume_words,
+            keeps=self.keeps,
         )
         saved = self.checkpointer.restore() if resumed else None
         self.progress = self.start(saved)

@@ -75,10 +75,11 @@ def loop(
     progress: Progress,
     watcher: Watcher,
     breakable: Callable[[], AbstractContextManager[object]] = nullcontext,
+    settle: Callable[[Progress, Progress], Progress] = lambda before, after: after,
 ) -> Progress:
     """Steps until the `watcher` says stop, from a rollouter that has the learner's weights. It never asks which sampler,
     environment or learner it has. breakable: surrounds a rollout, which changes nothing that is kept: what is raised there
-    throws the step away."""
+    throws the step away. settle: from the progress before and after a step to the one that holds (its updates may be undone)."""
     going = True
     while going:
         step, algorithm, began = progress.step + 1, run.algorithm.at(progress.state), time.perf_counter()
@@ -105,7 +106,7 @@ def loop(
         clock: Metrics = {"time/rollout": Sum(sampled - began), "time/update": Sum(updated - sampled)}
         metrics = merge(rollout.metrics, age, algorithm.report(batch), measured, clock)
         found = watcher.record(Done(step, algorithm, rollout, batch, psi, metrics))
-        progress = Progress(
+        after = Progress(
             state=run.algorithm.update(progress.state, batch, measured | found, shaped),
             step=step,
             position=rollout.position,
@@ -113,5 +114,6 @@ def loop(
             seconds=progress.seconds + updated - began,
             carried=rollout.surplus,
         )
+        progress = settle(progress, after)
         going = watcher.keep_going(progress)
     return progress
