@@ -47,11 +47,13 @@ class Checkpointer(Generic[P]):
         note: Callable[[str], None],
         resume: str,
         keeps: int = KEPT,
+        check: Callable[[checkpoints.Checkpoint], None] = lambda saved: None,
     ) -> None:
         """folder: the run's. version: of the weights, which counts updates. sync: waits until the run's logs are on the disk.
         resume: the command that goes on, for messages. keeps: bytes of state, at most, of which a copy is
-        kept at every step, so that what fails can be undone."""
-        self._keeps = keeps
+        kept at every step, so that what fails can be undone. check: raises CheckpointError for a checkpoint that lacks
+        something, so that the one before it is taken."""
+        self._keeps, self._check = keeps, check
         self.folder, self.every, self.keep = folder / "checkpoints", every, keep
         self._pack, self._version, self._sync, self._note, self._resume = pack, version, sync, note, resume
 
@@ -61,10 +63,21 @@ class Checkpointer(Generic[P]):
         Raises:
             CheckpointError: checkpoints, and none of them intact.
         """
-        saved = checkpoints.load_latest(self.folder, warn=self._note)
+        saved = checkpoints.load_latest(self.folder, warn=self._note, check=self._complete)
         if saved is not None:
             torch.set_rng_state(saved.tensors.pop("rng/torch"))
         return saved
+
+    def _complete(self, saved: checkpoints.Checkpoint) -> None:
+        random, own = saved.tensors.get("rng/torch"), torch.get_rng_state()
+        if random is None or (random.dtype, random.shape) != (own.dtype, own.shape):
+            raise CheckpointError(f"{saved.path} lacks the random state that a run goes on with")
+        try:
+            self._check(saved)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{saved.path} lacks what a run goes on with: {error}") from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{saved.path}: {error}") from error
 
     def begin(self, progress: P) -> None:
         """The run goes on from here, and this much is saved, or is where it began."""

@@ -89,6 +89,9 @@ class Lifecycle(ABC, Generic[C, P, M]):
     def steps(self) -> int:
         """The last step's number."""
 
+    def check_saved(self, saved: Checkpoint) -> None:
+        """Raises CheckpointError (or KeyError, TypeError) for a checkpoint that lacks something: then the one before is taken."""
+
     @property
     def keeps(self) -> int:
         """Bytes of state of which a copy is kept at every step, at most."""
@@ -196,6 +199,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
             note=self.trackers.note,
             resume=self.resume_words,
             keeps=self.keeps,
+            check=self.check_saved,
         )
         saved = self.checkpointer.restore() if resumed else None
         self.progress = self.start(saved)

@@ -15,8 +15,8 @@ from torch import nn
 
 from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.manager import Saved
-from policygrad.errors import RunError
-from policygrad.learners.local.optimizer import Optimizer, train_only
+from policygrad.errors import CheckpointError, RunError
+from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.trackers import RunInfo
 from policygrad.training.config.supervised import Supervised
@@ -129,6 +129,11 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
     def pack(self, progress: RowsDone) -> Saved:
         tensors, values = self.optimizer.state()
         return tensors, {"optimizer": values, "before": dict(self.before or {}), "data": self.digest}
+
+    def check_saved(self, saved: Checkpoint) -> None:
+        if lacking := {"optimizer", "before", "data"} - saved.state.keys():
+            raise CheckpointError(f"it has no {min(lacking)!r}")
+        check_moments(saved.tensors, saved.state["optimizer"])
 
     def start(self, saved: Checkpoint | None) -> RowsDone:
         if saved is None:

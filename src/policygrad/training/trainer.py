@@ -13,9 +13,9 @@ from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.manager import Saved
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.environments import EnvironmentFactory
-from policygrad.errors import RewardError, RunError
+from policygrad.errors import CheckpointError, RewardError, RunError
 from policygrad.learners.base import Learner
-from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.learner import LocalLearner, check_state
 from policygrad.rewards.patience import FailingSteps
 from policygrad.rollout import carried
 from policygrad.rollout.evaluation import EvaluationResult
@@ -51,6 +51,9 @@ from policygrad.training.resources import load as load_resources
 from policygrad.training.stopping import Stop
 from policygrad.training.threads import few_threads
 from policygrad.weight_sync.in_process import put_weights
+
+_STATE = {"learner", "parts", "algorithm", "position", "tokens", "seconds", "before", "measured", "binary", "given"}
+"""What a checkpoint cannot do without."""
 
 
 def train(
@@ -185,6 +188,15 @@ class Trainer(Lifecycle[Run, Progress, float]):
             "given": self._given,
             "guard": self._watched.to_dict(),
         }
+
+    def check_saved(self, saved: Checkpoint) -> None:
+        state = saved.state
+        if lacking := _STATE - state.keys():
+            raise CheckpointError(f"it has no {min(lacking)!r}")
+        if not all(isinstance(state[name], int | float) for name in ("position", "tokens", "seconds")):
+            raise CheckpointError("its counts are no numbers")
+        if isinstance(self.learner, LocalLearner):
+            check_state(saved.tensors, state["learner"])
 
     @property
     def keeps(self) -> int:
