@@ -106,6 +106,7 @@ class Checkpointer(Generic[P]):
             CheckpointError: it cannot be written.
         """
         if self.last.step > self.saved:
+            self._sync()
             self._save_last(self.keep)
         return self.last
 
@@ -119,6 +120,7 @@ class Checkpointer(Generic[P]):
                 self.kept = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()}, deepcopy(values)
 
     def _save(self, progress: P, keep: int) -> None:
+        self._sync()
         self._write(progress, self._pack(progress), torch.get_rng_state(), keep)
 
     def _save_last(self, keep: int) -> None:
@@ -132,7 +134,6 @@ class Checkpointer(Generic[P]):
         self._write(self.last, self.kept or self._pack(self.last), self.random, keep)
 
     def _write(self, progress: P, saved: Saved, random: Tensor, keep: int) -> None:
-        self._sync()
         tensors, values = saved
         checkpoints.save(self.folder, progress.step, tensors | {"rng/torch": random}, values, keep=keep)
         self.saved = progress.step
@@ -160,7 +161,8 @@ class Checkpointer(Generic[P]):
         said = f"step {last.step + 1} failed"
         try:
             if last.step > self.saved:
-                self._save_last(max(2, self.keep))  # the one before stays, should this lead to the same end
+                # The logs are not waited for: it may be they that failed. The one before stays, should this lead to the same end.
+                self._save_last(max(2, self.keep))
                 said += f"; step {last.step} is saved"
         except Exception as failure:  # whatever a learner's state may raise: the first error is the one to see
             said += f", and step {last.step} could not be saved ({failure})"
