@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from policygrad.algorithms import ALGORITHMS
+from policygrad.commands import STOPPED
 from policygrad.commands.compare import compare
 from policygrad.commands.compare_rows import rows_of
 from policygrad.compare.ladders import LADDERS
@@ -84,7 +85,7 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
     name = f"ladder-{chosen.ladder}" if chosen.ladder else "algorithms"
     folder = work / (name if not chosen.only else "-".join(["only", *chosen.only]))
     code = compare(options(names, chosen.ladder, folder, args[at + 1 :]))
-    if chosen.only or code == 130 or not (folder / "comparison.json").exists():
+    if chosen.only or code == STOPPED or not (folder / "comparison.json").exists():
         return code
     report = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
     written(report | {"left_out": left_out}, results / f"{name}.json")

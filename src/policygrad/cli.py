@@ -47,12 +47,16 @@ with interchangeable parts
   policygrad --version
 
 `policygrad COMMAND --help` lists a command's options.
+Exit codes: 0 done; 75 stopped by a signal or --stop-before, and --resume goes
+on; 2 cannot be done, or failed, with the reason; 130 ended at once, by a second
+Ctrl-C; 1 a bug, with its traceback, or runs of compare that failed.
 Documentation: README.md and docs/.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; 0 = done, 2 = what was asked cannot be done, with the reason on standard error, 130 = interrupted."""
+    """Runs one command. 0 = done; 75 = stopped by a signal or a time limit, resumably; 2 = cannot be done, or failed, with the
+    reason on standard error; 130 = interrupted. That nobody reads what a run prints changes none of these."""
     # Waiting threads sleep instead of spinning: on a machine with any other load, spinning slows small models tenfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = list(sys.argv[1:] if argv is None else argv)
@@ -62,23 +66,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            code = _run(args)
-            sys.stdout.flush()
-            return code
+            return _run(args)
     except SystemExit as end:  # tyro's, after its help or its own error message
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _say("interrupted")
         return 130
-    except BrokenPipeError:  # `policygrad algorithms | head -1`; Python would complain again when it closes the stream
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `policygrad algorithms | head -1`
         return 1
     except PolicygradError as error:  # what is raised besides is a bug, and a bug shows its traceback
         if os.environ.get("POLICYGRAD_DEBUG"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return 2
+    finally:
+        _flush(sys.stdout)
+        _flush(sys.stderr)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it, or there is no standard error at all
+        print(text, file=sys.stderr)
+
+
+def _flush(stream: TextIO) -> None:
+    """Python would complain, and exit with 120, of what it cannot write when it closes the stream."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run(args: list[str]) -> int:
@@ -112,7 +129,7 @@ def _warn(
     line: str | None = None,
 ) -> None:
     """A warning in words, without the line of code that gave it."""
-    print(f"warning: {message}", file=sys.stderr)
+    _say(f"warning: {message}")
 
 
 if __name__ == "__main__":

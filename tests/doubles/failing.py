@@ -58,3 +58,20 @@ def learner_cut_short(model: nn.Module, run: Run, at: int) -> LocalLearner:
 
     learner.optimizer.adam.step = broken  # type: ignore[method-assign, assignment]
     return learner
+
+
+def learner_with_a_spike(model: nn.Module, run: Run, at: int) -> LocalLearner:
+    """Its `at`-th update has a gradient ten thousand times too large."""
+    learner = local_learner(model, run)
+    step, left = learner.optimizer.step, [at]
+
+    def spiking() -> tuple[float | None, float]:
+        left[0] -= 1
+        if left[0] == 0:
+            for master in learner.optimizer.masters.values():
+                if master.grad is not None:
+                    master.grad.mul_(1e4)
+        return step()
+
+    learner.optimizer.step = spiking  # type: ignore[method-assign]
+    return learner

@@ -23,7 +23,7 @@ from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import RunError
 from policygrad.training.config.run import Checkpointing, Evaluation, Run
 from policygrad.training.config.toml import load
-from policygrad.training.trainer import train
+from policygrad.training.trainer import Trainer, train
 
 
 @pytest.mark.slow
@@ -161,30 +161,50 @@ def test_a_step_that_fails_between_its_updates_says_what_is_saved(small: Run, tm
     with pytest.raises(FloatingPointError):
         train(resume=tmp_path / "run", display=record, **failing("gradient", 4 + 2))  # the second of step 3's four
     (said,) = [note for note in record.notes if "step 3 failed" in note]
-    assert "step 2 is saved, with 1 update of the failed step" in said
+    assert "step 2 is saved: " in said
     assert "resume=" in said
     assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step-000001", "step-000002"]
     saved = checkpoint.load_latest(tmp_path / "run" / "checkpoints", warn=pytest.fail)
     assert saved is not None
-    assert saved.state["learner"]["optimizer"]["taken"] == 2 * 4 + 1
+    assert saved.state["learner"]["optimizer"]["taken"] == 2 * 4
     assert all(tensor.isfinite().all() for name, tensor in saved.tensors.items() if name.startswith("weights/"))
     assert train(resume=tmp_path / "run").steps == 3
+    whole = train(replace(run, output=str(tmp_path / "whole")))
+    assert same(weights(whole.output), weights(tmp_path / "run"))
 
 
-@pytest.mark.parametrize(("where", "error"), [("midst", RuntimeError), ("interrupt", KeyboardInterrupt)])
-def test_what_is_of_no_one_step_is_not_saved(
-    small: Run, tmp_path: Path, where: str, error: type[BaseException]
-) -> None:
-    """An update that is cut short has moved some weights and not others; Ctrl-C, twice, is meant to end at once."""
+def test_an_update_cut_short_leaves_the_step_before_it(small: Run, tmp_path: Path) -> None:
+    """It has moved some weights and not others: a copy of how they were is what is saved."""
     record = Record()
     run = replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run"))
-    with pytest.raises(error):
-        train(run, display=record, **failing(where, 2))
+    with pytest.raises(RuntimeError):
+        train(run, display=record, **failing("midst", 3))
+    (said,) = [note for note in record.notes if "failed" in note]
+    assert said.startswith("step 4 failed; step 3 is saved: ")
+    train(resume=tmp_path / "run")
+    whole = train(replace(run, output=str(tmp_path / "whole")))
+    assert same(weights(whole.output), weights(tmp_path / "run"))
+    assert untimed(whole.output / "metrics.jsonl") == untimed(tmp_path / "run" / "metrics.jsonl")
+
+
+def test_what_is_of_no_one_step_is_not_saved(small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the state is too large for a copy."""
+    monkeypatch.setattr(Trainer, "keeps", 100)
+    record = Record()
+    run = replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run"))
+    with pytest.raises(RuntimeError):
+        train(run, display=record, **failing("midst", 2))
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
-    if where == "midst":
-        (said,) = [note for note in record.notes if "failed" in note]
-        assert "step 1 could not be saved" in said
-        assert said.endswith("goes on from step 0")
+    (said,) = [note for note in record.notes if "failed" in note]
+    assert "step 1 could not be saved (the weights have moved since" in said
+    assert said.endswith("goes on from step 0")
+
+
+def test_a_second_ctrl_c_ends_at_once(small: Run, tmp_path: Path) -> None:
+    run = replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run"))
+    with pytest.raises(KeyboardInterrupt):
+        train(run, display=False, **failing("interrupt", 2))
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
 @pytest.mark.slow

@@ -80,7 +80,8 @@ def test_teacher_on_the_command_line(run_command: Command) -> None:
     code, out, _ = run_command("train", "distill", "--teacher", "runs/grpo-1", "--dry-run")
     assert code == 0
     assert 'model = "runs/grpo-1"' in out
-    assert run_command("train", "distill", "--algorithm.reference.model", "runs/grpo-1", "--dry-run")[1] == out
+    same = run_command("train", "distill", "--algorithm.reference.model", "runs/grpo-1", "--dry-run")[1]
+    assert same.partition("# memory:")[0] == out.partition("# memory:")[0]
     code, out, _ = run_command(
         "train", "grpo", "--teacher", "a/b", "--dry-run"
     )  # a KL to another model beside the reward

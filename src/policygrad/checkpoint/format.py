@@ -57,8 +57,8 @@ def save(directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mappi
     directory = Path(directory)
     arrays, aliases = _storable(dict(tensors))
     try:
-        text = dump({"aliases": aliases, "state": encode(state, "state"), "step": step})
-    except TypeError as error:
+        text = dump({"aliases": aliases, "state": encode(state, "state"), "step": step, "tensors": sorted(arrays)})
+    except (TypeError, RecursionError) as error:
         raise CheckpointError(str(error)) from error
     final, temporary = directory / f"step-{step:06d}", directory / f".tmp-step-{step:06d}"
     try:
@@ -77,15 +77,20 @@ def save(directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mappi
     return final
 
 
-def load_latest(directory: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
+def load_latest(
+    directory: Path, *, warn: Callable[[str], None], check: Callable[[Checkpoint], None] = lambda found: None
+) -> Checkpoint | None:
     """The newest checkpoint that verifies, or None when there is none; `warn` hears of each damaged one passed over.
+    check: raises CheckpointError for one that is intact and lacks something.
 
     Raises CheckpointError when there are checkpoints but none verifies.
     """
     found = _found(Path(directory))
     for path, before in itertools.zip_longest(found, found[1:]):
         try:
-            return load(path)
+            found_here = load(path)
+            check(found_here)
+            return found_here
         except CheckpointError as error:
             if before is None:
                 raise CheckpointError(
@@ -96,6 +101,12 @@ def load_latest(directory: Path, *, warn: Callable[[str], None]) -> Checkpoint |
     return None
 
 
+def newest(directory: Path) -> int:
+    """The step of the newest checkpoint there, intact or not; 0 without one."""
+    found = _found(Path(directory))
+    return (_step(found[0]) or 0) if found else 0
+
+
 def load(path: Path) -> Checkpoint:
     """Verify and read one checkpoint. Raises CheckpointError that names the damaged file and the reason."""
     path = Path(path)
@@ -104,9 +115,12 @@ def load(path: Path) -> Checkpoint:
         record = json.loads((path / STATE).read_bytes())
         with safe_open(path / TENSORS, framework="pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+        stored = set(tensors)
         tensors |= {name: tensors[target] for name, target in record["aliases"].items()}
+        if odd := set(record.get("tensors", stored)) ^ stored:
+            raise CheckpointError(f"{path / TENSORS} is not what {STATE} says: {min(odd)!r} is in one of them only")
         checkpoint = Checkpoint(record["step"], tensors, decode(record["state"]), path)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
     if _step(path) not in (checkpoint.step, None):
         raise CheckpointError(f"{path / STATE} is of step {checkpoint.step}: rename the folder to that step")

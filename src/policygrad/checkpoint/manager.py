@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,6 +28,8 @@ class Stepped(Protocol):
 
 
 P = TypeVar("P", bound=Stepped)
+KEPT = 2**30
+"""Bytes."""
 
 
 class Checkpointer(Generic[P]):
@@ -43,9 +46,14 @@ class Checkpointer(Generic[P]):
         sync: Callable[[], None],
         note: Callable[[str], None],
         resume: str,
+        keeps: int = KEPT,
+        check: Callable[[checkpoints.Checkpoint], None] = lambda saved: None,
     ) -> None:
         """folder: the run's. version: of the weights, which counts updates. sync: waits until the run's logs are on the disk.
-        resume: the command that goes on, for messages."""
+        resume: the command that goes on, for messages. keeps: bytes of state, at most, of which a copy is
+        kept at every step, so that what fails can be undone. check: raises CheckpointError for a checkpoint that lacks
+        something, so that the one before it is taken."""
+        self._keeps, self._check = keeps, check
         self.folder, self.every, self.keep = folder / "checkpoints", every, keep
         self._pack, self._version, self._sync, self._note, self._resume = pack, version, sync, note, resume
 
@@ -55,10 +63,21 @@ class Checkpointer(Generic[P]):
         Raises:
             CheckpointError: checkpoints, and none of them intact.
         """
-        saved = checkpoints.load_latest(self.folder, warn=self._note)
+        saved = checkpoints.load_latest(self.folder, warn=self._note, check=self._complete)
         if saved is not None:
             torch.set_rng_state(saved.tensors.pop("rng/torch"))
         return saved
+
+    def _complete(self, saved: checkpoints.Checkpoint) -> None:
+        random, own = saved.tensors.get("rng/torch"), torch.get_rng_state()
+        if random is None or (random.dtype, random.shape) != (own.dtype, own.shape):
+            raise CheckpointError(f"{saved.path} lacks the random state that a run goes on with")
+        try:
+            self._check(saved)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{saved.path} lacks what a run goes on with: {error}") from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{saved.path}: {error}") from error
 
     def begin(self, progress: P) -> None:
         """The run goes on from here, and this much is saved, or is where it began."""
@@ -80,23 +99,52 @@ class Checkpointer(Generic[P]):
                 self._note(f"{error}. Training goes on, the next try is in {self.every} steps")
         self._whole(progress)
 
+    def back(self) -> P:
+        """The last whole step's progress, saved: the one after it was broken off before it changed anything.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if self.last.step > self.saved:
+            self._sync()
+            self._save_last(self.keep)
+        return self.last
+
     def _whole(self, progress: P) -> None:
-        """Remembers where the last whole step ended."""
-        self.last, self.version = progress, self._version()
+        """Remembers where the last whole step ended, and its state where that is not too large for it."""
+        self.last, self.version, self.random = progress, self._version(), torch.get_rng_state()
+        self.kept: Saved | None = None
+        if self._keeps:
+            tensors, values = self._pack(progress)
+            if sum(t.nbytes for t in tensors.values()) <= self._keeps:
+                self.kept = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()}, deepcopy(values)
 
     def _save(self, progress: P, keep: int) -> None:
         self._sync()
-        tensors, values = self._pack(progress)
-        tensors["rng/torch"] = torch.get_rng_state()
-        checkpoints.save(self.folder, progress.step, tensors, values, keep=keep)
+        self._write(progress, self._pack(progress), torch.get_rng_state(), keep)
+
+    def _save_last(self, keep: int) -> None:
+        """The last whole step bit for bit, whatever has come after it.
+
+        Raises:
+            CheckpointError: it cannot be written; its weights have moved on, and there is no copy of them.
+        """
+        if self.kept is None and self._version() != self.version:
+            raise CheckpointError("the weights have moved since, and its state is too large for a copy to be kept")
+        self._write(self.last, self.kept or self._pack(self.last), self.random, keep)
+
+    def _write(self, progress: P, saved: Saved, random: Tensor, keep: int) -> None:
+        tensors, values = saved
+        checkpoints.save(self.folder, progress.step, tensors | {"rng/torch": random}, values, keep=keep)
         self.saved = progress.step
 
     @contextmanager
     def rescuing(self) -> Iterator[None]:
         """An error in the midst of a step leaves a checkpoint of the last whole one, and a note that says how to go on.
 
-        Updates of the failed step that were taken before it failed are in the weights that are saved; a resumed run samples
-        that step anew, from them. A second Ctrl-C is not an error: it ends the run at once.
+        Updates of the failed step that were taken before it failed are not in it: a resumed run does that step anew, from its
+        beginning. Where the state is too large for a copy (`keeps`), it goes on from the checkpoint before. A second Ctrl-C is not
+        an error: it ends the run at once.
         """
         try:
             yield
@@ -109,13 +157,13 @@ class Checkpointer(Generic[P]):
             raise
 
     def _rescue(self, by_numbers: bool) -> str:
-        last, moved = self.last, self._version() - self.version
+        last = self.last
         said = f"step {last.step + 1} failed"
         try:
             if last.step > self.saved:
-                self._save(last, max(2, self.keep))  # the one before stays, should this lead to the same end
+                # The logs are not waited for: it may be they that failed. The one before stays, should this lead to the same end.
+                self._save_last(max(2, self.keep))
                 said += f"; step {last.step} is saved"
-                said += f", with {moved} update{'s' * (moved > 1)} of the failed step in its weights" if moved else ""
         except Exception as failure:  # whatever a learner's state may raise: the first error is the one to see
             said += f", and step {last.step} could not be saved ({failure})"
         said += f": {self._resume} goes on from step {self.saved}"

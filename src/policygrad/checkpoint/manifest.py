@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from policygrad.errors import CheckpointError
 FORMAT = 2
 """1 held the state of an algorithm's parts among their settings."""
 MANIFEST = "manifest.json"
+LIMIT = 2**20
+"""Bytes of a manifest, and more than one ever has."""
 
 
 def dump(value: Any) -> bytes:
@@ -35,6 +38,10 @@ def check(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]
     """The named files' entries after the quick checks: known format, canonical bytes, sizes. Raises CheckpointError."""
     path = folder / MANIFEST
     try:
+        for name in (MANIFEST, *names):
+            check_file(folder / name)
+        if path.stat().st_size > LIMIT:
+            raise CheckpointError(f"{path} is damaged: it is larger than any manifest")
         raw = path.read_bytes()
         manifest = json.loads(raw)
         if manifest["format"] != FORMAT:
@@ -56,9 +63,15 @@ def check(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]
         raise CheckpointError(f"{error.filename} is missing") from error
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     return files
+
+
+def check_file(path: Path) -> None:
+    """Raises CheckpointError for what is no file: reading a pipe or a device may never end. OSError where there is none."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"{path} is damaged: it is no regular file")
 
 
 def verify(folder: Path, names: Iterable[str]) -> None:

@@ -11,3 +11,6 @@ COMMANDS = {  # the function of each, as module:name
     "lab": "policygrad.commands.lab:lab",
     "completion": "policygrad.commands.completion:completion",
 }
+
+STOPPED = 75
+"""The exit code of what was stopped by a signal or a time limit and can be gone on with; sysexits.h calls it EX_TEMPFAIL."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from policygrad.commands import STOPPED
 from policygrad.commands import describe as words
 from policygrad.commands.compare_rows import rows_of
 from policygrad.commands.describe import paragraphs
@@ -139,7 +140,7 @@ def run(plan: Plan, folder: Path, options: CompareOptions) -> int:
         _say(f"failed: {job}: {error.splitlines()[-1]}")
     if results.stopped:
         _say(f"stopped; go on with: policygrad compare --resume {shlex.quote(str(folder))}")
-        return 130
+        return STOPPED
     return 1 if results.failures else 0
 
 

@@ -22,6 +22,7 @@ from policygrad.models.trust import FLAG
 from policygrad.training.config.run import Draft, optional
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import from_dict
+from policygrad.training.stopping import seconds
 
 SWITCHES = (
     "--dry-run",
@@ -48,6 +49,8 @@ class CommandOptions:
     """Go on with the run in this folder, from its newest intact checkpoint."""
     stop_after: Annotated[int | None, optional("INT", "none")] = None
     """Stop, resumably, after so many steps."""
+    stop_before: Annotated[str | None, optional("TIME", "none")] = None
+    """Be stopped, resumably, before so much time has passed, such as 23h50m of a cluster's 24 hours."""
     dry_run: bool = False
     """Print what would be done, as TOML that --config reads; load no model."""
     plain: bool = False
@@ -56,6 +59,8 @@ class CommandOptions:
     def __post_init__(self) -> None:
         if self.stop_after is not None and self.stop_after < 1:
             raise ConfigError(f"--stop-after must be at least 1, not {self.stop_after}; --dry-run takes no step at all")
+        if self.stop_before is not None:
+            seconds(self.stop_before, "--stop-before")
 
 
 def printed_flags(parse_help: Callable[[], object]) -> list[str]:

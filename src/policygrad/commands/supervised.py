@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from policygrad.commands import STOPPED
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.foreign.answers import refuse_foreign
 from policygrad.commands.options import CommandOptions, printed_flags, without_leave
@@ -57,10 +58,14 @@ def command(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trai
 
     module, _, function = trainer.partition(":")
     display = default_tracker(plain=options.plain or None)
-    getattr(import_module(module), function)(
-        config, resume=options.resume, stop_after=options.stop_after, display=display
+    result = getattr(import_module(module), function)(
+        config,
+        resume=options.resume,
+        stop_after=options.stop_after,
+        stop_before=options.stop_before,
+        display=display,
     )
-    return 0
+    return STOPPED if result.interrupted else 0
 
 
 def flags(kind: type[Supervised]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
+from policygrad.commands import STOPPED
 from policygrad.commands.describe import describe, page_width, paragraphs
 from policygrad.commands.foreign.answers import refuse_foreign
 from policygrad.commands.options import (
@@ -72,8 +73,10 @@ def train(args: list[str]) -> int:
     from policygrad.training.trainer import train as start
 
     display = default_tracker(plain=command.plain or None)
-    start(run, resume=command.resume, stop_after=command.stop_after, display=display)
-    return 0
+    result = start(
+        run, resume=command.resume, stop_after=command.stop_after, stop_before=command.stop_before, display=display
+    )
+    return STOPPED if result.interrupted else 0
 
 
 def asked(args: list[str]) -> tuple[Run, TrainOptions]:

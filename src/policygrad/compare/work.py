@@ -14,7 +14,7 @@ from policygrad.compare.outcomes import Outcome
 from policygrad.compare.plan import Job, Plan
 from policygrad.compare.runner import Runner, tidy
 from policygrad.errors import RunError
-from policygrad.training.stopping import Stopping
+from policygrad.training.stopping import WORDS, Stopping
 
 LOOK = 0.2
 """Seconds between looks at whether Ctrl-C was pressed."""
@@ -30,7 +30,7 @@ class Results:
     chosen: Mapping[str, float | None]
     """Each row's value of its knob; a row of whose tuning runs none succeeded is not in it."""
     stopped: bool = False
-    """By Ctrl-C or SIGTERM, before everything was done."""
+    """By a signal, before everything was done."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Work:
 
     def do(self) -> Results:
         """The runs that choose, then those that are reported at what was chosen."""
-        with Stopping(self.say) as stopping:
+        with Stopping() as stopping:
             going = self._all(self.plan.tuning(), stopping)
             chosen = choose(self.plan, self.outcomes) if going else {}
             going = going and self._all(self.plan.reported(chosen), stopping)
@@ -70,6 +70,7 @@ class Work:
                         self._collect(future, left.pop(future), took, len(left))
                     if stopping.asked and not told:
                         told = True
+                        self.say(WORDS)
                         for future in left:
                             future.cancel()
                         self.runner.stop()

@@ -38,7 +38,7 @@ def size(text: str, option: str = "memory") -> int | None:
 
 def words(count: int) -> str:
     """Bytes for people: 4 GiB, 64 MiB."""
-    unit, factor = ("GiB", 1 << 30) if count >= 1 << 30 else ("MiB", 1 << 20)
+    unit, factor = ("GiB", 1 << 30) if count >= 1000 << 20 else ("MiB", 1 << 20)
     return f"{count / factor:.3g} {unit}"
 
 

@@ -12,8 +12,9 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from policygrad.errors import RunError
 from policygrad.trackers.base import Tracker
@@ -72,8 +73,9 @@ class JsonlTracker(Tracker):
 
     def _append(self, name: str, lines: list[bytes]) -> None:
         with writing(self.folder / name, self.folder):
-            self._files[name].write(b"".join(lines))
-            self._files[name].flush()
+            left = memoryview(b"".join(lines))
+            while left:  # a file without a buffer may take a part of it
+                left = left[self._files[name].write(left) :]
 
     def _rewrite(self, name: str, step: int) -> int:
         path, temporary = self.folder / name, self.folder / f".{name}.tmp"
@@ -86,7 +88,7 @@ class JsonlTracker(Tracker):
             os.fsync(file.fileno())
         self._files[name].close()
         os.replace(temporary, path)
-        self._files[name] = path.open("ab")
+        self._files[name] = path.open("ab", buffering=0)
         return dropped
 
 
@@ -100,7 +102,7 @@ def writing(path: Path, run: Path) -> Iterator[None]:
         raise RunError(f"{error.filename or path} cannot be written: {reason}") from error
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> FileIO:
     """Open to append, after a torn last line is cut off, or ended when only its newline is missing."""
     with path.open("a+b") as file:
         end = file.seek(0, os.SEEK_END)
@@ -114,7 +116,7 @@ def _open(path: Path) -> BinaryIO:
             file.truncate(end - len(last))
         elif last:
             file.write(b"\n")
-    return path.open("ab")
+    return path.open("ab", buffering=0)  # what a full disk has refused is not tried again when it is closed
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:

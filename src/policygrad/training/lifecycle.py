@@ -7,17 +7,17 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from policygrad.checkpoint.disk import write_atomically
-from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.manager import Checkpointer, Saved, Stepped
+from policygrad.checkpoint.format import Checkpoint, newest
+from policygrad.checkpoint.manager import KEPT, Checkpointer, Saved, Stepped
 from policygrad.checkpoint.model_folder import save_model
 from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer
@@ -26,32 +26,13 @@ from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers, defaul
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.toml import dumps
 from policygrad.training.folder import RunFolder, new_folder, resumed_folder, sealed
-from policygrad.training.stopping import Stopping
+from policygrad.training.result import Followers as Followers
+from policygrad.training.result import Result as Result
+from policygrad.training.stopping import Stop, Stopping, seconds
 
 C = TypeVar("C", bound=Any)  # a configuration: a frozen dataclass with `output` and `checkpoint`
 P = TypeVar("P", bound=Stepped)
 M = TypeVar("M")
-
-
-class Followers(TypedDict, total=False):
-    """Who follows a training, as `Lifecycle` takes them."""
-
-    display: Tracker | bool
-    trackers: Sequence[Tracker]
-    callbacks: Sequence[Callback]
-
-
-@dataclass(frozen=True)
-class Result(Generic[M]):
-    """What a training leaves."""
-
-    output: Path
-    steps: int
-    before: M
-    """Held-out measurement before training; None without one, or where every reward failed. Likewise `after`."""
-    after: M
-    model: Path | None
-    """None when the run was stopped before its last step; it can be resumed."""
 
 
 class Lifecycle(ABC, Generic[C, P, M]):
@@ -109,6 +90,14 @@ class Lifecycle(ABC, Generic[C, P, M]):
     def steps(self) -> int:
         """The last step's number."""
 
+    def check_saved(self, saved: Checkpoint) -> None:
+        """Raises CheckpointError (or KeyError, TypeError) for a checkpoint that lacks something: then the one before is taken."""
+
+    @property
+    def keeps(self) -> int:
+        """Bytes of state of which a copy is kept at every step, at most."""
+        return KEPT
+
     @abstractmethod
     def info(self, progress: P) -> RunInfo:
         """The run, for trackers."""
@@ -147,18 +136,23 @@ class Lifecycle(ABC, Generic[C, P, M]):
 
     # the same for all
 
-    def train(self, *, resume: str | Path | None = None, stop_after: int | None = None) -> Result[M | None]:
+    def train(
+        self, *, resume: str | Path | None = None, stop_after: int | None = None, stop_before: str | None = None
+    ) -> Result[M | None]:
         """From the beginning, or on with the run in the folder `resume`, from its newest intact checkpoint.
 
-        stop_after: stop, resumably, after so many steps of this call.
+        stop_after: stop, resumably, after so many steps of this call. stop_before: be stopped, resumably, before so much time
+        (23h50m) has passed. A signal stops it too, see `Stopping`.
 
         Raises:
             PolicygradError: what cannot be trained, with the way out.
         """
+        self.stopping = Stopping(None if stop_before is None else seconds(stop_before, "stop_before"))
         if stop_after is not None and stop_after < 1:
             raise ConfigError(f"stop_after must be at least 1, not {stop_after}")
         with ExitStack() as stack:
             self.trackers = Trackers([self._display, *self._others])
+            stack.enter_context(self.stopping)
             held = stack.enter_context(self._held(resume))
             self.folder = held.path
             self.config = replace(self.config, output=str(self.folder))
@@ -167,7 +161,14 @@ class Lifecycle(ABC, Generic[C, P, M]):
             stack.push(lambda *error: self.trackers.__exit__(*error))
             self.trackers.phase("loading the model")
             torch.manual_seed(self.config.seed)  # what a model or a reward may draw; completions have keys of their own
-            self.build(stack)
+            try:
+                with self.stopping.breakable():
+                    self.build(stack)
+            except Stop:
+                held.keep()
+                self.trackers.note(f"stopped while loading; go on with: {self.resume_words}")
+                done = newest(self.folder / "checkpoints")
+                return Result(self.folder, done, None, None, None, interrupted=True)
             held.keep()
             self._open()
             return self._train(resume is not None, stop_after)
@@ -187,7 +188,6 @@ class Lifecycle(ABC, Generic[C, P, M]):
         """What is written, and what stops it."""
         self.files = JsonlTracker(self.folder)
         self.trackers.add(self.files)
-        self.stopping = Stopping(self.trackers.note)
 
     def _train(self, resumed: bool, stop_after: int | None) -> Result[M | None]:
         self.checkpointer = Checkpointer(
@@ -199,6 +199,8 @@ class Lifecycle(ABC, Generic[C, P, M]):
             sync=self.files.sync,
             note=self.trackers.note,
             resume=self.resume_words,
+            keeps=self.keeps,
+            check=self.check_saved,
         )
         saved = self.checkpointer.restore() if resumed else None
         self.progress = self.start(saved)
@@ -206,28 +208,39 @@ class Lifecycle(ABC, Generic[C, P, M]):
         write_atomically(self.folder / self.file, sealed(dumps(self.config)))
         self.trackers.start(self.info(self.progress))
         if self.measures and not self.measured:
-            self.before, self.measured = self.take(self.phase("before training"), self.progress.step), True
+            try:
+                self.before, self.measured = self.take(self.phase("before training"), self.progress.step), True
+            except Stop:
+                return self._stopped()
         self.until = self.steps if stop_after is None else min(self.steps, self.progress.step + stop_after)
         self.checkpointer.begin(self.progress)
         for callback in self.callbacks:
             callback.start(self)
-        with self.stopping, self.checkpointer.rescuing():
+        self.stopping.steps_begin()
+        with self.checkpointer.rescuing():
             if self.progress.step < self.until and not self.over(self.progress):
-                self.progress = self.run(self.progress)
+                try:
+                    self.progress = self.run(self.progress)
+                except Stop:
+                    self.progress = self.checkpointer.back()
         self.check_end()
-        return self._finish() if self.over(self.progress) else self._stopped()
+        try:
+            return self._finish() if self.over(self.progress) else self._stopped()
+        except Stop:
+            return self._stopped()
 
     @abstractmethod
     def phase(self, when: str) -> str:
         """What measuring is called."""
 
-    def take(self, phase: str, step: int) -> M | None:
-        """Measures now, after so many steps, unless the log already holds it."""
+    def take(self, phase: str, step: int, *, breakable: bool = True) -> M | None:
+        """Measures now, after so many steps, unless the log already holds it. Raises Stop where that is asked for meanwhile."""
         known = self.known(step)
         if known is not None:
             return known
         self.trackers.phase(phase)
-        found, values = self.measure(lambda done, total: self.trackers.phase(phase, done, total))
+        with self.stopping.breakable() if breakable else nullcontext():
+            found, values = self.measure(lambda done, total: self.trackers.phase(phase, done, total))
         self.trackers.phase("")
         if values:
             self.trackers.log_evaluation(step, values)
@@ -242,6 +255,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
     def keep_going(self, progress: P) -> bool:
         """After every step: perhaps a checkpoint; whether to go on."""
         self.progress = progress
+        self.stopping.stepped()
         going = progress.step < self.until and not self.over(progress) and not self.stopping.asked
         self.checkpointer.after(progress, final=not going)
         return going
@@ -259,9 +273,10 @@ class Lifecycle(ABC, Generic[C, P, M]):
         return Result(self.folder, self.progress.step, self.before, after, model)
 
     def _stopped(self) -> Result[M | None]:
-        stopped = f"step {self.progress.step} of {self.steps}"
+        step = self.progress.step
+        stopped = f"step {step} of {self.steps}"
         self.trackers.finish({"stopped after": stopped, "go on with": self.resume_words})
-        return Result(self.folder, self.progress.step, self.before, None, None)
+        return Result(self.folder, step, self.before, None, None, interrupted=self.stopping.asked)
 
     @property
     def resume_words(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,22 +68,32 @@ class Watcher(Protocol):
         ...
 
 
-def loop(run: Run, rollouter: Rollouter, learner: Learner, progress: Progress, watcher: Watcher) -> Progress:
+def loop(
+    run: Run,
+    rollouter: Rollouter,
+    learner: Learner,
+    progress: Progress,
+    watcher: Watcher,
+    breakable: Callable[[], AbstractContextManager[object]] = nullcontext,
+    settle: Callable[[Progress, Progress], Progress] = lambda before, after: after,
+) -> Progress:
     """Steps until the `watcher` says stop, from a rollouter that has the learner's weights. It never asks which sampler,
-    environment or learner it has."""
+    environment or learner it has. breakable: surrounds a rollout, which changes nothing that is kept: what is raised there
+    throws the step away. settle: from the progress before and after a step to the one that holds (its updates may be undone)."""
     going = True
     while going:
         step, algorithm, began = progress.step + 1, run.algorithm.at(progress.state), time.perf_counter()
-        rollout = rollouter.collect(
-            algorithm,
-            run.sampling,
-            prompts=run.prompts_per_step,
-            samples=run.group_size,
-            step=step,
-            position=progress.position,
-            carried=progress.carried,
-            evaluate=learner.evaluate,
-        )
+        with breakable():
+            rollout = rollouter.collect(
+                algorithm,
+                run.sampling,
+                prompts=run.prompts_per_step,
+                samples=run.group_size,
+                step=step,
+                position=progress.position,
+                carried=progress.carried,
+                evaluate=learner.evaluate,
+            )
         sampled = time.perf_counter()
         algorithm, batch = behaviour(algorithm, rollout.batch, learner.version)
         age = staleness(batch, learner.version)
@@ -94,7 +106,7 @@ def loop(run: Run, rollouter: Rollouter, learner: Learner, progress: Progress, w
         clock: Metrics = {"time/rollout": Sum(sampled - began), "time/update": Sum(updated - sampled)}
         metrics = merge(rollout.metrics, age, algorithm.report(batch), measured, clock)
         found = watcher.record(Done(step, algorithm, rollout, batch, psi, metrics))
-        progress = Progress(
+        after = Progress(
             state=run.algorithm.update(progress.state, batch, measured | found, shaped),
             step=step,
             position=rollout.position,
@@ -102,5 +114,6 @@ def loop(run: Run, rollouter: Rollouter, learner: Learner, progress: Progress, w
             seconds=progress.seconds + updated - began,
             carried=rollout.surplus,
         )
+        progress = settle(progress, after)
         going = watcher.keep_going(progress)
     return progress

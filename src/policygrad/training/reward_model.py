@@ -38,16 +38,26 @@ def train_reward_model(
     *,
     resume: str | Path | None = None,
     stop_after: int | None = None,
+    stop_before: str | None = None,
     **followers: Unpack[Followers],
 ) -> Result[Numbers | None]:
     """Trains a reward model on preferences, or goes on with the run in the folder `resume`.
 
-    stop_after: stop, resumably, after so many steps of this call. followers: see `Lifecycle`.
+    stop_after: stop, resumably, after so many steps of this call; stop_before: before so much time (23h50m) has passed.
+    followers: see `Lifecycle`.
 
     Raises:
         PolicygradError: what cannot be trained, with the way out.
     """
-    return supervise(Preferences, RewardModelConfig, config, resume=resume, stop_after=stop_after, **followers)
+    return supervise(
+        Preferences,
+        RewardModelConfig,
+        config,
+        resume=resume,
+        stop_after=stop_after,
+        stop_before=stop_before,
+        **followers,
+    )
 
 
 class Preferences:

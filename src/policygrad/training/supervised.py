@@ -15,8 +15,8 @@ from torch import nn
 
 from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.manager import Saved
-from policygrad.errors import RunError
-from policygrad.learners.local.optimizer import Optimizer, train_only
+from policygrad.errors import CheckpointError, RunError
+from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.trackers import RunInfo
 from policygrad.training.began import began, noticed
@@ -83,6 +83,7 @@ def supervise(
     *,
     resume: str | Path | None,
     stop_after: int | None,
+    stop_before: str | None,
     **followers: Unpack[Followers],
 ) -> Result[Numbers | None]:
     """Trains what `objective` makes of the configuration, or goes on with the run in the folder `resume`.
@@ -93,7 +94,9 @@ def supervise(
     if config is None and resume is not None:
         config = load(check_resumable(Path(resume), kind.kind) / f"{kind.kind}.toml", kind())
     chosen = config or kind()
-    return SupervisedTrainer(chosen, objective, **followers).train(resume=resume, stop_after=stop_after)
+    return SupervisedTrainer(chosen, objective, **followers).train(
+        resume=resume, stop_after=stop_after, stop_before=stop_before
+    )
 
 
 class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
@@ -133,6 +136,11 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
             "data": self.digest,
             "began": self.began,
         }
+
+    def check_saved(self, saved: Checkpoint) -> None:
+        if lacking := {"optimizer", "before", "data"} - saved.state.keys():
+            raise CheckpointError(f"it has no {min(lacking)!r}")
+        check_moments(saved.tensors, saved.state["optimizer"])
 
     def start(self, saved: Checkpoint | None) -> RowsDone:
         if saved is None:

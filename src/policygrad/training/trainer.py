@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -12,8 +13,9 @@ from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.manager import Saved
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.environments import EnvironmentFactory
-from policygrad.errors import RewardError, RunError
+from policygrad.errors import CheckpointError, RewardError, RunError
 from policygrad.learners.base import Learner
+from policygrad.learners.local.learner import LocalLearner, check_state
 from policygrad.rewards.patience import FailingSteps
 from policygrad.rollout import carried
 from policygrad.rollout.evaluation import EvaluationResult
@@ -29,6 +31,17 @@ from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import algorithm_to_dict, load
 from policygrad.training.facts import facts
 from policygrad.training.folder import check_resumable
+from policygrad.training.guarding import (
+    ACTED,
+    Undone,
+    Verdict,
+    Watched,
+    check_rate,
+    judge,
+    scale_rate,
+    undo,
+    without_spread,
+)
 from policygrad.training.learner import LearnerFactory, learner_of, put_back
 from policygrad.training.learner import local_learner as local_learner
 from policygrad.training.lifecycle import Followers, Lifecycle, Result
@@ -37,8 +50,12 @@ from policygrad.training.memory import peak_memory
 from policygrad.training.report import notes_of, rows_of, values_of
 from policygrad.training.resources import Resources, SamplerFactory, needed_for
 from policygrad.training.resources import load as load_resources
+from policygrad.training.stopping import Stop
 from policygrad.training.threads import few_threads
 from policygrad.weight_sync.in_process import put_weights
+
+_STATE = {"learner", "parts", "algorithm", "position", "tokens", "seconds", "before", "measured", "binary", "given"}
+"""What a checkpoint cannot do without."""
 
 
 def train(
@@ -47,6 +64,7 @@ def train(
     resume: str | Path | None = None,
     stop_after: int | None = None,
     allow: Sequence[str] = (),
+    stop_before: str | None = None,
     sampler: Sampler | SamplerFactory | None = None,
     learner: Learner | LearnerFactory = local_learner,
     environment: EnvironmentFactory | None = None,
@@ -56,8 +74,9 @@ def train(
 ) -> Result[float | None]:
     """Trains as `run` says, or goes on with the run in the folder `resume`.
 
-    stop_after: stop, resumably, after so many steps of this call. allow: modules, files or folders that run.toml may name as its
-    own parts and rewards; those in the current folder or loaded already need no leave. The rest as in `Trainer`.
+    stop_after: stop, resumably, after so many steps of this call; stop_before: before so much time (23h50m) has passed. allow:
+    modules, files or folders that run.toml may name as its own parts and rewards; those in the current folder or loaded already
+    need no leave. The rest as in `Trainer`.
 
     Raises:
         PolicygradError: what cannot be trained, with the way out.
@@ -73,7 +92,7 @@ def train(
         trackers=trackers,
         callbacks=callbacks,
     )
-    return trainer.train(resume=resume, stop_after=stop_after)
+    return trainer.train(resume=resume, stop_after=stop_after, stop_before=stop_before)
 
 
 class Trainer(Lifecycle[Run, Progress, float]):
@@ -112,6 +131,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
         self._binary = True  # every held-out score is 0 or 1
         self._held_out: list[Example] = []
         self._failing = FailingSteps(run.rewards.failing, run.rewards.patience)
+        self._watched, self._verdict = Watched(), Verdict()
+        self._undone: Undone | None = None
         self._gave_up: str | None = None  # why the rewards end the run
 
     @property
@@ -131,6 +152,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         stack.enter_context(few_threads(found.model))
         self.learner = learner_of(self._learner, found.model, run)
         self._began = began(run, next(found.model.parameters()).device.type, named(self._own))
+        check_rate(self.learner, run.guard)
         measured = run.evaluation.problems if found.scored else 0
         self._held_out = found.task.held_out(measured) if measured else []
         for example in self._held_out:  # before there is a folder: a prompt that leaves no room for the completion
@@ -170,7 +192,23 @@ class Trainer(Lifecycle[Run, Progress, float]):
             "binary": self._binary,
             "given": self._given,
             "began": self._began,
+            "guard": self._watched.to_dict(),
         }
+
+    def check_saved(self, saved: Checkpoint) -> None:
+        state = saved.state
+        if lacking := _STATE - state.keys():
+            raise CheckpointError(f"it has no {min(lacking)!r}")
+        if not all(isinstance(state[name], int | float) for name in ("position", "tokens", "seconds")):
+            raise CheckpointError("its counts are no numbers")
+        if isinstance(self.learner, LocalLearner):
+            check_state(saved.tensors, state["learner"])
+
+    @property
+    def keeps(self) -> int:
+        if self.config.guard.action != "warn":  # which is to undo steps of whatever size
+            return sys.maxsize
+        return super().keeps if isinstance(self.learner, LocalLearner) else 0  # others may pay dearly for their state
 
     def start(self, saved: Checkpoint | None) -> Progress:
         run, algorithm = self.config, self.config.algorithm
@@ -195,6 +233,9 @@ class Trainer(Lifecycle[Run, Progress, float]):
                 "the algorithm is not the one the checkpoint was made with: its parts start without their state"
             )
             parts, kept = algorithm.init(), ()
+        self._watched = Watched.from_dict(state["guard"]) if "guard" in state else Watched()
+        if self._watched.scale != 1:
+            scale_rate(self.learner, self._watched.scale)
         self._publish()
         return Progress(parts, saved.step, state["position"], state["tokens"], state["seconds"], kept)
 
@@ -222,27 +263,75 @@ class Trainer(Lifecycle[Run, Progress, float]):
         )
 
     def run(self, progress: Progress) -> Progress:
-        progress = loop(self.config, self.resources.rollouter, self.learner, progress, self)
+        if self._periodic(progress.step):  # a stop may have come before it
+            self.take(f"evaluating at step {progress.step}", progress.step)
+        progress = loop(
+            self.config, self.resources.rollouter, self.learner, progress, self, self.stopping.breakable, self._settle
+        )
         put_weights(self.learner.publish().tensors, self.model)
         return progress
 
     def record(self, done: Done) -> Metrics:
         """After every step: its lines in the files, its picture on the display, and perhaps an evaluation."""
-        evaluation, step = self.config.evaluation, done.step
+        step = done.step
         scored = self.resources.scored
         values = values_of(done, scored)
         for text, kind in notes_of(done, values, self._waiting):
             self.note(text, kind)
         self._waiting = "value_pretraining" in values
-        self.log(step, values, rows_of(done, scored))
+        verdict, watched = self._judged(done, values)
+        self.log(step, values | verdict.metrics, rows_of(done, scored))
+        self._watched, self._verdict = watched, verdict
+        if verdict.action != "warn":
+            self._undo(step)
         self._gave_up = self._failing.step(values.get("completions/failed_ratio", 0.0), done.rollout.messages)
         if self._gave_up:
             self.stop()
             return {}
-        if evaluation.every and step % evaluation.every == 0 and step < self.steps and self._held_out:
-            score = self.take(f"evaluating at step {step}", step)
-            return {} if score is None else {"held_out": Mean(score)}
-        return {}
+        if not self._periodic(step):
+            return {}
+        try:  # what parts remember may hang on the score, and then a step without it is no whole one
+            score = self.take(f"evaluating at step {step}", step, breakable=not self.config.algorithm.init())
+        except Stop:
+            return {}
+        return {} if score is None else {"held_out": Mean(score)}
+
+    def _periodic(self, step: int) -> bool:
+        """Whether there is an evaluation after this step, before the run's end."""
+        every = self.config.evaluation.every
+        return bool(every and 0 < step < self.steps and step % every == 0 and self._held_out)
+
+    def _judged(self, done: Done, values: Mapping[str, float]) -> tuple[Verdict, Watched]:
+        verdict, watched = judge(self._watched, values, without_spread(done, values), self.config.guard)
+        if verdict.action != "warn" and "reference/refreshed" in values:  # which is not in a checkpoint of before
+            self.note("a step in which the reference was taken anew is not undone (guard.action)")
+            verdict, watched = replace(verdict, action="warn"), replace(watched, scale=self._watched.scale)
+        if verdict.spikes:
+            self.trackers.note(f"step {done.step}: {'; '.join(verdict.spikes.values())} ({ACTED[verdict.action]})")
+        if verdict.flat and values.get("updates/taken"):
+            self.note(f"step {done.step}: {verdict.flat}; {ACTED[verdict.action]}", "no spread")
+        return verdict, watched
+
+    def _undo(self, step: int) -> None:
+        """The learner as it was before the step, or at the last checkpoint."""
+        rollback = self._verdict.action == "rollback"
+        self._undone = undo(self.learner, self.checkpointer, rollback=rollback, note=self.trackers.note)
+        if rollback:
+            scale_rate(self.learner, self.config.guard.lower)
+            if self._undone.step is not None:
+                self.trackers.note(f"step {step}: back to the weights of step {self._undone.step}, at a lower rate")
+        if self._verdict.action == "stop":
+            self.stop()
+        self._publish()
+
+    def _settle(self, before: Progress, after: Progress) -> Progress:
+        """The progress that holds: of a step that was undone its parts remember nothing."""
+        undone, self._undone = self._undone, None
+        if undone is None:
+            return after
+        if undone.parts is None:
+            return replace(after, state=before.state)
+        return replace(after, state=undone.parts, carried=())  # what waits was drawn by weights that are gone
 
     def note(self, text: str, kind: str | None = None) -> None:
         """Shown the first time something of its kind is said."""
@@ -286,6 +375,11 @@ class Trainer(Lifecycle[Run, Progress, float]):
             raise RewardError(f"{error}. {self._goes_on}") from error
 
     def check_end(self) -> None:
+        if self._verdict.action == "stop":
+            raise RunError(
+                f"step {self.progress.step}: {self._verdict.words}. The run was stopped (guard.action, guard.patience), and "
+                f"the step is saved without its updates: {self.resume_words} goes on, at a lower --lr say"
+            )
         if self._gave_up:
             raise RewardError(f"{self._gave_up}. Step {self.progress.step} is saved: {self._goes_on}")
 

@@ -20,7 +20,7 @@ from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.curvature_problem import LocalProblem
 from policygrad.learners.local.forward import Evaluator, probe
 from policygrad.learners.local.implicit_reward import ImplicitRewardModel
-from policygrad.learners.local.optimizer import Optimizer, train_only
+from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
 from policygrad.learners.local.recompute import recompute_activations
 from policygrad.learners.local.score_norms import ScoreNorms
 from policygrad.learners.local.value_model import ValueModel, measure_values
@@ -244,6 +244,14 @@ class LocalLearner:
             )
         self.optimizer.restore(mine, values["optimizer"])
         self.rollouts, self.refreshed = values["rollouts"], values["refreshed"]
+
+
+def check_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where the state of an optimiser is not whole; KeyError or TypeError where there is none."""
+    check_moments(tensors, values["optimizer"])
+    for beside in ("critic", "reward_model"):
+        if beside in values:
+            check_moments(tensors, values[beside], f"{beside}/")
 
 
 def _check_replay(algorithm: Algorithm) -> None:

@@ -131,14 +131,21 @@ class Optimizer:
         for name, master in self.masters.items():
             for key, value in self.adam.state.get(master, {}).items():
                 tensors[f"adam/{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
-        return tensors, {"taken": self.taken}
+        moments = sum(name.startswith("adam/") for name in tensors)
+        return tensors, {"taken": self.taken, "moments": moments}
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """The state of a checkpoint, bit for bit.
 
         Raises:
             KeyError: a checkpoint of another model.
+            CheckpointError: one without AdamW's moments, or of other shapes.
         """
+        check_moments(tensors, values)
+        for name, master in self.masters.items():  # copying would broadcast
+            shapes = {k: t.shape for k, t in tensors.items() if k in (f"weights/{name}", *_moments(name))}
+            if odd := [k for k, shape in shapes.items() if shape != master.shape]:
+                raise CheckpointError(f"{odd[0]} is {list(shapes[odd[0]])} and the model's is {list(master.shape)}")
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(tensors[f"weights/{name}"])
@@ -151,6 +158,18 @@ class Optimizer:
                 on_host = moment == "step"  # AdamW keeps its counter on the CPU
                 self.adam.state[master][moment] = tensor.clone() if on_host else tensor.to(master.device, copy=True)
         self.taken = values["taken"]
+
+
+def _moments(name: str) -> tuple[str, str]:
+    return f"adam/{name}/exp_avg", f"adam/{name}/exp_avg_sq"
+
+
+def check_moments(tensors: Mapping[str, Tensor], values: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises CheckpointError where AdamW's moments are not all there: without them it would begin anew, and nobody would see it."""
+    found = sum(name.startswith(f"{prefix}adam/") for name in tensors)
+    asked = values.get("moments", found or 1 if values["taken"] else found)  # not said before there was this check
+    if not isinstance(values["taken"], int) or found != asked:
+        raise CheckpointError(f"it holds {found} of the {asked} moments of the optimiser {prefix}".rstrip())
 
 
 def every_token_counts(model: nn.Module) -> None:

@@ -17,6 +17,13 @@ from policygrad.trackers.view import LiveTracker
 from policygrad.trackers.words import clean, duration
 
 
+class _Console(Console):
+    """rich's own ends the program when nobody reads what it writes."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError at hand: this display is dropped, and the run goes on
+
+
 class TerminalTracker(LiveTracker):
     """Redraws in place, four times a second. Whatever is printed meanwhile appears above."""
 
@@ -27,7 +34,7 @@ class TerminalTracker(LiveTracker):
 
     @classmethod
     def on(cls, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> Self:
-        return cls(Console(file=stream, force_terminal=True, highlight=False), clock)
+        return cls(_Console(file=stream, force_terminal=True, highlight=False), clock)
 
     def start(self, info: RunInfo) -> None:
         self.close()

@@ -72,6 +72,10 @@ def _rate(run: Run) -> None:
     step, critic = run.algorithm.step, run.algorithm.critic
     if step.uses_lr:
         return
+    if run.guard.action == "rollback":
+        raise ConfigError(
+            f"guard.action rollback lowers the learning rate, and {type(step).__name__} has none: take skip, stop or warn"
+        )
     way_out = (
         "algorithm.step.delta, in nats a token, sets how far it goes"
         if isinstance(step, TrustRegion)

@@ -15,6 +15,7 @@ from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.rewards.config import Rewarding
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.checks import check
+from policygrad.training.config.guard import Guard
 from policygrad.training.config.hints import named as named
 from policygrad.training.config.hints import optional as optional
 
@@ -108,6 +109,8 @@ class Options:
     """Held-out accuracy."""
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     """Checkpoints."""
+    guard: Guard = field(default_factory=Guard)
+    """Against divergence."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,165 @@
+"""The guard against divergence: a step's numbers against the steps before it, and what is then done with its updates."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from policygrad.checkpoint.format import load_latest
+from policygrad.checkpoint.manager import Checkpointer
+from policygrad.errors import ConfigError
+from policygrad.learners.base import Learner
+from policygrad.rollout import carried
+from policygrad.training.config.guard import Guard
+from policygrad.training.loop import Done
+
+WATCHED = {"grad_norm": "grad_norm", "kl": "kl", "kl_old": "kl", "entropy": "entropy"}
+"""Metric, and the field of `Guard` with its factor."""
+FLOORS = {"grad_norm": 1.0, "kl": 0.1, "kl_old": 0.1, "entropy": 1.0}
+"""Below these no value is a spike: a norm that clipping leaves alone, KL and entropy in nats."""
+COLLAPSE = 0.3
+"""Nats: an entropy whose median is below has nothing left to lose."""
+
+
+ACTED = {
+    "warn": "the run goes on; --guard.action does something about it",
+    "skip": "its updates are undone",
+    "rollback": "the run goes back to the last checkpoint",
+    "stop": "its updates are undone, and the run stops",
+}
+"""What is done, in words."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What the guard remembers: data in, data out, and a checkpoint holds it."""
+
+    recent: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Of each metric the last values that were no spike, oldest first."""
+    row: int = 0
+    """Steps in a row with an alarm."""
+    scale: float = 1.0
+    """What rollbacks have made of the learning rate, as a factor."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"recent": {k: list(v) for k, v in self.recent.items()}, "row": self.row, "scale": self.scale}
+
+    @classmethod
+    def from_dict(cls, said: Mapping[str, Any]) -> Watched:
+        return cls({k: tuple(v) for k, v in said["recent"].items()}, said["row"], said["scale"])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On one step. spikes, flat: what is odd, in words by name; `flat` is that no reward tells one answer from another."""
+
+    spikes: Mapping[str, str] = field(default_factory=dict)
+    flat: str | None = None
+    action: str = "warn"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """For the log: how many alarms, and one entry for each; whether the step's updates were undone."""
+        names = [*self.spikes, *(["no_spread"] if self.flat else [])]
+        undone = {"guard/undone": 1.0} if self.action != "warn" else {}
+        return {"guard/alarms": float(len(names))} | {f"guard/{name}": 1.0 for name in names} | undone
+
+    @property
+    def words(self) -> str:
+        return "; ".join([*self.spikes.values(), *([self.flat] if self.flat else [])])
+
+
+def judge(watched: Watched, values: Mapping[str, float], flat: bool, guard: Guard) -> tuple[Verdict, Watched]:
+    """The verdict on a step of these metrics, and what is remembered of it. A pure function.
+
+    A value that is undone is not remembered; one that is only warned of is, so that a new level is not a spike for ever.
+    """
+    spikes = {name: said for name in WATCHED if (said := _spike(name, watched.recent, values, guard))}
+    alarm = bool(spikes) or flat
+    row = watched.row + 1 if alarm else 0
+    action = "warn"
+    if alarm and guard.action != "warn":
+        undoes = guard.action != "stop" and bool(
+            values.get("updates/taken")
+        )  # where none was taken there is nothing to undo
+        action = guard.action if spikes else "skip" if undoes else "warn"
+        action = "stop" if guard.patience and row >= guard.patience else action
+    kept = {}
+    for name in WATCHED:
+        before, value = watched.recent.get(name, ()), values.get(name)
+        new = value is not None and math.isfinite(value) and action == "warn"
+        kept[name] = ((*before, float(value)) if new and value is not None else before)[-guard.window :]
+    words = "no reward tells one answer from another: all are equal where they are compared" if flat else None
+    scale = watched.scale * (guard.lower if action == "rollback" else 1.0)
+    row = 0 if action == "stop" else row  # which is resumed with other settings
+    return Verdict(spikes, words, action), Watched({k: v for k, v in kept.items() if v}, row, scale)
+
+
+def _spike(name: str, recent: Mapping[str, tuple[float, ...]], values: Mapping[str, float], guard: Guard) -> str | None:
+    factor, before, value = getattr(guard, WATCHED[name]), recent.get(name, ()), values.get(name)
+    if not factor or value is None or len(before) < guard.window:
+        return None
+    usual = statistics.median(before)
+    if value > max(factor * usual, FLOORS[name]) or not math.isfinite(value):
+        return f"{name} is {value:.3g}, after {usual:.3g} in the steps before"
+    if name == "entropy" and usual >= COLLAPSE and value < usual / factor:
+        return f"{name} has fallen to {value:.3g}, after {usual:.3g} in the steps before"
+    return None
+
+
+def without_spread(done: Done, values: Mapping[str, float]) -> bool:
+    """Whether no reward of a step tells one answer from another, whatever the algorithm compares: within groups where that is all
+    it looks at (Ψ is 0 everywhere), else in the whole rollout."""
+    if (
+        not done.algorithm.reads_reward
+        or values.get("completions/failed_ratio") == 1.0
+        or "value_pretraining" in values
+    ):
+        return False
+    batch = done.batch
+    rewards = batch.reward[batch.counted]
+    equal = len(rewards) > 1 and bool((rewards == rewards[0]).all())
+    still = values.get("frac_reward_zero_std") == 1.0 and not bool((done.psi[batch.mask] != 0).any())
+    return values.get("frac_reward_zero_std") == 1.0 and (equal or still)
+
+
+@dataclass(frozen=True)
+class Undone:
+    """Where the learner is after an undo: as it was before the step (None, None), or at a checkpoint."""
+
+    step: int | None = None
+    parts: Any = None
+    """What the algorithm's parts remembered there."""
+
+
+def undo(learner: Learner, checkpointer: Checkpointer[Any], *, rollback: bool, note: Callable[[str], None]) -> Undone:
+    """Puts the learner back before the step at hand; with `rollback` to the newest intact checkpoint, where there is one.
+
+    Raises:
+        CheckpointError: checkpoints, and none of them intact.
+    """
+    saved = load_latest(checkpointer.folder, warn=note) if rollback else None
+    if saved is not None:
+        _, tensors = carried.split(saved.tensors)
+        learner.restore(tensors, saved.state["learner"])
+        return Undone(saved.step, saved.state["parts"])
+    assert checkpointer.kept is not None  # an action other than warn keeps it
+    kept, values = checkpointer.kept
+    learner.restore(carried.split(kept)[1], values["learner"])
+    return Undone()
+
+
+def check_rate(learner: Learner, guard: Guard) -> None:
+    """Raises ConfigError where a rollback is to lower a rate that the learner does not show."""
+    if guard.action == "rollback" and getattr(learner, "lr", None) is None:
+        raise ConfigError(
+            f"guard.action rollback lowers the learning rate, and {type(learner).__name__} has no `lr` to be set: take skip or stop"
+        )
+
+
+def scale_rate(learner: Any, by: float) -> None:
+    """The policy's peak rate times `by`; a critic keeps its own."""
+    learner.lr = learner.lr * by

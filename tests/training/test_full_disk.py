@@ -1,0 +1,86 @@
+"""A disk that is full when a step is logged: the error says so, and what is rescued is the state before the step, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import policygrad as pg
+from doubles.files import rows, same, untimed, weights
+from doubles.trackers import Record
+from policygrad.checkpoint import format as checkpoint
+from policygrad.errors import RunError
+from policygrad.trackers.jsonl import COMPLETIONS, METRICS
+
+pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+
+
+class Full(pg.Callback):
+    """From the end of a step on, nothing more fits into one of the logs."""
+
+    def __init__(self, at: int, name: str) -> None:
+        self.at, self.name = at, name
+
+    def step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.at:
+            trainer.files._files[self.name].close()
+            trainer.files._files[self.name] = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115 (the tracker closes it)
+
+
+@pytest.fixture
+def run(small: pg.Run, tmp_path: Path) -> pg.Run:
+    (tmp_path / "mine.py").write_text(
+        "def mine(prompts, completions, **columns):\n    return [sum(map(ord, c)) % 7 / 7 for c in completions]\n"
+    )
+    algorithm = replace(pg.DR_GRPO, step=pg.FirstOrder(epochs=2, minibatches=2))
+    every = pg.Checkpointing(every=100)
+    reward = (f"{tmp_path / 'mine.py'}:mine",)
+    return replace(small, steps=4, algorithm=algorithm, reward=reward, checkpoint=every, output=str(tmp_path / "run"))
+
+
+def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return checkpoint.load(folder / "checkpoints" / f"step-{step:06d}").tensors
+
+
+@pytest.mark.parametrize("name", [METRICS, COMPLETIONS])
+def test_the_rescued_state_is_the_one_before_the_step(run: pg.Run, tmp_path: Path, name: str) -> None:
+    record, folder = Record(), tmp_path / "run"
+    with pytest.raises(RunError, match=rf"{name} cannot be written: No space left on device") as caught:
+        pg.train(run, display=record, callbacks=[Full(2, name)])
+    said = f"step 3 failed; step 2 is saved: policygrad train --resume {folder} goes on from step 2"
+    assert caught.value.__notes__ == [said]
+    assert said in record.said
+    two = tmp_path / "two"
+    pg.train(replace(run, output=str(two)), stop_after=2, display=False)
+    assert same(state(folder, 2), state(two, 2))  # the weights, AdamW's moments, the random state
+    saved, never_failed = (checkpoint.load(f / "checkpoints" / "step-000002").state for f in (folder, two))
+    assert {k: v for k, v in saved.items() if k != "seconds"} == {
+        k: v for k, v in never_failed.items() if k != "seconds"
+    }
+    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
+    pg.train(resume=folder, display=False)
+    assert same(weights(whole), weights(folder))
+    assert untimed(whole / METRICS) == untimed(folder / METRICS)
+    assert rows(whole / COMPLETIONS) == rows(folder / COMPLETIONS)
+
+
+def test_where_there_is_no_copy_the_run_goes_on_from_the_checkpoint_before(
+    run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state of many gigabytes: no update is counted twice there either."""
+    from policygrad.training.trainer import Trainer
+
+    monkeypatch.setattr(Trainer, "keeps", 0)
+    run = replace(run, checkpoint=pg.Checkpointing(every=1))
+    with pytest.raises(RunError, match="No space left") as caught:
+        pg.train(replace(run, checkpoint=pg.Checkpointing(every=2)), callbacks=[Full(3, METRICS)], display=False)
+    assert "step 3 could not be saved (the weights have moved since" in caught.value.__notes__[0]
+    assert "goes on from step 2" in caught.value.__notes__[0]
+    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
+    pg.train(resume=tmp_path / "run", display=False)
+    assert same(weights(whole), weights(tmp_path / "run"))

@@ -1,0 +1,279 @@
+"""A signal or a time limit in any phase of a run: it ends resumably, and goes on to the weights and files of an unbroken one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import policygrad as pg
+from doubles.files import rows, same, untimed, weights, write_rows
+from doubles.stops import AtDecoding, AtPhase, learner_that_sends, send
+from doubles.trackers import Record
+from policygrad.commands import STOPPED
+from policygrad.training.config.toml import dumps
+from policygrad.training.stopping import Stop, Stopping, seconds
+
+ALL = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.fixture(scope="module")
+def run(small: pg.Run) -> pg.Run:
+    return replace(
+        small,
+        steps=4,
+        prompts_per_step=3,
+        evaluation=pg.Evaluation(problems=3, samples=2, every=2),
+        checkpoint=pg.Checkpointing(every=100),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pg.train(replace(run, output=str(tmp_path_factory.mktemp("whole") / "run")), display=False).output
+
+
+def loading(number: signal.Signals) -> dict[str, Any]:
+    def sampler(model: Any, tokenizer: Any) -> pg.LocalSampler:
+        send(number)
+        return pg.LocalSampler.of(model, tokenizer)
+
+    return {"sampler": sampler}
+
+
+def decoding(number: signal.Signals, at: int) -> dict[str, Any]:
+    return {"sampler": lambda model, tokenizer: AtDecoding(model, tokenizer, at, number)}
+
+
+def learning(number: signal.Signals, where: str, at: int) -> dict[str, Any]:
+    return {"learner": lambda model, run: learner_that_sends(model, run, where, at, number)}
+
+
+PHASES: dict[str, tuple[Callable[[signal.Signals], dict[str, Any]], int]] = {
+    "loading": (loading, 0),
+    "measuring before": (lambda s: {"display": AtPhase("evaluating before training", s)}, 0),
+    "sampling the first step": (lambda s: decoding(s, 2), 0),  # the first call is the evaluation's
+    "sampling": (lambda s: decoding(s, 3), 1),
+    "updating": (lambda s: learning(s, "update", 2), 2),
+    "evaluating": (lambda s: {"display": AtPhase("evaluating at step 2", s)}, 2),
+    "measuring after": (lambda s: {"display": AtPhase("evaluating after training", s)}, 4),
+}
+"""What to give to a run, and the steps that are then saved."""
+
+
+CASES = [(phase, s) for phase in PHASES for s in (ALL if phase in ("loading", "sampling") else ALL[1:2])]
+
+
+@pytest.mark.parametrize(("phase", "number"), CASES)
+def test_a_signal_in_any_phase_ends_resumably_and_nothing_is_lost(
+    run: pg.Run, whole: Path, tmp_path: Path, phase: str, number: signal.Signals
+) -> None:
+    make, done = PHASES[phase]
+    record = Record()
+    given = {"display": record} | make(number)
+    folder = tmp_path / "run"
+    handlers = [signal.getsignal(s) for s in ALL]
+    result = pg.train(replace(run, output=str(folder)), **given)
+    assert [signal.getsignal(s) for s in ALL] == handlers
+    assert (result.steps, result.model, result.interrupted) == (done, None, True)
+    said = given["display"]
+    assert "go on with" in said.summary or "go on with: " in said.said
+    assert (folder / "run.toml").exists()
+    again = pg.train(run, resume=folder, display=False)
+    assert (again.steps, again.interrupted) == (4, False)
+    assert same(weights(whole), weights(folder))
+    assert untimed(whole / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
+    assert rows(whole / "completions.jsonl") == rows(folder / "completions.jsonl")
+
+
+def test_while_saving_the_checkpoint_is_finished_and_the_run_stops(run: pg.Run, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    every = replace(run, output=str(folder), checkpoint=pg.Checkpointing(every=1))
+    result = pg.train(every, display=False, **learning(signal.SIGTERM, "state", 2))
+    assert result.interrupted
+    assert result.steps in (2, 3)
+    pg.train(run, resume=folder, display=False)
+    assert same(weights(whole), weights(folder))
+
+
+def test_sampling_ends_between_two_tokens(run: pg.Run, tmp_path: Path) -> None:
+    made: list[AtDecoding] = []
+
+    def sampler(model: Any, tokenizer: Any) -> AtDecoding:
+        made.append(AtDecoding(model, tokenizer, 2, signal.SIGTERM))
+        return made[0]
+
+    long = replace(run, sampling=pg.Sampling(max_tokens=40), output=str(tmp_path / "run"))
+    assert pg.train(long, sampler=sampler, display=False).interrupted
+    assert made[0].passes == 2
+
+
+def test_what_parts_learn_from_a_score_is_not_taken_from_them(run: pg.Run, tmp_path: Path) -> None:
+    """A reference that waits for better scores counts evaluations: that one is finished first."""
+    algorithm = replace(pg.PRORL, filters=(), shaping=(), reference=pg.Reference(stall=1))
+    run = replace(run, algorithm=algorithm)
+    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
+    folder = tmp_path / "run"
+    stopped = pg.train(replace(run, output=str(folder)), display=AtPhase("evaluating at step 2", signal.SIGTERM))
+    assert (stopped.steps, stopped.interrupted) == (2, True)
+    assert [m["step"] for m in rows(folder / "metrics.jsonl") if "held_out" in m] == [0, 2]
+    pg.train(resume=folder, display=False)
+    assert same(weights(whole), weights(folder))
+    assert untimed(whole / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
+
+
+def test_a_time_limit_ends_a_run_in_time(run: pg.Run, tmp_path: Path) -> None:
+    record = Record()
+    stopped = pg.train(replace(run, output=str(tmp_path / "run")), stop_before="0.001s", display=record)
+    assert stopped.interrupted
+    assert pg.train(resume=tmp_path / "run", stop_before="2h", display=False).steps == 4
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_no_step_is_begun_that_would_not_be_over_in_time() -> None:
+    clock = Clock()
+    stopping = Stopping(100.0, clock)
+    clock.now = 20.0  # loading
+    stopping.steps_begin()
+    for now, asked in ((30.0, False), (60.0, False), (69.0, False), (71.0, True)):  # the longest took 30 seconds
+        clock.now = now
+        stopping.stepped()
+        assert stopping.asked is asked
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("23h50m", 85800.0), ("90s", 90.0), ("1d12h", 129600.0), ("45m", 2700.0), ("1h0.5s", 3600.5)],
+)
+def test_times(text: str, value: float) -> None:
+    assert seconds(text, "--stop-before") == value
+
+
+@pytest.mark.parametrize("text", ["", "3600", "23:50:00", "h", "-5m", "5m3h", "soon"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(pg.ConfigError, match="--stop-before must be a time such as 23h50m"):
+        seconds(text, "--stop-before")
+
+
+@contextmanager
+def signalled() -> Iterator[Stopping]:
+    with Stopping() as stopping:
+        send(signal.SIGTERM)
+        assert stopping.asked
+        yield stopping
+
+
+def test_signals_at_once_are_one_and_another_one_later_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from policygrad.training import stopping as module
+
+    with signalled():
+        send(signal.SIGTERM)  # the group's, or the shell's
+    monkeypatch.setattr(module, "AGAIN", 0.0)
+    with signalled():
+        send(signal.SIGHUP)  # a terminal that has gone says so more than once
+        with pytest.raises(KeyboardInterrupt) as caught:
+            send(signal.SIGINT)
+        assert not isinstance(caught.value, Stop)
+
+
+def test_what_is_asked_for_before_ends_what_is_breakable_before_it_begins() -> None:
+    with signalled() as stopping, pytest.raises(Stop), stopping.breakable():
+        raise AssertionError("was begun")
+
+
+def test_nohup_stays_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stopping() as stopping:
+            send(signal.SIGHUP)
+            assert not stopping.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# --- the command
+
+
+@pytest.fixture
+def command(run: pg.Run, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
+    config = replace(run, output=str(tmp_path / "run"), steps=3, evaluation=pg.Evaluation(problems=0))
+    (tmp_path / "config.toml").write_text(dumps(config))
+
+    def start(*more: str, **streams: Any) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", "policygrad", "train", "--config", str(tmp_path / "config.toml"), *more]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(words, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, **streams)
+
+    return start
+
+
+def test_the_command_stops_with_a_code_of_its_own_and_says_how_to_go_on(
+    command: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    child = command("--steps", "100000", "--plain", stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith(b"step "):
+            break
+    child.send_signal(signal.SIGHUP)
+    said, _ = child.communicate(timeout=300)
+    assert child.returncode == STOPPED == 75
+    assert b"go on with     policygrad train --resume" in said
+
+
+def test_a_closed_pipe_never_ends_the_run(command: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    child = command("--plain", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.wait(300) == 0
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_standard_output_never_ends_the_run(
+    command: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    with Path("/dev/full").open("wb") as full:
+        assert command("--plain", stdout=full, stderr=full).wait(300) == 0
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+def test_a_terminal_that_has_gone_never_ends_the_run() -> None:
+    """rich's own console ends the program."""
+    from policygrad.trackers import RunInfo, Trackers
+    from policygrad.trackers.terminal.live import TerminalTracker
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w")
+    record = Record()
+    with pytest.warns(UserWarning, match="TerminalTracker"):
+        Trackers([TerminalTracker.on(stream), record]).start(RunInfo("a run"))
+    assert "TerminalTracker.start failed" in record.said
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+def test_fine_tuning_stops_as_well(random_model: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} =\n", "completion": str(i)} for i in range(6)])
+    config = pg.SFTConfig(data=data, model=str(random_model), epochs=3, batch_size=2, output=str(tmp_path / "sft"))
+    stopped = pg.train_sft(config, display=AtPhase("measuring before training", signal.SIGTERM))
+    assert (stopped.steps, stopped.interrupted) == (0, True)
+    pg.train_sft(config=None, resume=tmp_path / "sft", display=False)
+    whole = pg.train_sft(replace(config, output=str(tmp_path / "whole")), display=False)
+    assert same(weights(whole.output), weights(tmp_path / "sft"))
