@@ -99,7 +99,7 @@ def test_while_saving_the_checkpoint_is_finished_and_the_run_stops(run: pg.Run, 
     every = replace(run, output=str(folder), checkpoint=pg.Checkpointing(every=1))
     result = pg.train(every, display=False, **learning(signal.SIGTERM, "state", 2))
     assert result.interrupted
-    assert result.steps in (2, 3)
+    assert result.steps == 1  # the second time it is packed: for its first checkpoint
     pg.train(run, resume=folder, display=False)
     assert same(weights(whole), weights(folder))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from policygrad.checkpoint.format import load_latest
@@ -14,7 +14,7 @@ from policygrad.errors import ConfigError
 from policygrad.learners.base import Learner
 from policygrad.rollout import carried
 from policygrad.training.config.guard import Guard
-from policygrad.training.loop import Done
+from policygrad.training.loop import Done, Progress
 
 WATCHED = {"grad_norm": "grad_norm", "kl": "kl", "kl_old": "kl", "entropy": "entropy"}
 """Metric, and the field of `Guard` with its factor."""
@@ -126,30 +126,77 @@ def without_spread(done: Done, values: Mapping[str, float]) -> bool:
     return values.get("frac_reward_zero_std") == 1.0 and (equal or still)
 
 
-@dataclass(frozen=True)
-class Undone:
-    """Where the learner is after an undo: as it was before the step (None, None), or at a checkpoint."""
+class Guarding:
+    """The guard of one process's share of a run. note: hears of an alarm, and with a kind only once of its kind."""
 
-    step: int | None = None
-    parts: Any = None
-    """What the algorithm's parts remembered there."""
+    def __init__(self, guard: Guard, note: Callable[[str, str | None], None]) -> None:
+        self.guard, self.watched, self.verdict = guard, Watched(), Verdict()
+        self._note, self._next = note, self.watched
+        self._undone, self._parts = False, None
+        """Whether the step at hand was undone, and what the algorithm's parts remembered where it went back to."""
 
+    def restore(self, said: Mapping[str, Any] | None, learner: Learner) -> None:
+        """What a checkpoint says; the learner's rate as rollbacks have left it."""
+        self.watched = Watched() if said is None else Watched.from_dict(said)
+        if self.watched.scale != 1:
+            scale_rate(learner, self.watched.scale)
 
-def undo(learner: Learner, checkpointer: Checkpointer[Any], *, rollback: bool, note: Callable[[str], None]) -> Undone:
-    """Puts the learner back before the step at hand; with `rollback` to the newest intact checkpoint, where there is one.
+    def judge(self, done: Done, values: Mapping[str, float]) -> dict[str, float]:
+        """The verdict on a step, which is told; its metrics."""
+        verdict, watched = judge(self.watched, values, without_spread(done, values), self.guard)
+        if (
+            verdict.action != "warn" and "reference/refreshed" in values
+        ):  # a state of before has not the reference of before
+            self._note("a step in which the reference was taken anew is not undone (guard.action)", None)
+            verdict, watched = replace(verdict, action="warn"), replace(watched, scale=self.watched.scale)
+        if verdict.spikes:
+            self._note(f"step {done.step}: {'; '.join(verdict.spikes.values())} ({ACTED[verdict.action]})", None)
+        if verdict.flat and values.get("updates/taken"):
+            self._note(f"step {done.step}: {verdict.flat}; {ACTED[verdict.action]}", "no spread")
+        self.verdict, self._next = verdict, watched
+        return verdict.metrics
 
-    Raises:
-        CheckpointError: checkpoints, and none of them intact.
-    """
-    saved = load_latest(checkpointer.folder, warn=note) if rollback else None
-    if saved is not None:
-        _, tensors = carried.split(saved.tensors)
-        learner.restore(tensors, saved.state["learner"])
-        return Undone(saved.step, saved.state["parts"])
-    assert checkpointer.kept is not None  # an action other than warn keeps it
-    kept, values = checkpointer.kept
-    learner.restore(carried.split(kept)[1], values["learner"])
-    return Undone()
+    @property
+    def gave_up(self) -> str | None:
+        """Why the run is to end, resumably."""
+        if self.verdict.action != "stop":
+            return None
+        stopped = "The run was stopped (guard.action, guard.patience), and the step is saved without its updates"
+        return f"{self.verdict.words}. {stopped}"
+
+    def act(self, step: int, learner: Learner, checkpointer: Checkpointer[Any]) -> bool:
+        """The step is logged: puts the learner back before it, or at the newest intact checkpoint, where the verdict says so;
+        whether it did.
+
+        Raises:
+            CheckpointError: a rollback, and none of the checkpoints intact.
+        """
+        self.watched = self._next
+        if self.verdict.action == "warn":
+            return False
+        rollback = self.verdict.action == "rollback"
+        saved = load_latest(checkpointer.folder, warn=lambda text: self._note(text, None)) if rollback else None
+        self._undone, self._parts = True, None
+        if saved is not None:
+            learner.restore(carried.split(saved.tensors)[1], saved.state["learner"])
+            self._parts = saved.state["parts"]
+            self._note(f"step {step}: back to the weights of step {saved.step}, at a lower rate", None)
+        else:
+            assert checkpointer.kept is not None  # an action other than warn keeps it
+            kept, values = checkpointer.kept
+            learner.restore(carried.split(kept)[1], values["learner"])
+        if rollback:
+            scale_rate(learner, self.guard.lower)
+        return True
+
+    def settle(self, before: Progress, after: Progress) -> Progress:
+        """The progress that holds: of a step that was undone its parts remember nothing."""
+        undone, self._undone = self._undone, False
+        if not undone:
+            return after
+        if self._parts is None:
+            return replace(after, state=before.state)
+        return replace(after, state=self._parts, carried=())  # what waits was drawn by weights that are gone
 
 
 def check_rate(learner: Learner, guard: Guard) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -31,17 +31,7 @@ from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import algorithm_to_dict, load
 from policygrad.training.facts import facts
 from policygrad.training.folder import check_resumable
-from policygrad.training.guarding import (
-    ACTED,
-    Undone,
-    Verdict,
-    Watched,
-    check_rate,
-    judge,
-    scale_rate,
-    undo,
-    without_spread,
-)
+from policygrad.training.guarding import Guarding, check_rate
 from policygrad.training.learner import LearnerFactory, learner_of, put_back
 from policygrad.training.learner import local_learner as local_learner
 from policygrad.training.lifecycle import Followers, Lifecycle, Result
@@ -131,8 +121,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         self._binary = True  # every held-out score is 0 or 1
         self._held_out: list[Example] = []
         self._failing = FailingSteps(run.rewards.failing, run.rewards.patience)
-        self._watched, self._verdict = Watched(), Verdict()
-        self._undone: Undone | None = None
+        self._guarding = Guarding(run.guard, self.note)
         self._gave_up: str | None = None  # why the rewards end the run
 
     @property
@@ -192,7 +181,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
             "binary": self._binary,
             "given": self._given,
             "began": self._began,
-            "guard": self._watched.to_dict(),
+            "guard": self._guarding.watched.to_dict(),
         }
 
     def check_saved(self, saved: Checkpoint) -> None:
@@ -233,9 +222,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
                 "the algorithm is not the one the checkpoint was made with: its parts start without their state"
             )
             parts, kept = algorithm.init(), ()
-        self._watched = Watched.from_dict(state["guard"]) if "guard" in state else Watched()
-        if self._watched.scale != 1:
-            scale_rate(self.learner, self._watched.scale)
+        self._guarding.restore(state.get("guard"), self.learner)
         self._publish()
         return Progress(parts, saved.step, state["position"], state["tokens"], state["seconds"], kept)
 
@@ -266,7 +253,13 @@ class Trainer(Lifecycle[Run, Progress, float]):
         if self._periodic(progress.step):  # a stop may have come before it
             self.take(f"evaluating at step {progress.step}", progress.step)
         progress = loop(
-            self.config, self.resources.rollouter, self.learner, progress, self, self.stopping.breakable, self._settle
+            self.config,
+            self.resources.rollouter,
+            self.learner,
+            progress,
+            self,
+            self.stopping.breakable,
+            self._guarding.settle,
         )
         put_weights(self.learner.publish().tensors, self.model)
         return progress
@@ -279,11 +272,12 @@ class Trainer(Lifecycle[Run, Progress, float]):
         for text, kind in notes_of(done, values, self._waiting):
             self.note(text, kind)
         self._waiting = "value_pretraining" in values
-        verdict, watched = self._judged(done, values)
-        self.log(step, values | verdict.metrics, rows_of(done, scored))
-        self._watched, self._verdict = watched, verdict
-        if verdict.action != "warn":
-            self._undo(step)
+        values |= self._guarding.judge(done, values)
+        self.log(step, values, rows_of(done, scored))
+        if self._guarding.act(step, self.learner, self.checkpointer):
+            self._publish()
+        if self._guarding.gave_up:
+            self.stop()
         self._gave_up = self._failing.step(values.get("completions/failed_ratio", 0.0), done.rollout.messages)
         if self._gave_up:
             self.stop()
@@ -300,38 +294,6 @@ class Trainer(Lifecycle[Run, Progress, float]):
         """Whether there is an evaluation after this step, before the run's end."""
         every = self.config.evaluation.every
         return bool(every and 0 < step < self.steps and step % every == 0 and self._held_out)
-
-    def _judged(self, done: Done, values: Mapping[str, float]) -> tuple[Verdict, Watched]:
-        verdict, watched = judge(self._watched, values, without_spread(done, values), self.config.guard)
-        if verdict.action != "warn" and "reference/refreshed" in values:  # which is not in a checkpoint of before
-            self.note("a step in which the reference was taken anew is not undone (guard.action)")
-            verdict, watched = replace(verdict, action="warn"), replace(watched, scale=self._watched.scale)
-        if verdict.spikes:
-            self.trackers.note(f"step {done.step}: {'; '.join(verdict.spikes.values())} ({ACTED[verdict.action]})")
-        if verdict.flat and values.get("updates/taken"):
-            self.note(f"step {done.step}: {verdict.flat}; {ACTED[verdict.action]}", "no spread")
-        return verdict, watched
-
-    def _undo(self, step: int) -> None:
-        """The learner as it was before the step, or at the last checkpoint."""
-        rollback = self._verdict.action == "rollback"
-        self._undone = undo(self.learner, self.checkpointer, rollback=rollback, note=self.trackers.note)
-        if rollback:
-            scale_rate(self.learner, self.config.guard.lower)
-            if self._undone.step is not None:
-                self.trackers.note(f"step {step}: back to the weights of step {self._undone.step}, at a lower rate")
-        if self._verdict.action == "stop":
-            self.stop()
-        self._publish()
-
-    def _settle(self, before: Progress, after: Progress) -> Progress:
-        """The progress that holds: of a step that was undone its parts remember nothing."""
-        undone, self._undone = self._undone, None
-        if undone is None:
-            return after
-        if undone.parts is None:
-            return replace(after, state=before.state)
-        return replace(after, state=undone.parts, carried=())  # what waits was drawn by weights that are gone
 
     def note(self, text: str, kind: str | None = None) -> None:
         """Shown the first time something of its kind is said."""
@@ -375,10 +337,9 @@ class Trainer(Lifecycle[Run, Progress, float]):
             raise RewardError(f"{error}. {self._goes_on}") from error
 
     def check_end(self) -> None:
-        if self._verdict.action == "stop":
+        if self._guarding.gave_up:
             raise RunError(
-                f"step {self.progress.step}: {self._verdict.words}. The run was stopped (guard.action, guard.patience), and "
-                f"the step is saved without its updates: {self.resume_words} goes on, at a lower --lr say"
+                f"step {self.progress.step}: {self._guarding.gave_up}: {self.resume_words} goes on, at a lower --lr say"
             )
         if self._gave_up:
             raise RewardError(f"{self._gave_up}. Step {self.progress.step} is saved: {self._goes_on}")
