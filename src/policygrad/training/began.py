@@ -1,7 +1,7 @@
 """What a run began with, in every checkpoint, so that going on notices what is another: refused or said, by what it does.
 
-Refused: the files that are trained and measured on, as before and after would be of different things. Said: all that a user may mean to
-change, or cannot help (code of one's own, which may have been mended; seed, precision, lengths; versions and the device),
+Refused: the files that are trained and measured on, as before and after would be of different things. Said: all that a user may
+mean to change, or cannot help (code of one's own, which may have been mended; seed, precision, lengths; versions and the device),
 as the run then no longer is, bit for bit, the one that was never stopped.
 """
 
