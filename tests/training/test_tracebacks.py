@@ -15,7 +15,7 @@ from policygrad.errors import ConfigError, DataError, ModelError
 from policygrad.learners.config import OptimizerConfig
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.rewards import resolve
+from policygrad.rewards import Reward, resolve
 from policygrad.rewards.config import Rewarding
 from policygrad.tasks import jsonl
 from policygrad.training.config.own import load_own
@@ -55,7 +55,7 @@ def test_other_commands_refuse_them_too(run_command: Command) -> None:
         assert err.strip()
     assert run_command("sft", "--data", "x", "--seed", str(2**63), "--dry-run")[0] == 2
     with pytest.raises(ConfigError, match="positive and finite"):
-        pg.Reward("f", len, budget=float("inf"))  # type: ignore[arg-type]
+        Reward("f", len, budget=float("inf"))  # type: ignore[arg-type]
     assert Rewarding(budget=1e9).budget == 1e9
     assert OptimizerConfig(betas=(0.0, 0.999)).betas == (0.0, 0.999)
 
