@@ -250,7 +250,7 @@ def test_byte_order_mark_blank_lines_and_windows_lines_are_accepted(tmp_path):
 text = st.text(st.characters(exclude_categories=["Cs"]))
 message = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": text})
 value = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text,
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=5,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from policygrad.commands.words import refuse_empty
 from policygrad.errors import ConfigError
 from policygrad.rewards.config import Isolation
 from policygrad.samplers.base import Sampling
+from policygrad.training.config.checks import check_seed
 from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
@@ -64,14 +67,16 @@ class EvalOptions:
         for name in ("problems", "samples"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
-        if not self.budget > 0:
-            raise ConfigError(f"--budget must be above 0 seconds, not {self.budget}")
+        if not 0 < self.budget < math.inf:
+            raise ConfigError(f"--budget must be above 0 seconds and finite, not {self.budget}")
+        check_seed(self.seed)
         if self.dtype not in ("fp32", "bf16"):
             raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")
 
 
 def evaluate(args: list[str]) -> int:
     """`policygrad eval MODEL --task …`."""
+    refuse_empty(args, "--reward")
     options = tyro.cli(EvalOptions, args=args, prog="policygrad eval", config=_CONFIG)
     folder = Path(options.model)
     if (folder / "run.toml").is_file() and not (folder / "model" / "config.json").is_file():

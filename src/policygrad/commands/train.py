@@ -27,8 +27,9 @@ from policygrad.commands.options import (
     take_algorithm,
     without_leave,
 )
+from policygrad.commands.words import refuse_empty
 from policygrad.core.algorithm import Algorithm
-from policygrad.errors import ConfigError, PolicygradError
+from policygrad.errors import ConfigError
 from policygrad.models.trust import FLAG
 from policygrad.training.config.allowed import Allowed, from_words
 from policygrad.training.config.composed import composed
@@ -86,6 +87,7 @@ def asked(args: list[str]) -> tuple[Run, TrainOptions]:
         ConfigError: what cannot be.
     """
     refuse_foreign(args, lambda: flags(take_algorithm([w for w in args if not re.match(r"[\w.+]+=", w)])[0] or "dapo"))
+    refuse_empty(args, "--reward", "--allow")
     name, args = take_algorithm(args)
     base = _base(name, args)
     chosen, rest = choose_parts(open_budget(base.algorithm, base.sampling.max_tokens), without_leave(base, args))
@@ -121,7 +123,7 @@ def memory(run: Run) -> str:
 
     try:
         said = str(footprint(run.resolved()))
-    except (PolicygradError, OSError, ValueError) as error:
+    except Exception as error:  # a model that cannot be read, in whatever way; the run itself will say so
         said = f"memory: not known, {error}"
     return "\n".join(f"# {line}" for line in textwrap.wrap(said, page_width() - 2))
 

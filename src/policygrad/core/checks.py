@@ -24,6 +24,7 @@ def check(algorithm: Composition) -> None:
     """Raises ConfigError for the first thing that is wrong."""
     for checks in (
         check_kinds,
+        _spread,
         _ratio,
         _selection,
         _behaviour,
@@ -38,6 +39,14 @@ def check(algorithm: Composition) -> None:
     ):
         for problem in checks(algorithm):
             raise ConfigError(problem)
+
+
+def _spread(algorithm: Composition) -> Iterator[str]:
+    """What is added to a standard deviation before something is divided by it, in whichever part."""
+    for _, part in algorithm.parts():
+        eps = getattr(part, "eps", 0.0)
+        if not 0 <= eps < float("inf"):
+            yield f"{type(part).__name__}.eps must be at least 0 and finite, not {eps}"
 
 
 def _ratio(algorithm: Composition) -> Iterator[str]:

@@ -34,6 +34,11 @@ class OptimizerConfig:
         for name in ("eps", "weight_decay", "clip", "warmup"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"optimizer.{name} must be at least 0, not {getattr(self, name)}")
+        for name in ("eps", "weight_decay"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"optimizer.{name} must be finite, not {getattr(self, name)}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optimizer.betas must be two numbers, at least 0 and below 1, not {self.betas}")
 
     def rate(self, step: int, total: int) -> float:
         """Factor on the learning rate at update `step` of `total`, from 0: a pure function, so a checkpoint needs

@@ -120,7 +120,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
 
     try:
         return Tokenizer(AutoTokenizer.from_pretrained(path, **reading(trust_remote_code)), frozenset(), path, None)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # of which class depends on what is wrong with which file
         raise cannot_load(f"the tokenizer of {path!r}", error, "tokenizer.json and tokenizer_config.json") from error
 
 
@@ -174,7 +174,7 @@ def labels(path: str, trust_remote_code: bool = False) -> tuple[int, list[str]]:
 
     try:
         config: Any = AutoConfig.from_pretrained(path, **reading(trust_remote_code))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # likewise
         raise cannot_load(f"the model {path!r}", error, "config.json") from error
     kinds = list(config.architectures or [config.model_type])
     return (config.num_labels if any(kind.endswith(_HEAD) for kind in kinds) else 0), kinds

@@ -9,7 +9,16 @@ from pathlib import Path
 from policygrad.errors import ModelError
 
 TIMEOUT = 5.0  # seconds for the hub's first answer; transformers alone would try for half a minute
+LONGEST = 255  # bytes of a name
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def check_name(model: str) -> None:
+    """Raises ModelError for what no system takes for a folder's name."""
+    if any(len(part.encode(errors="replace")) > LONGEST for part in Path(model).parts):
+        raise ModelError(
+            f"there is no model {model[:40]!r}…: a name has at most {LONGEST} bytes, this has {len(model)} characters"
+        )
 
 
 def locate(model: str) -> str:
@@ -33,7 +42,7 @@ def locate(model: str) -> str:
 @lru_cache(maxsize=8)
 def _on_hub(model: str) -> str:
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     try:
         HfApi().model_info(model, timeout=TIMEOUT)
@@ -42,6 +51,8 @@ def _on_hub(model: str) -> str:
             f"{model!r} is neither a folder here nor a model on the hub. A private one needs `hf auth login`; 'tiny' is the "
             "model inside the package"
         ) from None
+    except HFValidationError as error:
+        raise ModelError(f"{model!r} is neither a folder here nor a hub id: {str(error).partition('. ')[0]}") from None
     except HfHubHTTPError:
         return model  # the hub is there: let it say to transformers what is the matter
     except Exception as error:  # no network; of which class depends on the hub client's version

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from policygrad.errors import ModelError
 from policygrad.models.completeness import check_complete, unreported
-from policygrad.models.hub import locate
+from policygrad.models.hub import check_name, locate
 from policygrad.models.precision import DTYPES
 from policygrad.models.trust import cannot_load, refuse_pickles, weights
 
@@ -28,6 +27,7 @@ def resolve(model: str) -> str:
     """A directory or hub id; `tiny` is the base model inside the package, a run's folder the model it trained."""
     if model == EMBEDDED:
         return str(Path(__file__).parents[1] / "models" / EMBEDDED)
+    check_name(model)
     trained = Path(model) / "model"
     return str(trained) if (trained / "config.json").is_file() else locate(model)
 
@@ -56,14 +56,28 @@ def _load(model: str, dtype: str, trust: bool) -> nn.Module:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     path = resolve(model)
     refuse_pickles(path, f"the model {model!r}")
+    _refuse_encoder_decoder(path, model)
     try:
         loaded, info, base = _pretrained(path, DTYPES[dtype], trust)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise cannot_load(f"the model {model!r}", error, "config.json and safetensors") from error
+    except Exception as error:  # of which class depends on what is wrong with which file
+        raise cannot_load(f"the model {model!r}", error, "config.json and safetensors", path) from error
     if base is not None:
         check_complete(*base, f"the model {model!r} adapts")
     check_complete(loaded, info, f"the model {model!r}")
     return loaded.requires_grad_(True)
+
+
+def _refuse_encoder_decoder(path: str, model: str) -> None:
+    """Half of such a model can be loaded as a causal one, and would read nothing of what its other half says."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):  # which transformers says
+        return
+    if isinstance(config, dict) and config.get("is_encoder_decoder") is True:
+        raise ModelError(
+            f"the model {model!r} ({config.get('model_type')}) is an encoder with a decoder, which reads its prompt apart: take a "
+            "causal language model, a decoder alone"
+        )
 
 
 def _checked(model: object) -> nn.Module:

@@ -88,6 +88,10 @@ def load_tokenizer(model: str | object, network: nn.Module, *, trust_remote_code
         tokenizer = _checked(model)
         name, written = str(getattr(model, "name_or_path", "") or type(model).__name__), _set_ends(network)
     end = frozenset(_end_ids(tokenizer.eos_token_id)).union(*(_end_ids(ids) for ids in written))
+    if odd := [token for token in end if not isinstance(token, int) or isinstance(token, bool)]:
+        raise ModelError(
+            f"an end token of {name!r} is {odd[0]!r}, not a token's number: see eos_token_id in its configuration files"
+        )
     if not end:
         raise ModelError(
             f"neither the tokenizer nor a configuration file of {name!r} names an end token, so no completion could ever end: "
@@ -101,8 +105,9 @@ def _pretrained(path: str, model: str, trust: bool) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path, **reading(trust))
-    except (OSError, ValueError, KeyError) as error:
-        raise cannot_load(f"the tokenizer of {model!r}", error, "tokenizer.json and tokenizer_config.json") from error
+    except Exception as error:  # of which class depends on what is wrong with which file
+        files = "tokenizer.json and tokenizer_config.json"
+        raise cannot_load(f"the tokenizer of {model!r}", error, files, path) from error
 
 
 def _checked(tokenizer: object) -> Any:
@@ -133,9 +138,13 @@ def _written_ends(path: str) -> Iterator[Any]:
             continue
         if file is None:  # nor a tokenizer's own folder the first
             continue
-        written = json.loads(Path(str(file)).read_text(encoding="utf-8"))
-        yield written.get("eos_token_id")
-        yield (written.get("text_config") or {}).get("eos_token_id")
+        try:
+            written = json.loads(Path(str(file)).read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"{file} is no JSON ({error}): put the model's own back") from error
+        for place in (written, written.get("text_config") if isinstance(written, dict) else None):
+            if isinstance(place, dict):
+                yield place.get("eos_token_id")
 
 
 def padding_id(tokenizer: Tokenizer) -> int:

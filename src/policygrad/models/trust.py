@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,26 @@ def _as_safe(path: str) -> str:
     )
 
 
-def cannot_load(what: str, error: Exception, needs: str) -> ModelError:
-    """What transformers says, as a refusal with a way out."""
+def cannot_load(what: str, error: Exception, needs: str, path: str = "") -> ModelError:
+    """What transformers says, as a refusal with a way out. path: the folder, whose files may tell more."""
     text = str(error)
     if "trust_remote_code" in text:
         return ModelError(
             f"{what} brings code of its own along, which is not run unless you say so: read it, then give {FLAG} (from Python "
             "trust_remote_code=True), or take a model whose architecture transformers has"
         )
-    first = text.strip().partition("\n")[0].rstrip(" .")
-    said = f"{first[:-1]} …" if first.endswith(":") else first or repr(error)
+    lines = [line.strip().rstrip(" .") for line in text.strip().splitlines()] or [""]
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    said = _malformed(path) or (f"{first[:-1]} …" if first.endswith(":") else first) or repr(error)
     return ModelError(f"cannot load {what}, whose folder needs {needs}: {said}")
+
+
+def _malformed(path: str) -> str:
+    """Which of a folder's configuration files is no JSON object, in words; "" where all are, or it is no folder."""
+    for file in sorted(Path(path).glob("*config.json")) if path else ():
+        try:
+            if not isinstance(json.loads(file.read_bytes()), dict):
+                return f"{file.name} holds no JSON object; put the model's own back"
+        except (ValueError, RecursionError, OSError) as error:
+            return f"{file.name} is no JSON ({error}); put the model's own back"
+    return ""

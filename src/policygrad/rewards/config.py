@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -49,9 +50,9 @@ class Rewarding(Isolation):
     """Failing steps in a row that stop the run, resumably; a first step or evaluation with no reward at all does too. 0 = never."""
 
     def __post_init__(self) -> None:
-        if self.workers < 1 or not self.budget > 0:
+        if self.workers < 1 or not 0 < self.budget < math.inf:
             raise ConfigError(
-                f"rewards.workers must be at least 1 and rewards.budget above 0, not {self.workers}, {self.budget}"
+                f"rewards.workers must be at least 1 and rewards.budget above 0 and finite, not {self.workers}, {self.budget}"
             )
         if not 0 <= self.failing < 1 or self.patience < 0:
             raise ConfigError(

@@ -17,7 +17,7 @@ import torch
 
 from policygrad.errors import ConfigError, ModelError
 from policygrad.models.classifier import context_length, encode, labels, load_classifier, load_tokenizer, score
-from policygrad.models.hub import locate
+from policygrad.models.hub import check_name, locate
 
 BUDGET = 600.0
 """Seconds for one batch of completions."""
@@ -91,6 +91,12 @@ def find(model: str) -> str:
         raise ConfigError("reward 'model:' names no model: model:DIR or model:HUB_ID, e.g. model:runs/reward-model-1")
     trained = Path(model) / "model"
     try:
+        check_name(model)
+        if model == "tiny" and not Path(model).is_dir():
+            raise ModelError(
+                "tiny, the model inside the package, is a causal language model and gives no reward: `policygrad reward-model "
+                "--data pairs.jsonl` makes a reward model of it"
+            )
         path = str(trained) if (trained / "config.json").is_file() else locate(model)
     except ModelError as error:
         raise ModelError(f"reward 'model:{model}': {error}") from error

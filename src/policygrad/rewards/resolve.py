@@ -124,7 +124,7 @@ def _import(dotted: str) -> RewardFunction:
                 "or write path/to/file.py:function"
             ) from error
         raise ConfigError(f"reward {dotted!r}: {module_name} needs the module {error.name!r}; install it") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         kind = type(error).__name__
         raise ConfigError(
             f"reward {dotted!r}: importing {module_name} raised {kind}: {error}; fix that first"
@@ -195,13 +195,13 @@ def load_file(path: str, what: str = "reward") -> Any:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ConfigError(f"{what}: loading {path} raised {raised(error, path)}; fix that first") from error
     return module
 
 
-def raised(error: Exception, path: str | None) -> str:
+def raised(error: BaseException, path: str | None) -> str:
     """`KeyError: 'x' (line 7)`: what code of a user's raised, and where in the file it did."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     if isinstance(error, SyntaxError) and error.filename == path:

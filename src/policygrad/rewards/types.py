@@ -39,8 +39,10 @@ class Reward:
             raise ConfigError(f"reward {self.name!r}: a function is needed, got {type(self.function).__name__}")
         if not math.isfinite(self.weight):
             raise ConfigError(f"reward {self.name!r}: the weight {self.weight} is not a finite number")
-        if self.budget is not None and not self.budget > 0:
-            raise ConfigError(f"reward {self.name!r}: the time budget {self.budget} s must be positive, or None")
+        if self.budget is not None and not 0 < self.budget < math.inf:
+            raise ConfigError(
+                f"reward {self.name!r}: the time budget {self.budget} s must be positive and finite, or None"
+            )
         if self.alone and not self.batched:
             raise ConfigError(f"reward {self.name!r}: a worker of its own is for a batched function")
 

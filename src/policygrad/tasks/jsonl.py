@@ -10,6 +10,8 @@ from policygrad.tasks.rows import to_examples
 from policygrad.tasks.types import Example
 
 _UTF8_BOM = b"\xef\xbb\xbf"
+LONGEST = 16 * 2**20
+"""Bytes of a line: more than any model reads, and what takes long to parse."""
 _OTHER_BOMS = (b"\xff\xfe", b"\xfe\xff")  # UTF-16 in both orders; UTF-32 little-endian begins like the first
 
 
@@ -40,9 +42,26 @@ def read_objects(path: str, example: str) -> Iterator[tuple[str, dict[str, Any]]
         raise DataError(f"{path}: no rows; write one JSON object per line, as in {example}")
 
 
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no JSON; write null where there is no number")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, in which JSON allows a key twice and the last one would win in silence."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice; keep one")
+    return row
+
+
 def _parse_object(line: bytes, where: str, example: str) -> dict[str, Any]:
+    if len(line) > LONGEST:
+        raise DataError(
+            f"{where}: a line of {len(line) / 2**20:.0f} MiB, more than {LONGEST >> 20} MiB: is a line's end missing?"
+        )
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_once)
     except UnicodeDecodeError as error:
         byte = line[error.start]
         raise DataError(

@@ -27,8 +27,7 @@ def check(run: Run) -> None:
         raise ConfigError(f"tokens must be at least 1, or left out for no budget, not {run.tokens}")
     if run.lr is not None and not 0 <= run.lr < math.inf:
         raise ConfigError(f"lr must be at least 0 and finite, not {run.lr}")
-    if run.seed < 0:
-        raise ConfigError(f"seed must be at least 0, not {run.seed}")
+    check_seed(run.seed)
     check_sampling(run.algorithm, run.group_size, run.sampling.temperature)
     check_rollout(run.algorithm)
     if run.group_size < 1:
@@ -55,6 +54,12 @@ def check(run: Run) -> None:
             f"{run.algorithm.step.minibatches} minibatches of whole groups need as many prompts per step, not "
             f"{run.prompts_per_step}"
         )
+
+
+def check_seed(seed: int) -> None:
+    """Raises ConfigError for a seed that torch or a counter-based generator does not take."""
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be at least 0 and below 2**63, not {seed}")
 
 
 def _stall(run: Run) -> None:

@@ -66,7 +66,7 @@ def load_module(path: str, what: str) -> Any:
                 f"{what}: there is no module {error.name!r}: {near}; a file elsewhere is path/to/file.py:NAME"
             ) from error
         raise ConfigError(f"{what}: {path} needs the module {error.name!r}: install it") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         origin = _file_of(error, path)
         said = raised(error, origin)
         raise ConfigError(f"{what}: importing {origin or path} raised {said}; fix that first") from error
@@ -144,7 +144,7 @@ def _check_neighbours(file: Path, what: str) -> None:
             )
 
 
-def _file_of(error: Exception, path: str) -> str | None:
+def _file_of(error: BaseException, path: str) -> str | None:
     """The file that was being imported: the module's own where a frame or the syntax error says so."""
     spec = None
     try:

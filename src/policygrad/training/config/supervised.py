@@ -10,6 +10,7 @@ import tyro
 
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.training.config.checks import check_seed
 from policygrad.training.config.run import Checkpointing, optional
 
 LR_TINY, LR = 1e-3, 1e-5
@@ -58,8 +59,7 @@ class Supervised:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ConfigError(f"lr must be at least 0 and finite, not {self.lr}")
-        if self.seed < 0:
-            raise ConfigError(f"seed must be at least 0, not {self.seed}")
+        check_seed(self.seed)
         if self.learner.score_parameters:
             raise ConfigError(
                 f"learner.score_parameters is for policy gradients; {self.kind} reads none: leave it empty"

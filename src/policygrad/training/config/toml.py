@@ -51,8 +51,17 @@ def load(path: Path | str, base: AnyRun, allowed: Allowed = NOTHING_MORE) -> Any
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    check_allowed(data, path, allowed)
-    return from_dict(data, base, str(path))
+    except (RecursionError, ValueError) as error:  # brackets in brackets, an integer of thousands of digits
+        raise ConfigError(f"{path} cannot be read as a configuration: {_short(error)}") from error
+    try:
+        check_allowed(data, path, allowed)
+        return from_dict(data, base, str(path))
+    except RecursionError as error:
+        raise ConfigError(f"{path} cannot be read as a configuration: tables in tables, too deep") from error
+
+
+def _short(error: Exception) -> str:
+    return "brackets in brackets, too deep" if isinstance(error, RecursionError) else str(error)
 
 
 def from_dict(data: Mapping[str, Any], base: AnyRun, where: str) -> AnyRun:

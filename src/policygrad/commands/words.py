@@ -1,0 +1,15 @@
+"""What is wrong with a command line before its options are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policygrad.errors import ConfigError
+
+
+def refuse_empty(args: Sequence[str], *flags: str) -> None:
+    """Raises ConfigError for a flag of several values that has none: it would be taken for one that was not given."""
+    for word, after in zip(args, [*args[1:], "-"], strict=False):
+        flag, equals, value = word.partition("=")
+        if flag in flags and not (value.strip() if equals else after.strip() and not after.startswith("-")):
+            raise ConfigError(f"{flag} needs a value, or several: leave it away for the default")

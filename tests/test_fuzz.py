@@ -1,0 +1,248 @@
+"""Whatever words, TOML and JSON Lines say, they come to a run or to a refusal with a way out; never to a traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from policygrad.algorithms import ALGORITHMS
+from policygrad.commands.train import asked
+from policygrad.core.algorithm import Algorithm
+from policygrad.errors import PolicygradError
+from policygrad.tasks.conversations import read_demonstrations
+from policygrad.tasks.jsonl import read_jsonl
+from policygrad.tasks.preferences import read_pairs
+from policygrad.training.config.parts import part_names
+from policygrad.training.config.run import Draft, Options, Run
+from policygrad.training.config.supervised import SFTConfig
+from policygrad.training.config.toml import from_dict, load
+
+FAST = {"derandomize": True, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+ODD: list[Any] = [
+    *(
+        0,
+        -1,
+        1,
+        3,
+        2**31,
+        2**63,
+        -(2**70),
+        10**30,
+        0.0,
+        -0.5,
+        0.5,
+        1.0,
+        1e-300,
+        1e300,
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+    ),
+    *(
+        "",
+        "none",
+        "None",
+        "tiny",
+        "x" * 300,
+        "a\0b",
+        "\ud7ff",
+        "../..",
+        "(",
+        "[0-9",
+        "math*0.5",
+        "0*math",
+        "model:",
+        "model:tiny",
+    ),
+    *(
+        "mine:Gate",
+        "no.py:X",
+        ":",
+        "a:",
+        ":b",
+        "format:(",
+        "os.system",
+        "Clip",
+        "GroupStd",
+        "DropNoSpread",
+        "cosine",
+        "-1",
+    ),
+    *(
+        [],
+        [0.9, 2],
+        [0.9, 0.99],
+        ["exact_match"],
+        [[]],
+        True,
+        False,
+        {},
+        {"part": "Clip"},
+        {"part": 3},
+        {"part": "GroupStd", "eps": -1},
+    ),
+]
+values = st.sampled_from(ODD) | st.floats() | st.integers() | st.text(max_size=8)
+OPTIONS = [f.name for f in fields(Options)]
+GROUPS = {
+    name: [f.name for f in fields(getattr(Draft(), name))]
+    for name in ("sampling", "optimizer", "learner", "rewards", "evaluation")
+}
+FIELDS = [f.name for f in fields(Algorithm)]
+
+
+def ends_well(make: Callable[[], Any], expected: Any = object) -> None:
+    """The refusal is a message; anything else that is raised fails the test."""
+    said, found = "", None
+    try:
+        found = make()
+    except PolicygradError as error:
+        said = str(error).strip() or "nothing"
+    assert said != "nothing"
+    assert said or isinstance(found, expected)
+
+
+flags = st.sampled_from(
+    [
+        *(f"--{name.replace('_', '-')}" for name in OPTIONS if name not in GROUPS),
+        *(
+            f"--{group}.{name.replace('_', '-')}"
+            for group, names in GROUPS.items()
+            for name in names
+            if group != "sampling"
+        ),
+        *(f"--algorithm.{name.replace('_', '-')}" for name in FIELDS),
+        *(
+            "--temperature",
+            "--top-p",
+            "--max-tokens",
+            "--allow",
+            "--config",
+            "--resume",
+            "--stop-after",
+            "--teacher",
+            "--nonesuch",
+        ),
+    ]
+)
+words = st.one_of(
+    st.sampled_from([str(value) for value in ODD if not isinstance(value, dict | list)]),
+    st.sampled_from([*ALGORITHMS, *part_names(), "GroupMean,GroupStd", "a,b", "grpo:x", "--", "-", "--reward"]),
+    st.text(max_size=6),
+)
+lines = st.lists(st.tuples(flags, words, st.booleans()), max_size=4)
+
+
+@settings(max_examples=40, **FAST)  # type: ignore[arg-type]
+@given(line=lines, first=st.sampled_from(["grpo", "ppo", "", "GRPO", "mine.py:X"]))
+def test_words(line: list[tuple[str, str, bool]], first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = [first] if first else []
+    for flag, word, together in line:
+        args += [f"{flag}={word}"] if together else [flag, word]
+
+    def parsed() -> Any:
+        try:
+            return asked(args)[0]
+        except SystemExit as end:  # tyro's own message for what is no option, or its help
+            return Run() if end.code in (0, 2) else end
+
+    ends_well(parsed, Run)
+
+
+parts = st.one_of(
+    values,
+    st.sampled_from(part_names()),
+    st.fixed_dictionaries(
+        {"part": st.sampled_from(part_names())}, optional={"eps": values, "high": values, "ddof": values, "of": values}
+    ),
+)
+algorithms = st.one_of(
+    values,
+    st.sampled_from(sorted(ALGORITHMS)),
+    st.dictionaries(st.sampled_from([*FIELDS, "nonesuch"]), parts | st.lists(parts, max_size=3), max_size=4),
+)
+groups = st.one_of(
+    *(
+        st.dictionaries(st.sampled_from(names), values, max_size=3).map(lambda d, g=group: {g: d})
+        for group, names in GROUPS.items()
+    )
+)
+tables = st.builds(
+    lambda plain, group, algorithm: {**plain, **group, **({} if algorithm is None else {"algorithm": algorithm})},
+    st.dictionaries(st.sampled_from([*OPTIONS, "nonesuch"]), values, max_size=3),
+    groups,
+    st.none() | algorithms,
+)
+
+
+@settings(max_examples=300, **FAST)  # type: ignore[arg-type]
+@given(table=tables)
+def test_toml(table: dict[str, Any], tmp_path: Path) -> None:
+    """Read as a file is, and as the run it would be."""
+    file = tmp_path / "options.toml"
+    file.write_text(tomli_w.dumps(table), encoding="utf-8")
+    ends_well(lambda: load(file, Draft()), Draft)
+    ends_well(lambda: load(file, Run()).resolved(), Run)
+    ends_well(lambda: load(file, SFTConfig()), SFTConfig)
+    ends_well(lambda: from_dict(table, Draft(), "words"), Draft)
+
+
+@settings(max_examples=200, **FAST)  # type: ignore[arg-type]
+@given(text=st.binary(max_size=60) | st.text(alphabet="[]{}=\"'.\n#1a-", max_size=60).map(str.encode))
+def test_what_is_hardly_toml(text: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "options.toml"
+    file.write_bytes(text)
+    ends_well(lambda: load(file, Draft()), Draft)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+COLUMNS = [
+    "prompt",
+    "completion",
+    "answer",
+    "messages",
+    "chosen",
+    "rejected",
+    "completions",
+    "prompts",
+    "tools",
+    "demonstration",
+]
+rows = st.lists(
+    st.dictionaries(st.sampled_from(COLUMNS), json_values | st.sampled_from(["a", "b"]), max_size=4), max_size=3
+)
+
+
+@settings(max_examples=300, **FAST)  # type: ignore[arg-type]
+@given(text=rows.map(lambda found: "\n".join(map(json.dumps, found)).encode()) | st.binary(max_size=40))
+def test_json_lines(text: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(text)
+    for read in (read_jsonl, read_demonstrations, read_pairs):
+        ends_well(lambda read=read: read(str(file)), list)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a=" + "[" * 3000, ".".join("a" * 3000) + "=1", "algorithm." + ".".join("a" * 3000) + "=1", "seed=" + "9" * 5000],
+)
+def test_toml_that_is_too_deep_or_too_long(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "options.toml"
+    file.write_text(text)
+    with pytest.raises(PolicygradError, match=r"options\.toml"):
+        load(file, Draft())

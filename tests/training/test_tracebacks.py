@@ -1,0 +1,159 @@
+"""What once ended in a traceback, in silence, or in another run than was asked for: each is one message with the way out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import policygrad as pg
+from doubles.models import changed_copy
+from policygrad.errors import ConfigError, DataError, ModelError
+from policygrad.learners.config import OptimizerConfig
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import load_tokenizer
+from policygrad.rewards import Reward, resolve
+from policygrad.rewards.config import Rewarding
+from policygrad.tasks import jsonl
+from policygrad.training.config.own import load_own
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--rewards.budget", "inf"), "rewards.budget above 0 and finite"),
+        (("--rewards.budget", "nan"), "rewards.budget above 0 and finite"),
+        (("--optimizer.betas", ".9", "2"), "optimizer.betas must be two numbers, at least 0 and below 1"),
+        (("--optimizer.eps", "inf"), "optimizer.eps must be finite"),
+        (("--seed", str(2**63)), "seed must be at least 0 and below 2**63"),
+        (
+            ("--algorithm.psi", "GroupMean,GroupStd", "--algorithm.psi.group-std.eps=-1"),
+            "GroupStd.eps must be at least 0",
+        ),
+        (("--reward",), "--reward needs a value"),
+        (("--reward", "--steps", "3"), "--reward needs a value"),
+        (("--reward=",), "--reward needs a value"),
+        (("--reward", ""), "--reward needs a value"),
+        (("--allow",), "--allow needs a value"),
+    ],
+)
+def test_words_are_refused(run_command: Command, words: tuple[str, ...], says: str) -> None:
+    code, _, err = run_command("train", *words, "--dry-run")
+    assert code == 2
+    assert says in " ".join(err.replace("│", "").split())  # which the parser may have put into a box
+
+
+def test_other_commands_refuse_them_too(run_command: Command) -> None:
+    for words in (("--reward",), ("--budget", "inf"), ("--seed", str(2**63))):
+        code, _, err = run_command("eval", "tiny", *words)
+        assert code == 2
+        assert err.strip()
+    assert run_command("sft", "--data", "x", "--seed", str(2**63), "--dry-run")[0] == 2
+    with pytest.raises(ConfigError, match="positive and finite"):
+        Reward("f", len, budget=float("inf"))  # type: ignore[arg-type]
+    assert Rewarding(budget=1e9).budget == 1e9
+    assert OptimizerConfig(betas=(0.0, 0.999)).betas == (0.0, 0.999)
+
+
+def test_in_python_a_seed_that_torch_does_not_take_is_refused() -> None:
+    assert pg.Run(seed=2**63 - 1).seed == 2**63 - 1
+    with pytest.raises(ConfigError, match="seed"):
+        pg.Run(seed=2**64)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/" + "b" * 300])
+def test_a_name_that_is_too_long(
+    run_command: Command, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (("--model", name), ("--reward", f"model:{name}")):
+        code, _, err = run_command("train", *words)
+        assert code == 2
+        assert "a name has at most 255 bytes" in err
+    assert run_command("train", "--output", name)[0] == 2
+    assert run_command("train", "--task", f"{name}.jsonl")[0] == 2
+
+
+def test_the_embedded_model_as_a_reward_is_told_what_makes_one_of_it() -> None:
+    with pytest.raises(ModelError, match=r"gives no reward: `policygrad reward-model --data pairs\.jsonl`"):
+        resolve("model:tiny")
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"generation_config.json": "{"}, r"generation_config\.json is no JSON"),
+        ({"generation_config.json": "[]"}, r"generation_config\.json holds no JSON object"),
+        ({"generation_config.json": '{"eos_token_id": "x"}'}, "an end token of .* is 'x', not a token's number"),
+        ({"tokenizer_config.json": "[]"}, r"tokenizer_config\.json holds no JSON object"),
+        ({"hidden_size": 97}, "hidden size .*97.* is not a multiple of"),
+        ({"hidden_size": "x"}, "'hidden_size' expected int"),
+        ({"num_attention_heads": 0}, "cannot load the model"),
+        ({"vocab_size": 10}, "another shape than config.json asks for"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, "is an encoder with a decoder"),
+    ],
+)
+def test_a_model_that_is_not_as_it_should_be(
+    random_model: Path, tmp_path: Path, files: dict[str, Any], says: str
+) -> None:
+    texts = {name: text for name, text in files.items() if name.endswith(".json")}
+    changes: Any = {} if texts else {"config": files}
+    folder = changed_copy(random_model, tmp_path / "model", **changes)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    with pytest.raises(ModelError, match=says):
+        load_tokenizer(str(folder), load_model(str(folder)))
+
+
+def test_a_model_with_fewer_tokens_than_its_tokenizer(random_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(random_model)
+    network.resize_token_embeddings(10)
+    folder = changed_copy(random_model, tmp_path / "model")
+    network.save_pretrained(folder)
+    with pytest.raises(ModelError, match="tokens and the model reads 10: give the tokenizer"):
+        pg.train(pg.Run(model=str(folder), output=str(tmp_path / "run"), steps=1), display=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"prompt": "1", "x": NaN}', "NaN is no JSON; write null"),
+        ('{"prompt": "1", "x": -Infinity}', "-Infinity is no JSON"),
+        ('{"prompt": "1", "prompt": "2"}', "the key 'prompt' is there twice"),
+        ('{"prompt": "1", "x": {"a": 1, "b": 2, "a": 3}}', "the key 'a' is there twice"),
+    ],
+)
+def test_json_that_is_none(tmp_path: Path, line: str, says: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "0", "x": 1}\n' + line + "\n")
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{says}"):
+        jsonl.read_jsonl(str(file))
+
+
+def test_a_line_that_never_ends_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'{"prompt": "' + b"x" * jsonl.LONGEST + b'"}\n')
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: a line of 16 MiB, more than 16 MiB"):
+        jsonl.read_jsonl(str(file))
+
+
+def test_code_of_ones_own_that_exits_does_not_end_the_process_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "exits_at_once.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for reward in (f"{tmp_path / 'exits_at_once.py'}:f", "exits_at_once.f"):
+        with pytest.raises(ConfigError, match="raised SystemExit: 0"):
+            resolve(reward)
+    for part in ("exits_at_once:F", "exits_at_once.py:F"):
+        with pytest.raises(ConfigError, match="raised SystemExit: 0"):
+            load_own(part, "a part")
