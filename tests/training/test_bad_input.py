@@ -193,14 +193,14 @@ def test_dynamic_sampling_stops_when_every_prompt_is_solved(bench: Bench) -> Non
         ("no.such.module.function", "there is no module 'no'"),
         ("nosuch.py:function", "there is no file"),
         ("mine.py:fien", "did you mean 'fine'?"),
-        ("broken.py:f", "raised SyntaxError"),
+        ("unreadable.py:f", "raised SyntaxError"),
     ],
 )
 def test_a_reward_that_cannot_be_found(
     bench: Bench, reward: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "unreadable.py").write_text("def f(:\n")
     with pytest.raises(ConfigError) as caught:
         bench.go(reward=(reward,))
     assert says in str(caught.value)

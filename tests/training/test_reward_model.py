@@ -173,7 +173,7 @@ def test_what_is_no_reward_model_is_refused(
 
     refused("model:", "names no model: model:DIR or model:HUB_ID")
     refused("model:no/such/dir", "reward 'model:no/such/dir': there is no model folder")
-    refused(f"model:{tmp_path}", "there is no model")
+    refused(f"model:{tmp_path}", "whose folder needs config.json")
     refused(f"model:{random_model}", "no reward model: it is a LlamaForCausalLM.*`policygrad reward-model")
     two = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
     refused(f"model:{changed(config=two)}", "a classifier with 2 labels; a reward model has one")
@@ -181,7 +181,7 @@ def test_what_is_no_reward_model_is_refused(
     resolve(f"model:{folder}")
     for path in folder.glob("*token*"):
         path.unlink()
-    refused(f"model:{folder}", "has no tokenizer that can be loaded")
+    refused(f"model:{folder}", "cannot load the tokenizer of")
 
 
 def test_weights_without_a_head_are_refused(random_model: Path, changed: Callable[..., Path]) -> None:

@@ -215,7 +215,17 @@ def command(run: pg.Run, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes
     (tmp_path / "config.toml").write_text(dumps(config))
 
     def start(*more: str, **streams: Any) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "policygrad", "train", "--config", str(tmp_path / "config.toml"), *more]
+        words = [
+            sys.executable,
+            "-m",
+            "policygrad",
+            "train",
+            "--config",
+            str(tmp_path / "config.toml"),
+            "--allow",
+            "/",
+            *more,
+        ]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         return subprocess.Popen(words, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, **streams)
 
