@@ -37,7 +37,7 @@ def plain(states: Tensor, linear: nn.Linear, index: Tensor, tokens: Tensor, tau:
 def test_values_and_gradients_are_those_of_autograd(
     monkeypatch: pytest.MonkeyPatch, chunk: int, tau: float, bias: bool, entropy: bool
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK", chunk)
+    monkeypatch.setattr(head, "BUFFER", chunk)
     states, linear, index, tokens = example(torch.float64, bias)
     many = torch.cat([states, states.detach().flip(0), states.detach() * 2]).requires_grad_()  # more than one chunk
     index = torch.cat([index, index + STATES, index + 2 * STATES])

@@ -84,7 +84,7 @@ class Batch:
     implicit_reward: Tensor | None = None
     """[B, T] nats·β; r_φ(o_t) = β·log(π_φ/π_ref) of a reward model that learns beside the policy."""
     weight: Tensor | None = None
-    """[B, T] multiplies the aggregation coefficients: γ^t, reweighting, merged duplicates."""
+    """[B, T] multiplies the aggregation coefficients: γ^t, reweighting."""
     version: Tensor | None = None
     """[B, T] int64; the version of the weights that drew each token; None = the policy's own, as it is now."""
     truncated: Tensor | None = None

@@ -17,7 +17,7 @@ import torch
 
 from policygrad.errors import PolicygradError
 from policygrad.learners.local.activations import kept_bytes
-from policygrad.learners.local.head import CHUNK, CHUNK_ACCELERATOR
+from policygrad.learners.local.head import BUFFER, BUFFER_ACCELERATOR
 from policygrad.models.loading import resolve
 from policygrad.models.precision import DTYPES
 from policygrad.models.trust import reading
@@ -80,7 +80,7 @@ def footprint(run: Run) -> Footprint:
     except Exception as error:  # whatever an architecture says to tensors without memory
         raise PolicygradError(f"nothing can be counted on {type(model).__name__}: {error}") from error
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
-    logits = (CHUNK if device == "cpu" else CHUNK_ACCELERATOR) * 4 * 3
+    logits = (BUFFER if device == "cpu" else BUFFER_ACCELERATOR) * 4 * 3
     rows = min(run.sampling.decode_rows, run.prompts_per_step * run.group_size)
     cache = rows * (max(lengths) + completion) * _cache_width(config) * dtype.itemsize
     return Footprint(

@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 
 from policygrad.models.precision import at_least_float32
 
-CHUNK = 2**21
+BUFFER = 2**21
 """Logits in a buffer, in elements: few enough to stay in a processor's cache."""
-CHUNK_ACCELERATOR = 2**27
+BUFFER_ACCELERATOR = 2**27
 """The same on an accelerator, where a matrix product needs more of them."""
 
 
@@ -81,7 +81,7 @@ class _Logits:
 
     def __init__(self, states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
         self.states, self.weight, self.bias, self.temperature = states, weight, bias, temperature
-        limit = CHUNK if states.device.type == "cpu" else CHUNK_ACCELERATOR
+        limit = BUFFER if states.device.type == "cpu" else BUFFER_ACCELERATOR
         self.size = min(len(states), max(16, limit // len(weight)))
         self.buffer = states.new_empty(self.size, len(weight))
 
