@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -53,8 +53,10 @@ class Clock:
 
 
 def peak_mib() -> float:
-    """The largest resident set that this process has had, everything included: the interpreter, torch, the model."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
+    """The largest resident set that this process has had, everything included: the interpreter, torch, the model.
+    VmHWM, not getrusage's, which begins with what the process that started this one held."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:"))  # KiB
 
 
 class Moved:

@@ -30,7 +30,7 @@ checkpointing, at the micro-batch that was fastest. Where lengths are given, bot
 whatever is drawn. Every repeat is a process of its own and the sides take turns; a process's figure is the median of its steps
 without the first, the table has the median of the repeats and, in brackets, the least and the largest. CPU seconds are those of the
 process and, of policygrad, of its reward workers. Peak memory is the largest resident set of the process from its start
-(`ru_maxrss`), nothing subtracted; policygrad's reward workers are beside it, at most {workers} MiB together. A measurement counts
+(`VmHWM`), nothing subtracted; policygrad's reward workers are beside it, at most {workers} MiB together. A measurement counts
 only if the process made as many completions and tokens and took as many optimiser steps as it should, with finite losses and
 weights that have moved."""
 

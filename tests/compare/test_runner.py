@@ -58,7 +58,6 @@ def test_a_run_its_log_and_its_cost(tmp_path: Path, program: tuple[str, str]) ->
     assert (folder.parent / "seed-0.log").read_text() == f"words: train grpo --output {folder} --plain 3\n"
     used = cost(folder)
     assert used["cpu_seconds"] >= 0  # to a tenth
-    assert used["peak_mib"] > 1
     assert used["threads"] == 3
     assert used["processes"] == 1
     Processes(3, program)(["train", "grpo"], folder)  # finished: not run again

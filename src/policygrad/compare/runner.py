@@ -110,23 +110,19 @@ class Processes:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> dict[str, float]:
-    """Waits, and returns this child's own CPU seconds and peak memory, its reward workers' included where the system tells."""
+    """Waits, and returns this child's own CPU seconds, its reward workers' included, where the system tells."""
     if not hasattr(os, "wait4"):
         process.wait()
         return {}
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    return {"cpu_seconds": usage.ru_utime + usage.ru_stime, "peak_mib": usage.ru_maxrss / 1024}
+    return {"cpu_seconds": usage.ru_utime + usage.ru_stime}
 
 
 def _add_cost(folder: Path, used: dict[str, float], threads: int) -> None:
     """Of a run that was stopped and gone on with, seconds add up."""
     before = cost(folder)
-    total = {
-        name: max(before.get(name, 0.0), value) if name == "peak_mib" else before.get(name, 0.0) + value
-        for name, value in used.items()
-    }
-    rounded = {name: round(value, 1) for name, value in total.items()}
+    rounded = {name: round(before.get(name, 0.0) + value, 1) for name, value in used.items()}
     rounded |= {"threads": threads, "processes": before.get("processes", 0) + 1}
     write_atomically(folder.with_name(folder.name + ".cost.json"), json.dumps(rounded) + "\n")
 
