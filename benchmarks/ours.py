@@ -1,6 +1,6 @@
 """One measurement of policygrad: trains on a work's folder, and prints what every step took.
 
-python benchmarks/ours.py FOLDER [--dtype bf16]
+python benchmarks/ours.py FOLDER [--dtype bf16] [--seed 0] [--keep FOLDER]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 
 import policygrad as pg
 from bench.clock import Clock, Moved, say
+from bench.keeping import Keeping
 from bench.works import Work, from_dict
 from policygrad.models.tokenizer import Tokenizer, padding_id
 from policygrad.training.callbacks import Callback
@@ -70,24 +71,29 @@ class Watched:
 class Timer(Callback):
     """Follows the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeping: Keeping) -> None:
+        self.keeping = keeping
         self.clock, self.loss, self.grad_norm = Clock(), list[float](), list[float]()
         self.moved, self.updates = 0.0, 0
 
     def start(self, trainer: Any) -> None:
         self._moved = Moved(trainer.model)
         self.clock.mark()
+        self.keeping(0, trainer.model, trainer.tokenizer.hf, self.clock)
 
     def step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
         self.clock.mark()
         self.loss.append(-metrics.get("objective", 0.0))  # without any difference of rewards there is nothing to learn
         self.grad_norm.append(metrics.get("grad_norm", 0.0))
         self.moved, self.updates = self._moved(), trainer.learner.version
+        self.keeping(step, trainer.model, trainer.tokenizer.hf, self.clock)
 
 
-def train(folder: Path, work: Work, reward: str, dtype: str) -> tuple[Timer, dict[str, list[int]]]:
+def train(
+    folder: Path, work: Work, reward: str, dtype: str, seed: int, keep: Path | None
+) -> tuple[Timer, dict[str, list[int]]]:
     """The run, and what was sampled in it."""
-    timer, sampler = Timer(), list[Watched]()
+    timer, sampler = Timer(Keeping(keep, work.keep)), list[Watched]()
 
     def watched(model: nn.Module, tokenizer: Tokenizer) -> Watched:
         end = tokenizer.end if work.lengths is None else frozenset({-1})  # a token that is never drawn
@@ -104,6 +110,7 @@ def train(folder: Path, work: Work, reward: str, dtype: str) -> tuple[Timer, dic
             prompts_per_step=work.prompts,
             samples_per_prompt=work.samples,
             lr=work.lr,
+            seed=seed,
             sampling=pg.Sampling(max_tokens=work.max_tokens),
             evaluation=pg.Evaluation(problems=0),
             learner=pg.LearnerConfig(dtype=dtype, device="cpu"),
@@ -117,11 +124,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="where weights are kept, for a work that has some kept")
     args = parser.parse_args()
     written = json.loads((args.folder / "work.json").read_text(encoding="utf-8"))
     reward = written.pop("reward")
     source = written.pop("data")
-    timer, facts = train(args.folder, from_dict(written), reward, args.dtype)
+    timer, facts = train(args.folder, from_dict(written), reward, args.dtype, args.seed, args.keep)
     learned = {"loss": timer.loss, "grad_norm": timer.grad_norm, "moved": timer.moved, "updates": timer.updates}
     versions = {name: version(name) for name in ("torch", "transformers")} | {"threads": str(torch.get_num_threads())}
     say(timer.clock, source, {**facts, **learned}, versions)

@@ -1,6 +1,6 @@
 """One measurement of TRL: trains on a work's folder, and prints what every step took. Runs in TRL's own environment.
 
-.bench/trl/bin/python benchmarks/theirs.py FOLDER --micro 16 [--dtype bf16] [--part]
+.bench/trl/bin/python benchmarks/theirs.py FOLDER --micro 16 [--dtype bf16] [--part] [--seed 0] [--keep FOLDER]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
 from bench import rewards
 from bench.clock import Clock, Moved, say
+from bench.keeping import Keeping
 from bench.lengths import EndAt
 from bench.works import Work, from_dict, part_of
 
@@ -43,23 +44,27 @@ def watch(model: Any, work: Work, end: int) -> dict[str, list[int]]:
 class Timer(TrainerCallback):
     """Follows the run."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, keeping: Keeping) -> None:
         self.clock, self.model, self.moved, self.updates = Clock(), model, 0.0, 0
+        self.tokenizer, self.keeping = tokenizer, keeping
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._moved = Moved(self.model)
         self.clock.mark()
+        self.keeping(0, self.model, self.tokenizer, self.clock)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.clock.mark()
         self.moved, self.updates = self._moved(), state.global_step
+        self.keeping(state.global_step, self.model, self.tokenizer, self.clock)
 
 
-def configuration(work: Work, micro: int, dtype: str, output: str) -> GRPOConfig:
+def configuration(work: Work, micro: int, dtype: str, seed: int, output: str) -> GRPOConfig:
     """One optimiser step per rollout, Dr. GRPO without KL, AdamW as policygrad has it, and what makes TRL faster and is not on."""
     return GRPOConfig(
         output_dir=output,
         use_cpu=True,
+        seed=seed,
         bf16=dtype == "bf16",
         gradient_checkpointing=False,
         per_device_train_batch_size=micro,
@@ -98,6 +103,8 @@ def main() -> None:
     parser.add_argument("--micro", type=int, required=True, help="completions per forward and backward pass")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--part", action="store_true", help="a quarter of the prompts")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="where weights are kept, for a work that has some kept")
     args = parser.parse_args()
     written = json.loads((args.folder / "work.json").read_text(encoding="utf-8"))
     reward = getattr(rewards, written.pop("reward"))
@@ -105,7 +112,8 @@ def main() -> None:
     work = part_of(from_dict(written)) if args.part else from_dict(written)
     model = AutoModelForCausalLM.from_pretrained(args.folder / "model", dtype=torch.float32, attn_implementation="sdpa")
     tokenizer = AutoTokenizer.from_pretrained(args.folder / "model")
-    facts, timer = watch(model, work, tokenizer.eos_token_id), Timer(model)
+    facts = watch(model, work, tokenizer.eos_token_id)
+    timer = Timer(model, tokenizer, Keeping(args.keep, work.keep))
 
     def counted(prompts: Any, completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
         facts["tokens"].append(sum(map(len, completion_ids)))
@@ -116,7 +124,7 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=counted,
-            args=configuration(work, args.micro, args.dtype, output),
+            args=configuration(work, args.micro, args.dtype, args.seed, output),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             callbacks=[timer],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,7 +29,10 @@ from bench.works import GSM8K, SIDES, Work, chosen, part_of, quick
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path("benchmarks")  # processes run in ROOT, so that their commands can be typed there
-COMMON = [ROOT / HERE / name for name in ("make_work.py", "bench/models.py", "bench/rewards.py", "bench/clock.py")]
+COMMON = [
+    ROOT / HERE / name
+    for name in ("make_work.py", "bench/models.py", "bench/rewards.py", "bench/clock.py", "bench/keeping.py")
+]
 OURS = [*(ROOT / "src" / "policygrad").rglob("*.py"), ROOT / HERE / "ours.py", *COMMON]
 THEIRS = [ROOT / HERE / "theirs.py", ROOT / HERE / "bench" / "lengths.py", *COMMON]
 SHELL = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
@@ -77,6 +81,14 @@ class Versus:
         )
         environment = (("OMP_NUM_THREADS", str(threads)), ("MKL_NUM_THREADS", str(threads)))
         command = (*words, *(["--dtype", dtype] if dtype != "fp32" else []))
+        if work.keep and not part:  # repeats of what is learned differ by more than the clock
+            command = (
+                *command,
+                "--seed",
+                str(repeat),
+                "--keep",
+                str(self.folder.relative_to(ROOT) / work.name / "kept"),
+            )
         return Task(
             f"{work.name}/{side}/{threads}/{repeat}", f"{code}-{micro}" if not ours else code, command, environment
         )
@@ -90,6 +102,9 @@ class Versus:
         found = self.store.known(section, task)
         if found is not None:
             return found
+        kept = Path(task.command[-1]) if "--keep" in task.command else None
+        if kept is not None:
+            shutil.rmtree(ROOT / kept, ignore_errors=True)
         began = time.perf_counter()
         environment = os.environ | SHELL | dict(task.environment)
         done = subprocess.run(task.command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -101,10 +116,26 @@ class Versus:
             wrong.append(f"it had {result['versions']['threads']} threads")
         if wrong:
             raise SystemExit(f"{task.shell}\nhas not done the work: {'; '.join(wrong)}")
+        if kept is not None:
+            result |= self.learned(kept)
         taken = time.perf_counter() - began
         record = {"fingerprint": task.fingerprint, "command": task.shell, "seconds": taken, **result}
         self.store.put(section, task.key, record)
         return record
+
+    def learned(self, kept: Path) -> Record:
+        """`curve`: [step, held-out accuracy] of the weights that a run has kept, which are then removed.
+
+        Raises:
+            SystemExit: they cannot be measured.
+        """
+        command = [str(self.own), str(HERE / "held_out.py"), str(kept), *["--problems", "4"] * self.options.quick]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | SHELL, capture_output=True, text=True)
+        found = heard(done.stdout)
+        if done.returncode or found is None:
+            raise SystemExit(f"{' '.join(command)}\nfailed ({done.returncode}):\n{done.stderr[-4000:]}")
+        shutil.rmtree(ROOT / kept)
+        return found
 
     def micro(self, work: Work, side: str, threads: int) -> int:
         """TRL's best micro-batch for this work, by CPU seconds of a step on a quarter of the prompts."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,11 +36,13 @@ class Clock:
 
     marks: list[tuple[float, float]] = field(default_factory=list)
     """(wall, CPU) seconds; the first is where the first step begins."""
+    left_out: tuple[float, float] = (0.0, 0.0)
+    """(wall, CPU) seconds of what is no part of any step."""
     children: float = 0.0
     """MiB that the children held, together, when the last step ended."""
 
     def mark(self) -> None:
-        self.marks.append((time.perf_counter(), cpu_seconds()))
+        self.marks.append((time.perf_counter() - self.left_out[0], cpu_seconds() - self.left_out[1]))
         found = 0
         for child in psutil.Process().children(recursive=True):
             try:
@@ -46,6 +50,14 @@ class Clock:
             except psutil.NoSuchProcess:
                 continue
         self.children = found / 2**20
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is done inside is left out."""
+        wall, cpu = time.perf_counter(), cpu_seconds()
+        yield
+        before = self.left_out
+        self.left_out = (before[0] + time.perf_counter() - wall, before[1] + cpu_seconds() - cpu)
 
     def steps(self) -> list[dict[str, float]]:
         """Seconds of every step, the first included."""

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.store import Store, write
-from bench.summary import Estimate, linearity, rows, short
+from bench.summary import Estimate, linearity, reached, rows, short
 from bench.works import WORKS, Work
 
 Data = Mapping[str, Any]
 REFERENCE = "trl-fp32"
+ACCURACY = 0.85
+"""Held-out, of the embedded task: what both are timed on their way to."""
 HEAD = (
     "side",
     "CPU s per step",
@@ -54,6 +56,7 @@ def page(data: Data) -> str:
         "## Against TRL",
         *_versus(measured),
         *_grid(data.get("grid", {})),
+        *_learning(measured),
         *_linear(measured),
         *(component(found) for found in data.get("components", {}).values()),
         *_commands(data),
@@ -67,7 +70,7 @@ def _quick(data: Data) -> list[str]:
 
 
 def _versus(measured: Data) -> list[str]:
-    found = [section for work in WORKS if not work.scale and (section := _work(measured, work))]
+    found = [section for work in WORKS if not (work.scale or work.keep) and (section := _work(measured, work))]
     workers = max((record["children_mib"] for record in measured.values()), default=0.0)
     return [METHOD.format(workers=f"{workers:.0f}"), *found] if found else ["Not measured yet."]
 
@@ -111,6 +114,51 @@ def _grid(grid: Data) -> list[str]:
         body.append((kind, *(f"**{c}**" if m == best else c for m, c in zip(sizes, cells, strict=True))))
     note = "CPU seconds of a step on a quarter of the prompts, by completions per forward and backward pass; the best was taken."
     return ["### TRL's micro-batch", note, table(("work, side, threads", *map(str, sizes)), body)]
+
+
+def _learning(measured: Data) -> list[str]:
+    """Held-out accuracy over the time of training."""
+    work = next(work for work in WORKS if work.keep)
+    sides: dict[str, list[Data]] = {}
+    for key, record in measured.items():
+        if key.startswith(f"{work.name}/"):
+            sides.setdefault(", ".join(key.split("/")[1:3]), []).append(record)
+    if not sides:
+        return []
+    steps = [step for step, _ in next(iter(sides.values()))[0]["curve"]]
+    body = []
+    for side, records in sorted(sides.items()):
+        scores = (Estimate.of(dict(map(tuple, r["curve"]))[s] for r in records).median for s in steps)
+        body.append((f"{side} thread", *(f"{score:.2f}" for score in scores), str(len(records))))
+    note = (
+        f"Dr. GRPO at {work.lr:g}, {work.prompts} prompts × {work.samples} samples, one optimiser step a rollout, on both sides; a "
+        "repeat has a seed of its own. The weights of some steps are kept and measured afterwards by one program, which is no part "
+        "of the time: 256 held-out problems × 8 samples. Medians."
+    )
+    head = ("accuracy after steps", *map(str, steps), "repeats")
+    return ["## Learning", note, table(head, body), _time_to(sides)]
+
+
+def _time_to(sides: Mapping[str, Sequence[Data]]) -> str:
+    """Seconds until the accuracy that is asked for."""
+    times: dict[str, list[list[float]]] = {}
+    for side, records in sorted(sides.items()):
+        both = [
+            [found for r in records if (found := reached(r, ACCURACY, unit)) is not None] for unit in ("cpu", "wall")
+        ]
+        times[side] = both
+    reference = next((both for side, both in times.items() if side.startswith(f"{REFERENCE},")), None)
+    body = []
+    for side, both in times.items():
+        told = [str(Estimate.of(found)) if found else "" for found in both]
+        ratios = ["", ""]
+        if reference and all(reference) and all(both):
+            ratios = [
+                short(Estimate.of(a).median / Estimate.of(b).median) for a, b in zip(reference, both, strict=True)
+            ]
+        body.append((f"{side} thread", *told, *ratios, f"{len(both[0])} of {len(sides[side])}"))
+    head = (f"to {ACCURACY}", "CPU s", "wall s", "TRL ÷ this: CPU", "wall", "repeats that came there")
+    return table(head, body)
 
 
 def _linear(measured: Data) -> list[str]:

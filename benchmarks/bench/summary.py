@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 
@@ -77,6 +78,17 @@ def rows(measurements: Mapping[str, Mapping[str, Any]], work: str) -> list[Row]:
         )
         for (threads, side), records in sorted(found.items(), key=lambda item: item[0])
     ]
+
+
+def reached(record: Mapping[str, Any], accuracy: float, unit: str) -> float | None:
+    """Seconds of training, `unit` = cpu or wall, until a process's curve has first come to an accuracy, with straight lines between
+    the steps that were measured; None where it never does."""
+    spent = [0.0, *accumulate(float(step[unit]) for step in record["steps"])]
+    curve = [(spent[step], float(found)) for step, found in record["curve"]]
+    for (before, low), (after, high) in pairwise(curve):
+        if low < accuracy <= high:
+            return before + (after - before) * (accuracy - low) / (high - low)
+    return None
 
 
 def linearity(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, list[float]]:

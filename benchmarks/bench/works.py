@@ -53,6 +53,8 @@ class Work:
     sides: tuple[str, ...] = ("trl-fp32", "policygrad-fp32")
     grid: tuple[int, ...] = ()
     """Micro-batches among which TRL's best is looked for, in completions."""
+    keep: int = 0
+    """Steps between the weights that are kept, to be measured on held-out problems afterwards; 0 = none are."""
     scale: int = 0
     """How many times the smallest of its series, for the works that show how time grows; 0 = no such work."""
 
@@ -111,6 +113,18 @@ WORKS = (
     _shaped("7m", SEVEN, 252, sides=_BOTH, grid=_GRID),
     _shaped("25m", TWENTY_FIVE, 252, sides=_BOTH, grid=_GRID),
     Work("geometric", "7M parameters, 16 to 1,024 tokens", SEVEN, 16, 8, 1024, geometric(16, 1024, 128), grid=_GRID),
+    Work(
+        "learning",
+        "learning the embedded task",
+        None,
+        64,
+        8,
+        32,
+        lr=1e-3,
+        steps=47,
+        keep=4,
+        grid=(64, 128, 256, 512),
+    ),
     *map(_linear, (1, 2, 4, 8, 16)),
 )
 
@@ -127,6 +141,7 @@ def quick(work: Work) -> Work:
         max_tokens=work.max_tokens if lengths is None else max(lengths),
         lengths=lengths,
         steps=1,
+        keep=min(work.keep, 1),
         grid=(samples, prompts * samples) if work.grid else (),
     )
 
@@ -134,7 +149,7 @@ def quick(work: Work) -> Work:
 def part_of(work: Work) -> Work:
     """A quarter of its prompts, on which micro-batches are compared: each is as large as it would be, there are only fewer."""
     least = max(work.grid) // work.samples
-    return replace(work, prompts=min(work.prompts, max(work.prompts // 4, least)), steps=1)
+    return replace(work, prompts=min(work.prompts, max(work.prompts // 4, least)), steps=1, keep=0)
 
 
 def chosen(only: list[str]) -> tuple[Work, ...]:

@@ -18,7 +18,7 @@ from bench.options import parse
 from bench.page import page
 from bench.savings import operations
 from bench.store import Store, Task, fingerprint, in_words, remaining
-from bench.summary import Estimate, linearity, per_step, rows, short
+from bench.summary import Estimate, linearity, per_step, reached, rows, short
 from bench.works import WORKS, Shape, chosen, from_dict, geometric, part_of, quick
 
 FACTS: dict[str, Any] = {
@@ -91,6 +91,26 @@ def test_linearity_is_the_distance_from_the_line_through_0() -> None:
     slope, off = linearity([1, 2], [1.0, 2.42])  # 1 and 1.21 a unit: the line has their geometric mean
     assert slope == pytest.approx(1.1)
     assert off == pytest.approx([1 / 1.1 - 1, 0.1])
+
+
+def test_when_a_curve_comes_to_an_accuracy() -> None:
+    run = {**record(1.0, 2.0, 3.0, 4.0), "curve": [[0, 0.2], [2, 0.6], [4, 1.0]]}
+    assert reached(run, 0.4, "cpu") == pytest.approx(1.5)  # half way through the first two steps' 3 seconds
+    assert reached(run, 0.8, "wall") == pytest.approx(6.0 + 7.0)
+    assert reached(run, 1.0, "cpu") == pytest.approx(10.0)
+    assert reached({**run, "curve": [[0, 0.2], [4, 0.7]]}, 0.8, "cpu") is None
+
+
+def test_what_is_left_out_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 11.0, 14.0, 20.0])
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(clock, "cpu_seconds", lambda: 0.0)
+    timer = clock.Clock()
+    timer.mark()
+    with timer.apart():
+        pass
+    timer.mark()
+    assert timer.steps() == [{"wall": 7.0, "cpu": 0.0}]
 
 
 def test_geometric_lengths_are_in_equal_ratios_and_mixed() -> None:
@@ -237,6 +257,9 @@ def test_the_page_says_how_many_times_faster() -> None:
         "linear-1/policygrad-fp32/1/0": {**record(0.0, 1.0), "facts": {**FACTS, "tokens": [100]}},
         "linear-2/policygrad-fp32/1/0": {**record(0.0, 2.42), "facts": {**FACTS, "tokens": [200]}},
     }
+    slow, fast = ({**record(0.0, n, n), "curve": [[0, 0.2], [1, 0.2], [2, 0.9]]} for n in (6.0, 2.0))
+    measured |= {"learning/trl-fp32/1/0": slow, "learning/policygrad-fp32/1/0": fast}
+    measured["learning/policygrad-fp32/1/1"] = {**fast, "curve": [[0, 0.2], [1, 0.2], [2, 0.7]]}
     grid = {"7m/trl-fp32/1/4": record(0.0, 2.0), "7m/trl-fp32/1/8": record(0.0, 1.0)}
     table = {
         "title": "Head",
@@ -253,6 +276,8 @@ def test_the_page_says_how_many_times_faster() -> None:
     assert "| 7m/trl-fp32/1 | 2.00 | **1.00** |" in text
     assert "| 2× | 200 | 2.42 | +10.0 % |" in text
     assert "| x | 0.500 |" in text
+    assert "| policygrad-fp32, 1 thread | 0.20 | 0.20 | 0.80 | 2 |" in text
+    assert "| policygrad-fp32, 1 thread | 1.86 | 3.71 | 3.00 | 3.00 | 1 of 2 |" in text
     assert "| cores | 2 |" in text
     assert "python benchmarks/ours.py x" in text
     assert "--quick" not in text

@@ -14,12 +14,12 @@ from policygrad.tasks.types import Example
 
 PREFIX = "carried/"
 """Begins the tensors' names."""
-PLAIN = ("text", "truncated", "turn_rewards", "reward", "metrics", "states", "parts")
+PLAIN = ("text", "truncated", "turn_rewards", "reward", "metrics", "states", "parts", "demonstration")
 """Fields of a trajectory that come back as they were written."""
 
 
 def pack(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """(tensors by name, a value per group); an example is told by its index, the last entry of its start's key."""
+    """(tensors by name, a value per group); an example is told by its index, the fourth entry of its start's key."""
     if not groups:
         return {}, []
     segments = [s for g in groups for t in g.trajectories for s in t.segments]
@@ -30,22 +30,18 @@ def pack(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[str, Any
         "logp": torch.cat([logp.float() for _, logp in drawn]),  # as a batch takes it
         "version": torch.cat([s.tokens * 0 + s.version for s, _ in drawn]),
     }
+    prefixes = [g.start.prefix for g in groups if g.start.prefix is not None]
+    tensors |= {"prefixes": torch.cat(prefixes)} if prefixes else {}
     routes = [t.routes for g in groups for t in g.trajectories if t.routes is not None]
     tensors |= {"routes": torch.cat(routes)} if routes else {}
     return {PREFIX + name: tensor for name, tensor in tensors.items()}, [_group(g) for g in groups]
 
 
-def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(those of carried groups, the others) of a checkpoint."""
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-    return own, {name: tensor for name, tensor in tensors.items() if name not in own}
-
-
 def unpack(
     tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]], example: Callable[[int], Example]
 ) -> tuple[Group, ...]:
-    """The groups; `example(i)` is the task's i-th."""
-    left = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    """The groups, from tensors by their names without `PREFIX`; `example(i)` is the task's i-th."""
+    left = dict(tensors)
 
     def take(name: str, n: int) -> Tensor:
         head, left[name] = left[name][:n].clone(), left[name][n:]
@@ -64,9 +60,13 @@ def unpack(
         plain = {name: said[name] for name in PLAIN}
         return Trajectory(segments, marks=None if marks is None else Marks(*marks), **plain)
 
+    def start(said: Mapping[str, Any]) -> Start:
+        prefix = None if said["prefix"] is None else take("prefixes", said["prefix"])
+        return Start(example(said["key"][3]), said["key"], said["max_tokens"], prefix)
+
     return tuple(
         Group(
-            Start(example(said["key"][-1]), said["key"], said["max_tokens"]),
+            start(said),
             take("prompts", said["prompt"]),
             tuple(trajectory(t) for t in said["trajectories"]),
             said["rewards"],
@@ -80,6 +80,7 @@ def _group(group: Group) -> dict[str, Any]:
     return {
         "key": group.start.key,
         "max_tokens": group.start.max_tokens,
+        "prefix": None if group.start.prefix is None else len(group.start.prefix),
         "prompt": len(group.prompt),
         "trajectories": [_trajectory(t, known) for t in group.trajectories],
         "rewards": tuple((name, float(weight)) for name, weight in group.rewards),
@@ -100,6 +101,7 @@ def _trajectory(row: Trajectory, known: dict[Hashable, int]) -> dict[str, Any]:
         "metrics": {name: float(value) for name, value in row.metrics.items()},
         "states": tuple(known.setdefault(state, len(known)) for state in row.states),
         "parts": _numbers(row.parts),
+        "demonstration": row.demonstration,
     }
 
 

@@ -14,9 +14,10 @@ def facts(run: Run, resources: Resources, learner: Learner, folder: Path, measur
     """Name and value: the model, the batch, what answers are worth, where files go. measured: whether on held-out problems."""
     batch = f"{run.prompts_per_step} prompts × {run.group_size} samples, {run.steps} steps"
     budget = "" if run.tokens is None else f" or {run.tokens:,} tokens, whichever is first"
+    ahead = f", sampled {run.staleness} ahead of the weights" if run.staleness else ""
     told = {
         "model": f"{run.named('model')} ({sum(p.numel() for p in resources.model.parameters()) / 1e6:.2f}M parameters)",
-        "batch": batch + budget,
+        "batch": batch + budget + ahead,
         "reward": ", ".join(resources.rewards),
         "run": str(folder),
     }

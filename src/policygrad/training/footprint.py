@@ -98,7 +98,7 @@ def _models(run: Run, parameters: int, dtype: torch.dtype) -> dict[str, int]:
     trained = (
         1 + (algorithm.critic is not None and algorithm.critic.features == "own") + (algorithm.reward_model is not None)
     )
-    frozen = ("logp_ref" in algorithm.needs) + ("kl_old" in algorithm.forward_needs)
+    frozen = ("logp_ref" in algorithm.needs) + ("kl_old" in algorithm.forward_needs) + (run.staleness > 0)
     return {
         "weights": parameters * trained * (weight + masters),
         "gradients": parameters * trained * 4,

@@ -12,7 +12,7 @@ from policygrad.checkpoint.format import load_latest
 from policygrad.checkpoint.manager import Checkpointer
 from policygrad.errors import ConfigError
 from policygrad.learners.base import Learner
-from policygrad.rollout import carried
+from policygrad.rollout import stored
 from policygrad.training.config.guard import Guard
 from policygrad.training.loop import Done, Progress
 
@@ -178,13 +178,13 @@ class Guarding:
         saved = load_latest(checkpointer.folder, warn=lambda text: self._note(text, None)) if rollback else None
         self._undone, self._parts = True, None
         if saved is not None:
-            learner.restore(carried.split(saved.tensors)[1], saved.state["learner"])
+            learner.restore(stored.split(saved.tensors)[1], saved.state["learner"])
             self._parts = saved.state["parts"]
             self._note(f"step {step}: back to the weights of step {saved.step}, at a lower rate", None)
         else:
             assert checkpointer.kept is not None  # an action other than warn keeps it
             kept, values = checkpointer.kept
-            learner.restore(carried.split(kept)[1], values["learner"])
+            learner.restore(stored.split(kept)[1], values["learner"])
         if rollback:
             scale_rate(learner, self.guard.lower)
         return True
@@ -196,7 +196,7 @@ class Guarding:
             return after
         if self._parts is None:
             return replace(after, state=before.state)
-        return replace(after, state=self._parts, carried=())  # what waits was drawn by weights that are gone
+        return replace(after, state=self._parts, carried=(), ahead=())  # what waits was drawn by weights that are gone
 
 
 def check_rate(learner: Learner, guard: Guard) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from policygrad.core.behaviour import behaviour, staleness
 from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.core.protocols import State
 from policygrad.learners.base import Learner
+from policygrad.rollout.ahead import Ahead, Collect, beside
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.rollout.trajectory import Group
 from policygrad.training.config.run import Run
@@ -32,11 +34,13 @@ class Progress:
     position: int = 0
     """The task's next example."""
     tokens: int = 0
-    """Sampled so far, of whatever became of them."""
+    """Sampled so far for these steps, of whatever became of them."""
     seconds: float = 0.0
     """Spent so far in rollouts and updates."""
     carried: tuple[Group, ...] = ()
-    """Sampled, judged and not trained on yet: the next step begins with them."""
+    """Sampled, judged and not trained on yet: the next rollout begins with them."""
+    ahead: tuple[Rollout, ...] = ()
+    """Of the next steps, drawn already (`Run.staleness`); `position` and `carried` are those after them."""
 
     def over(self, run: Run) -> bool:
         """Whether the run is at its end: the last step done, or the token budget used up."""
@@ -83,37 +87,56 @@ def loop(
     going = True
     while going:
         step, algorithm, began = progress.step + 1, run.algorithm.at(progress.state), time.perf_counter()
+        collect = _collecting(run, rollouter, learner, algorithm)
         with breakable():
-            rollout = rollouter.collect(
-                algorithm,
-                run.sampling,
-                prompts=run.prompts_per_step,
-                samples=run.group_size,
-                step=step,
-                position=progress.position,
-                carried=progress.carried,
-                evaluate=learner.evaluate,
-            )
+            coming = Ahead(step, progress.ahead, progress.position, progress.carried)
+            rollout, coming = coming.upto(max(1, run.ahead(step)), collect).taken()
         sampled = time.perf_counter()
-        algorithm, batch = behaviour(algorithm, rollout.batch, learner.version)
-        age = staleness(batch, learner.version)
-        batch = learner.evaluate(batch, algorithm.needs)
-        shaped = algorithm.shaped(batch)
-        psi, batch = algorithm.advantages(batch, shaped), algorithm.with_targets(batch, shaped)
-        measured = learner.update(batch, psi, algorithm)
-        rollouter.update(learner.publish())
+        with beside(partial(coming.upto, run.ahead(step + 1), collect), here=not run.staleness) as later:
+            algorithm, batch = behaviour(algorithm, rollout.batch, learner.version)
+            age = staleness(batch, learner.version)
+            batch = learner.evaluate(batch, algorithm.needs)
+            shaped = algorithm.shaped(batch)
+            psi, batch = algorithm.advantages(batch, shaped), algorithm.with_targets(batch, shaped)
+            measured = learner.update(batch, psi, algorithm)
         updated = time.perf_counter()
-        clock: Metrics = {"time/rollout": Sum(sampled - began), "time/update": Sum(updated - sampled)}
+        coming = later()
+        waited = time.perf_counter()
+        rollouter.update(learner.publish())
+        ended = time.perf_counter()
+        clock: Metrics = {
+            "time/rollout": Sum(sampled - began + waited - updated),  # what the step has waited for
+            "time/update": Sum(updated - sampled + ended - waited),
+        }
         metrics = merge(rollout.metrics, age, algorithm.report(batch), measured, clock)
         found = watcher.record(Done(step, algorithm, rollout, batch, psi, metrics))
         after = Progress(
             state=run.algorithm.update(progress.state, batch, measured | found, shaped),
             step=step,
-            position=rollout.position,
+            position=coming.position,
             tokens=progress.tokens + int(rollout.metrics["tokens/sampled"].value),
-            seconds=progress.seconds + updated - began,
-            carried=rollout.surplus,
+            seconds=progress.seconds + ended - began,
+            carried=coming.carried,
+            ahead=coming.rollouts,
         )
         progress = settle(progress, after)
         going = watcher.keep_going(progress)
     return progress
+
+
+def _collecting(run: Run, rollouter: Rollouter, learner: Learner, algorithm: Algorithm) -> Collect:
+    """What collects the rollout of a step."""
+
+    def collect(step: int, position: int, carried: Sequence[Group]) -> Rollout:
+        return rollouter.collect(
+            algorithm,
+            run.sampling,
+            prompts=run.prompts_per_step,
+            samples=run.group_size,
+            step=step,
+            position=position,
+            carried=carried,
+            evaluate=learner.evaluate,
+        )
+
+    return collect

@@ -73,7 +73,8 @@ def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:
         before = f"{carried:.0f} group{'s' * (carried > 1)} sampled in the step before"
         notes += [(f"step {step}: it begins with {before}, which count as off-policy (DropNoSpread.carry)", "carried")]
     elif values.get("staleness/max"):
-        versions = f"up to {values['staleness/max']:.0f} versions older than the weights that learn from it"
+        count = values["staleness/max"]
+        versions = f"up to {count:.0f} version{'s' * (count > 1)} older than the weights that learn from it"
         notes += [(f"step {step}: the rollout is {versions}; it counts as off-policy (algorithm.behaviour)", "stale")]
     elif values.get("mismatch/logp_max", 0.0) > MISMATCH:
         gap = f"a token's log-probability differs by {values['mismatch/logp_max']:.1f} nats between sampler and learner"

@@ -13,6 +13,7 @@ from torch import nn
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.models.loading import load_model
+from policygrad.models.replica import replica
 from policygrad.models.routing import Routing
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import Reward, RewardPool, resolve
@@ -60,6 +61,8 @@ class Needed:
     sampler: Sampler | SamplerFactory | None = None
     environment: EnvironmentFactory | None = None
     routing_replay: bool = False
+    apart: bool = False
+    """Whether sampling goes on while the weights change, so that it has its own."""
     trust_remote_code: bool = False
 
 
@@ -166,6 +169,7 @@ def _check_shown(task: Task, environment: EnvironmentFactory | None) -> None:
 
 def _sampler(needed: Needed, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
     given = needed.sampler
+    model = replica(model) if needed.apart and (given is None or callable(given)) else model
     if given is None:
         return LocalSampler.of(model, tokenizer, Routing.of(model) if needed.routing_replay else None)
     sampler = made(given, Sampler, model, tokenizer)
@@ -287,5 +291,6 @@ def needed_for(
         sampler=sampler,
         environment=environment,
         routing_replay=run.learner.routing_replay,
+        apart=run.staleness > 0,
         trust_remote_code=run.trust_remote_code,
     )

@@ -17,7 +17,7 @@ from policygrad.errors import CheckpointError, RewardError, RunError
 from policygrad.learners.base import Learner
 from policygrad.learners.local.learner import LocalLearner, check_state
 from policygrad.rewards.patience import FailingSteps
-from policygrad.rollout import carried
+from policygrad.rollout import stored
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.samplers.base import Sampler
 from policygrad.tasks.types import Example
@@ -167,15 +167,15 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     def pack(self, progress: Progress) -> Saved:
         tensors, values = self.learner.state()
-        groups, said = carried.pack(progress.carried)
-        return tensors | groups, {
+        waiting, said = stored.pack(progress.carried, progress.ahead)
+        return tensors | waiting, {
             "learner": values,
             "parts": progress.state,
             "algorithm": algorithm_to_dict(self.config.algorithm),
             "position": progress.position,
             "tokens": progress.tokens,
             "seconds": progress.seconds,
-            "carried": said,
+            **said,
             "before": self.before,
             "measured": self.measured,
             "binary": self._binary,
@@ -205,7 +205,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
             self._publish()
             return Progress(algorithm.init())
         state = saved.state
-        groups, tensors = carried.split(saved.tensors)
+        waiting, tensors = stored.split(saved.tensors)
         if ("environment" in state["given"]) is not ("environment" in self._given):
             had = "was given an environment" if "environment" in state["given"] else "had no environment"
             raise RunError(
@@ -216,15 +216,15 @@ class Trainer(Lifecycle[Run, Progress, float]):
             self.trackers.note(text)
         put_back(self.learner, saved, tensors, run, self.folder)
         self.before, self.measured, self._binary = state["before"], state["measured"], state["binary"]
-        parts, kept = state["parts"], carried.unpack(groups, state.get("carried", ()), self.resources.task.train)
+        parts, (groups, ahead) = state["parts"], stored.unpack(waiting, state, self.resources.task.train)
         if state["algorithm"] != algorithm_to_dict(algorithm):
             self.trackers.note(
                 "the algorithm is not the one the checkpoint was made with: its parts start without their state"
             )
-            parts, kept = algorithm.init(), ()
+            parts, groups, ahead = algorithm.init(), (), ()
         self._guarding.restore(state.get("guard"), self.learner)
         self._publish()
-        return Progress(parts, saved.step, state["position"], state["tokens"], state["seconds"], kept)
+        return Progress(parts, saved.step, state["position"], state["tokens"], state["seconds"], groups, ahead)
 
     def info(self, progress: Progress) -> RunInfo:
         run = self.config

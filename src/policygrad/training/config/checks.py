@@ -16,6 +16,9 @@ from policygrad.rewards.process_rewards import check_pattern
 if TYPE_CHECKING:
     from policygrad.training.config.run import Run
 
+EVALUATED = {"logp_old", "logp_ref", "entropy", "values", "bootstrap", "score_norm", "implicit_reward"}
+"""Batch fields that a learner fills."""
+
 
 def check(run: Run) -> None:
     """Raises ConfigError for the first thing that is wrong."""
@@ -25,6 +28,7 @@ def check(run: Run) -> None:
             raise ConfigError(f"{name} must be at least 1, not {getattr(run, name)}")
     if run.tokens is not None and run.tokens < 1:
         raise ConfigError(f"tokens must be at least 1, or left out for no budget, not {run.tokens}")
+    _staleness(run)
     if run.lr is not None and not 0 <= run.lr < math.inf:
         raise ConfigError(f"lr must be at least 0 and finite, not {run.lr}")
     check_seed(run.seed)
@@ -60,6 +64,18 @@ def check_seed(seed: int) -> None:
     """Raises ConfigError for a seed that torch or a counter-based generator does not take."""
     if not 0 <= seed < 2**63:
         raise ConfigError(f"seed must be at least 0 and below 2**63, not {seed}")
+
+
+def _staleness(run: Run) -> None:
+    """A rollout drawn during an update cannot ask the weights that are being updated."""
+    if run.staleness < 0:
+        raise ConfigError(f"staleness must be at least 0, not {run.staleness}")
+    asked = run.algorithm.filter_needs & EVALUATED
+    if run.staleness and asked:
+        raise ConfigError(
+            f"a filter of {run.algorithm.name} reads {min(asked)}, for which the learner is asked in the midst of a rollout, and "
+            f"with staleness {run.staleness} it is updating then: set staleness to 0, or drop the filter"
+        )
 
 
 def _stall(run: Run) -> None:

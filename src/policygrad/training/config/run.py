@@ -83,6 +83,9 @@ class Options:
     """A .jsonl file of held-out problems for a .jsonl task. From Python also rows."""
     steps: int = 16
     """Rollouts, each followed by the algorithm's updates."""
+    staleness: int = 0
+    """Steps by which samples may be behind the weights: above 0 a later rollout is drawn, by weights of their own, while these are
+    updated, and what that changes is corrected for."""
     tokens: Annotated[int | None, optional("INT", "no budget")] = None
     """End earlier, after the step in which so many tokens have been sampled; a learning-rate schedule still counts steps."""
     prompts_per_step: int = 64
@@ -169,6 +172,10 @@ class Run(Draft):
     def group_size(self) -> int:
         """G."""
         return self.algorithm.samples_per_prompt if self.samples_per_prompt is None else self.samples_per_prompt
+
+    def ahead(self, step: int) -> int:
+        """Rollouts that are drawn before `step` begins."""
+        return max(0, min(self.staleness, self.steps - step + 1))
 
     def resolved(self) -> Run:
         """With every open choice filled in: group size, learning rate, the generation budget in the parts that ask for it, and

@@ -1,0 +1,148 @@
+"""A rollout drawn while the weights are updated is the one that older weights would have drawn in its place, and counts as that."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import policygrad as pg
+from doubles.algorithms import runnable
+from doubles.failing import FailingSampler, learner_cut_short
+from doubles.files import rows, same, untimed, weights
+from policygrad.algorithms import ALGORITHMS
+from policygrad.core.batch import Batch
+from policygrad.errors import ConfigError
+from policygrad.models.replica import replica
+from policygrad.models.tokenizer import Tokenizer, padding_id
+from policygrad.rollout.ahead import Ahead, beside
+from policygrad.rollout.rollouter import Rollout
+from policygrad.rollout.trajectory import Group
+from policygrad.samplers.base import Sampling
+from policygrad.samplers.local import LocalSampler
+from policygrad.training.config.run import Checkpointing, Run
+from policygrad.training.trainer import train
+from policygrad.weight_sync.base import Published
+
+
+class Late(LocalSampler):
+    """Draws with weights that are `lag` publications old, and says so."""
+
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, lag: int) -> None:
+        super().__init__(replica(model), tokenizer.end, padding_id(tokenizer))
+        self.held, self.lag = deque[Published](), lag
+
+    async def update(self, weights: Published) -> None:
+        self.held.append(Published(weights.version, {n: t.detach().clone() for n, t in weights.tensors.items()}))
+        await super().update(self.held[0])
+        if len(self.held) > self.lag:
+            self.held.popleft()
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("name", ["dr_grpo", "dapo"])
+def test_it_is_a_run_whose_sampler_is_late(small: Run, tmp_path: Path, name: str, lag: int) -> None:
+    """Bit for bit, though one of them samples and learns at the same time."""
+    run = replace(small, algorithm=pg.algorithm(name), samples_per_prompt=24)
+    late = train(replace(run, output=str(tmp_path / "late")), sampler=lambda m, t: Late(m, t, lag), display=False)
+    ahead = train(replace(run, staleness=lag, output=str(tmp_path / "ahead")), display=False)
+    prompt = train(replace(run, output=str(tmp_path / "prompt")), display=False)
+    assert same(weights(late.output), weights(ahead.output))
+    assert untimed(late.output / "metrics.jsonl") == untimed(ahead.output / "metrics.jsonl")
+    assert rows(late.output / "completions.jsonl") == rows(ahead.output / "completions.jsonl")
+    assert not same(weights(prompt.output), weights(ahead.output))
+    told = [row["staleness/max"] for row in rows(ahead.output / "metrics.jsonl")]
+    each = run.resolved().algorithm.step.updates
+    if name == "dr_grpo":  # which carries nothing over
+        assert told == [each * min(step, lag) for step in range(run.steps)]
+    assert max(told) >= lag
+
+
+@pytest.mark.parametrize("name", ["dapo", "trpo_vine"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_resumed_at_every_step_it_is_bitwise_equal(small: Run, tmp_path: Path, name: str, depth: int) -> None:
+    _bitwise(replace(small, algorithm=runnable(name), lr=None, staleness=depth), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_named_algorithm_takes_it_and_resumes(small: Run, tmp_path: Path, name: str) -> None:
+    options = {"model": "tiny", "task": "embedded", "reward": (), "sampling": Sampling(max_tokens=32), "steps": 3}
+    _bitwise(replace(small, **options, algorithm=runnable(name, small.model), lr=None, staleness=1), tmp_path)
+
+
+def _bitwise(run: Run, folder: Path) -> None:
+    whole = train(replace(run, output=str(folder / "whole"), checkpoint=Checkpointing(every=9)), display=False)
+    pieces = folder / "pieces"
+    result = train(replace(run, output=str(pieces)), stop_after=1, display=False)
+    while result.model is None:
+        result = train(resume=pieces, stop_after=1, display=False)
+    assert same(weights(whole.output), weights(pieces))
+    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+
+
+def test_what_fails_beside_is_an_error_of_the_step_and_the_run_goes_on_from_there(small: Run, tmp_path: Path) -> None:
+    run = replace(small, staleness=1)
+    whole = train(replace(run, output=str(tmp_path / "whole")), display=False)
+    for where, given in {
+        "rollout": {"sampler": lambda m, t: FailingSampler(m, t, 3, OSError("no room"))},
+        "update": {"learner": lambda m, r: learner_cut_short(m, r, 3)},
+    }.items():
+        folder = tmp_path / where
+        with pytest.raises((OSError, RuntimeError), match=r"no room|out of memory"):
+            train(replace(run, output=str(folder)), display=False, **given)  # type: ignore[arg-type]
+        assert not [t for t in threading.enumerate() if t.name == "rollout"]
+        train(resume=folder, display=False)
+        assert same(weights(whole.output), weights(folder))
+
+
+def test_a_filter_that_asks_the_learner_is_refused(small: Run) -> None:
+    with pytest.raises(ConfigError, match="staleness must be at least 0, not -1"):
+        replace(small, staleness=-1)
+
+    @dataclass(frozen=True)
+    class Sure(pg.Filter):
+        needs = frozenset({"entropy"})
+
+        def __call__(self, batch: Batch) -> Batch:
+            return batch
+
+    with pytest.raises(ConfigError, match=r"reads entropy, for which the learner is asked .* set staleness to 0"):
+        replace(small, staleness=1, algorithm=replace(pg.DR_GRPO, filters=(Sure(),)))
+
+
+def test_a_rollout_begins_where_the_one_before_it_ended() -> None:
+    asked: list[tuple[int, int, Sequence[Group]]] = []
+
+    def collect(step: int, position: int, carried: Sequence[Group]) -> Rollout:
+        asked.append((step, position, carried))
+        rollout: Rollout = object.__new__(Rollout)
+        for name, value in {"position": position + 4, "surplus": (step,)}.items():
+            object.__setattr__(rollout, name, value)
+        return rollout
+
+    ahead = Ahead(3, (), 10, ()).upto(2, collect)
+    first, rest = ahead.taken()
+    assert asked == [(3, 10, ()), (4, 14, (3,))]
+    assert (first, rest.step, rest.position, rest.carried) == (ahead.rollouts[0], 4, 18, (4,))
+    assert rest.upto(1, collect) is rest
+
+
+def test_beside_raises_what_was_raised() -> None:
+    def broken() -> None:
+        raise OSError("beside")
+
+    with beside(broken, here=False) as result:
+        pass
+    with pytest.raises(OSError, match="beside"):
+        result()
+    with beside(threading.get_ident, here=False) as ident:
+        assert ident() != threading.get_ident()
+    with beside(threading.get_ident, here=True) as ident:
+        assert ident() == threading.get_ident()
