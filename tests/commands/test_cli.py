@@ -360,3 +360,13 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLICYGRAD_DEBUG", "1")
     with pytest.raises(ValueError, match="did you mean 'grpo'"):
         cli.main(["train", "gprpo"])
+
+
+def test_an_evaluation_in_which_no_reward_works_is_no_result(run_command: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def broken(prompts, completions, **columns):\n    raise KeyError('label')\n")
+    words = ("--reward", f"{tmp_path / 'mine.py'}:broken", "--problems", "2", "--samples", "2", "--max-tokens", "4")
+    code, out, err = run_command("eval", "tiny", *words, "--json")
+    assert code == 2
+    assert out == ""
+    assert "none of the 4 completions has a reward" in err
+    assert "KeyError: 'label'" in err

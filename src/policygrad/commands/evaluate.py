@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from policygrad.commands.words import refuse_empty
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.config import Isolation
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.checks import check_seed
@@ -93,6 +93,11 @@ def evaluate(args: list[str]) -> int:
         progress=_count,
         phase=_waits(),
     )
+    if not outcome.scored:
+        said = outcome.messages[0] if outcome.messages else "no reward function applies to any of them"
+        raise RewardError(
+            f"none of the {outcome.failed} completions has a reward, so there is nothing to report: {said}"
+        )
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < options.samples] + [options.samples]
     passes = {k: outcome.pass_at(k, options.threshold) for k in ks}
     if options.json:
