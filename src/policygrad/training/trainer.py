@@ -18,10 +18,8 @@ from policygrad.learners.base import Learner
 from policygrad.learners.local.learner import LocalLearner, check_state
 from policygrad.rewards.patience import FailingSteps
 from policygrad.rollout import stored
-from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.samplers.base import Sampler
-from policygrad.tasks.types import Example
-from policygrad.trackers import RunInfo, Tracker, change
+from policygrad.trackers import RunInfo, Tracker
 from policygrad.training.began import began, noticed
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.allowed import Allowed, named, not_allowed
@@ -32,6 +30,7 @@ from policygrad.training.config.toml import algorithm_to_dict, load
 from policygrad.training.facts import facts
 from policygrad.training.folder import check_resumable
 from policygrad.training.guarding import Guarding, check_rate
+from policygrad.training.held_out import HeldOut
 from policygrad.training.learner import LearnerFactory, learner_of, put_back
 from policygrad.training.learner import local_learner as local_learner
 from policygrad.training.lifecycle import Followers, Lifecycle, Result
@@ -118,8 +117,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         self._given = [name for name, value in given.items() if value is not None]
         self._said: set[str] = set()
         self._waiting = False  # the policy, for its critic
-        self._binary = True  # every held-out score is 0 or 1
-        self._held_out: list[Example] = []
+        self.held_out = HeldOut(self.config)
         self._failing = FailingSteps(run.rewards.failing, run.rewards.patience)
         self._guarding = Guarding(run.guard, self.note)
         self._gave_up: str | None = None  # why the rewards end the run
@@ -143,8 +141,10 @@ class Trainer(Lifecycle[Run, Progress, float]):
         self._began = began(run, next(found.model.parameters()).device.type, named(self._own))
         check_rate(self.learner, run.guard)
         measured = run.evaluation.problems if found.scored else 0
-        self._held_out = found.task.held_out(measured) if measured else []
-        for example in self._held_out:  # before there is a folder: a prompt that leaves no room for the completion
+        self.held_out = HeldOut(run, found.task.held_out(measured) if measured else ())
+        for (
+            example
+        ) in self.held_out.examples:  # before there is a folder: a prompt that leaves no room for the completion
             found.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
 
     def _publish(self) -> None:
@@ -178,7 +178,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
             **said,
             "before": self.before,
             "measured": self.measured,
-            "binary": self._binary,
+            "binary": self.held_out.binary,
             "given": self._given,
             "began": self._began,
             "guard": self._guarding.watched.to_dict(),
@@ -215,7 +215,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         for text in noticed(state["began"], self._began, run, self.folder) if "began" in state else ():
             self.trackers.note(text)
         put_back(self.learner, saved, tensors, run, self.folder)
-        self.before, self.measured, self._binary = state["before"], state["measured"], state["binary"]
+        self.before, self.measured, self.held_out.binary = state["before"], state["measured"], state["binary"]
         parts, (groups, ahead) = state["parts"], stored.unpack(waiting, state, self.resources.task.train)
         if state["algorithm"] != algorithm_to_dict(algorithm):
             self.trackers.note(
@@ -239,7 +239,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
             self.trackers.note(self._few_prompts)
         return RunInfo(
             f"policygrad · {self._composed.title} on {run.named('task')}",
-            facts(run, self.resources, self.learner, self.folder, bool(self._held_out)),
+            facts(run, self.resources, self.learner, self.folder, bool(self.held_out)),
             run.steps,
             first_step=progress.step + 1,
             history=self.files.history("reward"),
@@ -250,7 +250,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         )
 
     def run(self, progress: Progress) -> Progress:
-        if self._periodic(progress.step):  # a stop may have come before it
+        if self.held_out.due(progress.step):  # a stop may have come before it
             self.take(f"evaluating at step {progress.step}", progress.step)
         progress = loop(
             self.config,
@@ -282,18 +282,13 @@ class Trainer(Lifecycle[Run, Progress, float]):
         if self._gave_up:
             self.stop()
             return {}
-        if not self._periodic(step):
+        if not self.held_out.due(step):
             return {}
         try:  # what parts remember may hang on the score, and then a step without it is no whole one
             score = self.take(f"evaluating at step {step}", step, breakable=not self.config.algorithm.init())
         except Stop:
             return {}
         return {} if score is None else {"held_out": Mean(score)}
-
-    def _periodic(self, step: int) -> bool:
-        """Whether there is an evaluation after this step, before the run's end."""
-        every = self.config.evaluation.every
-        return bool(every and 0 < step < self.steps and step % every == 0 and self._held_out)
 
     def note(self, text: str, kind: str | None = None) -> None:
         """Shown the first time something of its kind is said."""
@@ -304,7 +299,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     @property
     def measures(self) -> bool:
-        return bool(self._held_out)
+        return bool(self.held_out)
 
     def phase(self, when: str) -> str:
         return f"evaluating {when}"
@@ -314,27 +309,15 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     def measure(self, progress: Callable[[int, int], None]) -> tuple[float | None, Mapping[str, float]]:
         """Held-out mean, None when every reward failed."""
-        samples = self.config.evaluation.samples
-        found = self._evaluated(samples, progress)
-        for message in found.messages:
-            self.note(message, message.partition(" (completion ")[0])
-        if found.failed:
-            failed = (
-                f"{found.failed} of {len(self._held_out) * samples} held-out completions have no reward and count as 0"
-            )
-            self.note(failed, "held-out completions without a reward")
-        if wrong := self._failing.evaluation(not found.scored, found.messages):
-            raise RewardError(f"{wrong}. {self._goes_on}")
-        if not found.scored:
-            return None, {}
-        self._binary = self._binary and found.binary
-        return found.mean, {"held_out": found.mean, "held_out_stderr": found.standard_error()}
-
-    def _evaluated(self, samples: int, progress: Callable[[int, int], None]) -> EvaluationResult:
         try:
-            return self.resources.rollouter.evaluate(self._held_out, samples, self.config.sampling, progress)
+            found = self.held_out.evaluate(self.resources.rollouter, progress)
         except RewardError as error:
             raise RewardError(f"{error}. {self._goes_on}") from error
+        for text, kind in self.held_out.notes(found):
+            self.note(text, kind)
+        if wrong := self._failing.evaluation(not found.scored, found.messages):
+            raise RewardError(f"{wrong}. {self._goes_on}")
+        return self.held_out.score(found)
 
     def check_end(self) -> None:
         if self._guarding.gave_up:
@@ -350,16 +333,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         return f"{self.resume_words} goes on once the reward works, or with --rewards.patience 0 whatever it does"
 
     def summary(self, after: float | None) -> dict[str, str]:
-        before = self.before
-        if not self._held_out:
-            return {}
-        if before is None and after is None:
-            return {"held-out": "nothing could be scored, before or after: see the notes about the reward functions"}
-        name = f"held-out {'accuracy' if self._binary else 'reward'}"
-        if before is None or after is None:
-            first, last = ("not scored" if score is None else f"{score:.2f}" for score in (before, after))
-            return {name: f"{first} -> {last}"}
-        return {name: change(before, after)}
+        return self.held_out.summary(self.before, after)
 
     def numbers(self, progress: Progress, after: float | None) -> dict[str, Any]:
         return {
