@@ -20,7 +20,7 @@ from policygrad.checkpoint.tree import decode, encode
 from policygrad.core.corrections import TruncatedIS
 from policygrad.core.metrics import Metrics
 from policygrad.rewards.types import RewardScores
-from policygrad.rollout import carried
+from policygrad.rollout import stored
 from policygrad.rollout.batching import to_batch
 from policygrad.rollout.filling import next_round
 from policygrad.rollout.reasoning_steps import Marks
@@ -170,9 +170,10 @@ def run(algorithm: pg.Algorithm, steps: int, pieces: bool = False) -> list[Done]
         progress = loop(settings, player, learner, progress, watcher)
         done += watcher.done
         if pieces:
-            tensors, values = carried.pack(progress.carried)
+            tensors, values = stored.pack(progress.carried, progress.ahead)
             values = decode(json.loads(json.dumps(encode(values, "carried"))))
-            progress = replace(progress, carried=carried.unpack(tensors, values, player.examples))
+            groups, ahead = stored.unpack(tensors, values, player.examples)
+            progress = replace(progress, carried=groups, ahead=ahead)
     return done
 
 
@@ -252,21 +253,25 @@ def test_every_field_of_a_group_comes_back() -> None:
         {"x": 0.7},
         states=("hall", ("hall", 2)),
         parts=(0.25, None),
+        demonstration=True,
     )
     changed = [f.name for f in fields(Trajectory) if getattr(one, f.name) != f.default]
-    assert changed == [f.name for f in fields(Trajectory) if f.name != "demonstration"], (
-        "a new field: does it come back?"
-    )
+    assert changed == [f.name for f in fields(Trajectory)], "a new field: does it come back?"
     two = Trajectory((Segment(torch.zeros(0, dtype=torch.int64), torch.zeros(0), 6),), "", False)
     start = Start(Example("9", {"a": 1}), (0, 0, 3, 9), 12)  # type: ignore[arg-type]
     group = Group(start, torch.tensor([9, 9]), (one, two), (("right", 1.0), ("short", 0.5)))
-    other = replace(group, start=replace(group.start, key=(0, 0, 3, 8)), trajectories=(two, one))
-    tensors, values = carried.pack([group, other])
-    mine, rest = carried.split(tensors | {"weights/a": torch.ones(1)})
+    begun = replace(group.start, key=(0, 0, 3, 8, 5, 2), prefix=torch.tensor([1, 2, 3]))
+    other = replace(group, start=begun, trajectories=(two, one))
+    tensors, values = stored.pack([group, other], [])
+    mine, rest = stored.split(tensors | {"weights/a": torch.ones(1)})
     assert list(rest) == ["weights/a"]
     values = decode(json.loads(json.dumps(encode(values, "carried"))))
-    found = carried.unpack(mine, values, lambda i: Example(str(i), {"a": 1}))
-    assert [g.start.key for g in found] == [(0, 0, 3, 9), (0, 0, 3, 8)]
+    found, ahead = stored.unpack(mine, values, lambda i: Example(str(i), {"a": 1}))
+    assert ahead == ()
+    assert [g.start.key for g in found] == [(0, 0, 3, 9), (0, 0, 3, 8, 5, 2)]
+    assert found[0].start.prefix is None
+    assert found[1].start.prefix is not None
+    assert found[1].start.prefix.tolist() == [1, 2, 3]
     assert found[1].start.example.prompt == "8"
     back = found[0].trajectories[0]
     assert (back.text, back.truncated, back.turn_rewards, back.reward, back.metrics) == (
@@ -287,4 +292,25 @@ def test_every_field_of_a_group_comes_back() -> None:
     assert [s.sampled for s in back.segments] == [True, False, True]
     assert back.segments[2].version == 6
     assert found[0].trajectories[1].reward is None
-    assert carried.unpack(*carried.pack(()), lambda i: Example("")) == ()  # type: ignore[arg-type]
+    assert back.demonstration is True
+    assert stored.unpack(*stored.pack((), ()), lambda i: Example("")) == ((), ())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("algorithm", [refilled(), pg.GDPO, pg.REMAX], ids=lambda a: a.name)
+def test_every_field_of_a_rollout_comes_back(algorithm: pg.Algorithm) -> None:
+    there = collect(algorithm, prompts=PROMPTS - 1)
+    tensors, values = stored.pack((), [there, there])
+    values = decode(json.loads(json.dumps(encode(values, "ahead"))))
+    _, (_, back) = stored.unpack(tensors, values, rollouter(sampler()).examples)
+    for field in fields(there.batch):
+        one, other = getattr(there.batch, field.name), getattr(back.batch, field.name)
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype, field.name
+            assert torch.equal(one, other), field.name
+        elif field.name == "prompts":
+            assert [p.tolist() for p in one] == [p.tolist() for p in other]
+        else:
+            assert one == other, field.name
+    assert {name: m.value for name, m in there.metrics.items()} == {name: m.value for name, m in back.metrics.items()}
+    assert (there.position, there.messages, there.texts) == (back.position, back.messages, back.texts)
+    assert [g.start.key for g in there.surplus] == [g.start.key for g in back.surplus]

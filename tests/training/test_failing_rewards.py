@@ -131,7 +131,9 @@ class Phases(pg.Tracker):
 
 def test_what_is_waited_for_is_on_the_display(run: pg.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "SILENCE", 0.0)
-    monkeypatch.setattr(waits, "_EVERY", 0.0)  # a worker may be slow to load, and then the reward is lost within a second
+    monkeypatch.setattr(
+        waits, "_EVERY", 0.0
+    )  # a worker may be slow to load, and then the reward is lost within a second
     display = Phases()
     with pytest.raises(pg.RewardError):
         pg.train(named(run, "hangs"), display=display)

@@ -12,8 +12,6 @@ from policygrad.rollout.reasoning_steps import Marks
 from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
 from policygrad.tasks.types import Example
 
-PREFIX = "carried/"
-"""Begins the tensors' names."""
 PLAIN = ("text", "truncated", "turn_rewards", "reward", "metrics", "states", "parts", "demonstration")
 """Fields of a trajectory that come back as they were written."""
 
@@ -34,13 +32,13 @@ def pack(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[str, Any
     tensors |= {"prefixes": torch.cat(prefixes)} if prefixes else {}
     routes = [t.routes for g in groups for t in g.trajectories if t.routes is not None]
     tensors |= {"routes": torch.cat(routes)} if routes else {}
-    return {PREFIX + name: tensor for name, tensor in tensors.items()}, [_group(g) for g in groups]
+    return tensors, [_group(g) for g in groups]
 
 
 def unpack(
     tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]], example: Callable[[int], Example]
 ) -> tuple[Group, ...]:
-    """The groups, from tensors by their names without `PREFIX`; `example(i)` is the task's i-th."""
+    """The groups; `example(i)` is the task's i-th."""
     left = dict(tensors)
 
     def take(name: str, n: int) -> Tensor:

@@ -17,8 +17,8 @@ from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import Group
 from policygrad.tasks.types import Example
 
-AHEAD = "ahead/"
-"""Begins the names of the tensors of rollouts, then their number."""
+CARRIED, AHEAD = "carried/", "ahead/"
+"""Begin the names of the tensors of groups, and of rollouts, then their number."""
 ROWS = ("prompts", "prompt_experts")
 """Fields of a batch that are tuples of tensors."""
 Saved = tuple[dict[str, Tensor], dict[str, Any]]
@@ -26,7 +26,8 @@ Saved = tuple[dict[str, Tensor], dict[str, Any]]
 
 def pack(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> Saved:
     """(tensors by name, values) of groups that are carried over, and of whole rollouts."""
-    tensors, said = carried.pack(groups)
+    found, said = carried.pack(groups)
+    tensors = {CARRIED + name: tensor for name, tensor in found.items()}
     values: dict[str, Any] = {"carried": said, "ahead": []}
     for i, rollout in enumerate(rollouts):
         found, told = _rollout(rollout)
@@ -37,7 +38,7 @@ def pack(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> Saved:
 
 def split(tensors: Mapping[str, Tensor]) -> Saved:
     """(what waits, the others) of a checkpoint's tensors."""
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith((carried.PREFIX, AHEAD))}
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith((CARRIED, AHEAD))}
     return own, {name: tensor for name, tensor in tensors.items() if name not in own}
 
 
@@ -45,7 +46,7 @@ def unpack(
     tensors: Mapping[str, Tensor], values: Mapping[str, Any], example: Callable[[int], Example]
 ) -> tuple[tuple[Group, ...], tuple[Rollout, ...]]:
     """(groups, rollouts); `example(i)` is the task's i-th."""
-    groups = _within(tensors, carried.PREFIX)
+    groups = _within(tensors, CARRIED)
     ahead = (
         _unpacked(_within(tensors, f"{AHEAD}{i}/"), told, example) for i, told in enumerate(values.get("ahead", ()))
     )
@@ -68,8 +69,7 @@ def _rollout(rollout: Rollout) -> Saved:
 
 def _unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], example: Callable[[int], Example]) -> Rollout:
     groups, surplus = (
-        carried.unpack(_within(tensors, f"{name}/{carried.PREFIX}"), values[name], example)
-        for name in ("groups", "surplus")
+        carried.unpack(_within(tensors, f"{name}/"), values[name], example) for name in ("groups", "surplus")
     )
     measured: Metrics = {name: getattr(metrics, kind)(*of) for name, (kind, of) in values["metrics"].items()}
     batch = _unpacked_batch(tensors, values["batch"])
