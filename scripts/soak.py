@@ -204,7 +204,16 @@ class Soak:
             every,
             watch,
         )
-        given = ["--steps", steps, "--seed", seed, "--checkpoint.every", every, "--evaluation.every", max(1, steps // 20)]
+        given = [
+            "--steps",
+            steps,
+            "--seed",
+            seed,
+            "--checkpoint.every",
+            every,
+            "--evaluation.every",
+            max(1, steps // 20),
+        ]
         self.words = [*map(str, given), *options]
         self.whole, self.pieces = folder / "whole", folder / "pieces"
         self.began = time.monotonic()
@@ -328,7 +337,9 @@ class Soak:
         if line["step"] - line["saved"] > self.every:
             raise Broken(f"kill {number} ({phase}) lost {line['step'] - line['saved']} steps")
         if before and line["saved"] < before[-1]["saved"]:
-            raise Broken(f"kill {number} ({phase}): checkpoints went back from {before[-1]['saved']} to {line['saved']}")
+            raise Broken(
+                f"kill {number} ({phase}): checkpoints went back from {before[-1]['saved']} to {line['saved']}"
+            )
         return line | {"gone_after": round(time.monotonic() - clock, 3)}
 
     def _progress(self, line: Mapping[str, Any], found: Sequence[Any], pace: Pace) -> None:
@@ -352,14 +363,18 @@ class Soak:
             found = self.watched()
             pace = Pace(**found["pace"])
             seen = found["seen"]
-            courses = {k: course([look[k] for look in seen]) for k in seen[0] if k != "step"} if len(seen) > 2 * PARTS else {}
+            courses = (
+                {k: course([look[k] for look in seen]) for k in seen[0] if k != "step"} if len(seen) > 2 * PARTS else {}
+            )
             said |= {"seconds": round(found["seconds"]), "looks": len(seen), "held": courses}
             kills = self.killed(pace)
             gone = max((line["gone_after"] for line in kills), default=0.0)
             phases = dict(Counter(line["phase"] for line in kills).most_common())
             said |= {"kills": len(kills), "phases": phases, "slowest_to_be_gone": gone}
             broken = unsteady(courses) + differences(self.whole, self.pieces, self.steps)
-            left = [{path.name for path in (self.folder / "tmp" / run.name).iterdir()} for run in (self.whole, self.pieces)]
+            left = [
+                {path.name for path in (self.folder / "tmp" / run.name).iterdir()} for run in (self.whole, self.pieces)
+            ]
             if odd := left[1] - left[0]:
                 broken.append(f"temporary files stayed: {', '.join(sorted(odd)[:5])}")
         except Broken as error:
