@@ -23,6 +23,7 @@ import platform
 import random
 import shlex
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -396,6 +397,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(given[:cut])
     adopt()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command goes on"))  # and its run ends with it
     soak = Soak(args.folder, args.steps, args.kills, args.seed, args.every, args.watch, given[cut + 1 :])
     asked, known = json.dumps(soak.words), args.folder / "asked.json"
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import pytest
 
 import policygrad as pg
 from doubles.algorithms import runnable
-from doubles.files import rows, same, untimed, weights
+from doubles.files import rows, same, untimed, weights, write_rows
 from policygrad.algorithms import ALGORITHMS
 from policygrad.checkpoint import format as checkpoint
 
@@ -19,12 +19,12 @@ TASK = [
 
 
 @pytest.fixture
-def run(small: pg.Run) -> pg.Run:
+def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     """With all that some algorithm asks for: demonstrations, scores of steps, places where steps end."""
     digits = small.reward[0].replace(":starts_with_a_digit", ":digits")
     return replace(
         small,
-        task=TASK,
+        task=write_rows(tmp_path / "rows.jsonl", TASK),
         reward=(*small.reward, digits),
         steps=3,
         prompts_per_step=3,
