@@ -45,6 +45,8 @@ GROWTH = 0.02
 """By how much memory may change, as a share."""
 PARTS = 5
 """Of the watched run, whose medians are compared."""
+ENOUGH = 10
+"""Looks in each part; of fewer a median says nothing, and nothing is judged."""
 LEAVES = 20.0
 """Seconds after which what a killed run has started must have ended."""
 SAVE = 0.02
@@ -171,7 +173,7 @@ def course(values: Sequence[float]) -> dict[str, float]:
     least, how much the last is above the first."""
     after = values[max(1, len(values) // 10) :]
     size = len(after) / PARTS
-    medians = [statistics.median(after[round(i * size) : round((i + 1) * size)]) for i in range(PARTS)]
+    medians = [statistics.median_low(after[round(i * size) : round((i + 1) * size)]) for i in range(PARTS)]
     apart = (max(medians) - min(medians)) / max(min(medians), 1e-9)
     return {
         "first": medians[0],
@@ -365,14 +367,17 @@ class Soak:
             pace = Pace(**found["pace"])
             seen = found["seen"]
             courses = (
-                {k: course([look[k] for look in seen]) for k in seen[0] if k != "step"} if len(seen) > 2 * PARTS else {}
+                {k: course([look[k] for look in seen]) for k in seen[0] if k != "step"}
+                if len(seen) >= 2 * PARTS
+                else {}
             )
-            said |= {"seconds": round(found["seconds"]), "looks": len(seen), "held": courses}
+            judged = len(seen) * 0.9 >= PARTS * ENOUGH
+            said |= {"seconds": round(found["seconds"]), "looks": len(seen), "judged": judged, "held": courses}
             kills = self.killed(pace)
             gone = max((line["gone_after"] for line in kills), default=0.0)
             phases = dict(Counter(line["phase"] for line in kills).most_common())
             said |= {"kills": len(kills), "phases": phases, "slowest_to_be_gone": gone}
-            broken = unsteady(courses) + differences(self.whole, self.pieces, self.steps)
+            broken = (unsteady(courses) if judged else []) + differences(self.whole, self.pieces, self.steps)
             left = [
                 {path.name for path in (self.folder / "tmp" / run.name).iterdir()} for run in (self.whole, self.pieces)
             ]
