@@ -1,5 +1,5 @@
-"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.*, and of docs/architecture.md
-the picture, the layers and the tree.
+"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.*, docs/reliability.md, and of
+docs/architecture.md the picture, the layers and the tree.
 
 python scripts/make_docs.py              writes them
 python scripts/make_docs.py --check      only says which are out of date
@@ -19,6 +19,7 @@ from pages.curves import curves
 from pages.index import by_family, index_page
 from pages.measured import measured_page
 from pages.picture import picture
+from pages.reliability import reliability_page
 from pages.reports import load
 from pages.tables import tables_page
 from policygrad.algorithms import ALGORITHMS
@@ -52,6 +53,7 @@ def generated() -> dict[Path, str]:
         DOCS / "tables.md": tables_page(),
         DOCS / "measured.md": measured_page(),
         DOCS / "measured.svg": curves(load()),
+        DOCS / "reliability.md": reliability_page(),
     }
 
 

@@ -6,6 +6,7 @@ import ast
 import inspect
 import itertools
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,7 @@ import pytest
 import policygrad as pg
 from policygrad import __version__, cli
 from policygrad.algorithms import ALGORITHMS, algorithm
-from policygrad.commands import describe
+from policygrad.commands import STOPPED, describe
 from policygrad.commands.compare import CompareOptions
 from policygrad.commands.control import ControlOptions
 from policygrad.commands.evaluate import EvalOptions
@@ -354,6 +355,16 @@ def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, run_command:
     monkeypatch.setattr("policygrad.commands.show.show", refused)
     code, _, err = run_command("show", "x")
     assert (code, err) == (2, "error: no place left\n")
+
+
+def test_the_exit_codes_are_written_down() -> None:
+    """In the help and in the documentation, the same ones."""
+    said = cli.HELP.partition("Exit codes: ")[2].partition("Documentation:")[0]
+    page = (Path(__file__).parents[2] / "docs" / "own-model-and-data.md").read_text(encoding="utf-8")
+    table = page.partition("| exit code | |")[2].partition("\n\n")[0]
+    codes = {0, 1, 2, STOPPED, 130}
+    assert {int(code) for code in re.findall(r"(?:^|; )(\d+) ", said.replace("\n", " "))} == codes
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == codes
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

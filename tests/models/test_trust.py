@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import policygrad as pg
+from doubles.files import write_rows
 from doubles.models import OUT, changed_copy
 from policygrad.errors import ModelError
 from policygrad.models.classifier import labels, load_classifier
@@ -93,6 +94,27 @@ def test_the_option_reaches_every_command(
     with pytest.raises(ModelError, match="--trust-remote-code"):
         pg.train(run, display=False)
     assert pg.train(replace(run, trust_remote_code=True), display=False).steps == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "row"),
+    [
+        ("sft", {"prompt": "1 =\n", "completion": "1"}),
+        ("reward-model", {"prompt": "1 =\n", "chosen": "1", "rejected": "2"}),
+    ],
+)
+def test_fine_tuning_and_reward_models_need_leave_too(
+    run_command: Callable[..., tuple[int, str, str]], with_code: Path, tmp_path: Path, command: str, row: dict[str, str]
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [row | {"prompt": f"{i} =\n"} for i in range(4)])
+    words = (command, "--data", data, "--model", str(with_code), "--output", str(tmp_path / "run"), "--stop-after", "1")
+    code, _, err = run_command(*words)
+    assert code == 2
+    assert "--trust-remote-code" in err
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "run").exists()
+    run_command(*words, "--trust-remote-code")  # what becomes of it is another matter: its code has run
+    assert (tmp_path / "ran").exists()
 
 
 class Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from doubles.files import rows, same, untimed, weights, write_rows
 from doubles.stops import AtDecoding, AtPhase, learner_that_sends, send
 from doubles.trackers import Record
 from policygrad.commands import STOPPED
+from policygrad.trackers.plain import PlainTracker
 from policygrad.training.config.toml import dumps
 from policygrad.training.stopping import Stop, Stopping, seconds
 
@@ -194,6 +196,37 @@ def test_signals_at_once_are_one_and_another_one_later_ends_it_at_once(monkeypat
 def test_what_is_asked_for_before_ends_what_is_breakable_before_it_begins() -> None:
     with signalled() as stopping, pytest.raises(Stop), stopping.breakable():
         raise AssertionError("was begun")
+
+
+class Interrupted(io.StringIO):
+    """A stream that a signal comes upon in the midst of every write; it is no more reentrant than Python's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.busy, self.sent = False, 0
+
+    def write(self, text: str) -> int:
+        if self.busy:
+            raise RuntimeError("reentrant call")
+        self.busy = True
+        if text.startswith("step ") and not self.sent:
+            self.sent += 1
+            send(signal.SIGTERM)
+        written = super().write(text)
+        self.busy = False
+        return written
+
+
+def test_a_signal_while_it_prints_is_no_reentrant_call(
+    run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Interrupted()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    result = pg.train(replace(run, output=str(tmp_path / "run")), display=PlainTracker(stream))
+    assert stream.sent == 1
+    assert (result.steps, result.interrupted) == (1, True)
+    assert "go on with" in stream.getvalue()
 
 
 def test_nohup_stays_nohup() -> None:

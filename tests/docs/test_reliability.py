@@ -1,0 +1,108 @@
+"""docs/reliability.md: every item has its lines, and a line without its test is found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import make_docs
+from pages import reliability
+
+ALL = [test for item in reliability.faults() for _, _, *tests in item["fault"] for test in tests]
+
+
+def test_every_item_of_what_may_go_wrong_is_there() -> None:
+    items = reliability.faults()
+    assert len(items) == 15
+    assert all(len(row) >= 3 for item in items for row in item["fault"])
+    faults = [(item["title"], row[0]) for item in items for row in item["fault"]]
+    assert len(faults) == len(set(faults)) > 90
+
+
+MODULE = """
+import pytest
+CASES = {"one": 1, "two": 2}
+def helper(): return CASES
+@pytest.fixture
+def given(): return "by a fixture"
+class test_class: pass
+test_value = 1
+@pytest.mark.parametrize("x", ["decorated"])
+def test_there(x, given): assert helper()
+@pytest.mark.skip(reason="not now")
+def test_skipped(): pass
+@pytest.mark.xfail
+def test_failing(): pass
+@pytest.mark.skipif(False, reason="elsewhere")
+def test_on_linux(): pass
+"""
+
+
+@pytest.fixture
+def tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(reliability, "TESTS", tmp_path)
+    (tmp_path / "test_it.py").write_text(MODULE)
+    (tmp_path / "helpers.py").write_text("def test_there(): pass\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "test", ["test_there", 'test_there["two": 2]', "test_there[decorated]", "test_there[by a fixture]", "test_on_linux"]
+)
+def test_what_holds_a_line(tests: Path, test: str) -> None:
+    assert reliability.looked_up(f"test_it.py::{test}") == (tests / "test_it.py", test.partition("[")[0])
+
+
+@pytest.mark.parametrize(
+    ("test", "says"),
+    [
+        ("test_it.py::test_renamed", "test_it.py has no test test_renamed"),
+        ("test_it.py::helper", "has no test helper"),
+        ("test_it.py::test_class", "has no test test_class"),
+        ("test_it.py::test_value", "has no test test_value"),
+        ("helpers.py::test_there", "helpers.py has no test"),
+        ("test_gone.py::test_there", "there is no .*test_gone.py"),
+        ("test_it.py::test_skipped", "is not run: skip"),
+        ("test_it.py::test_failing", "is not run: xfail"),
+        ("test_it.py::test_there[three]", "has no case with three"),
+        ("test_it.py::test_on_linux[decorated]", "has no case with decorated"),
+    ],
+)
+def test_what_holds_none_is_found(tests: Path, test: str, says: str) -> None:
+    with pytest.raises(reliability.Lost, match=says):
+        reliability.looked_up(test)
+
+
+def test_a_line_that_has_lost_its_test_ends_the_check(tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_docs.py", "--check"])
+    (tests / "faults.toml").write_text('[[item]]\ntitle = "t"\nfault = [["f", "p", "test_it.py::test_gone"]]\n')
+    with pytest.raises(SystemExit, match=r"test_it\.py has no test test_gone"):
+        make_docs.main()
+    (tests / "faults.toml").write_text('[[item]]\ntitle = "t"\nfault = [["f", "p"]]\n')
+    with pytest.raises(SystemExit, match="'f' has no test"):
+        make_docs.main()
+
+
+def test_a_soak_that_broke_says_so() -> None:
+    found = {
+        "steps": 9,
+        "command": "policygrad train",
+        "machine": "a machine",
+        "versions": {"torch": "2"},
+        "broken": ["kill 3 (saving) lost 9 steps"],
+    }
+    assert "**It does not hold:** kill 3 (saving) lost 9 steps." in reliability.soak_section(found)
+    assert "not been taken yet" in reliability.soak_section(None)
+
+
+@pytest.mark.slow
+def test_every_test_that_is_named_is_collected() -> None:
+    files = sorted({test.partition("::")[0] for test in ALL})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
+    child = subprocess.run(command, cwd=reliability.TESTS, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stdout[-2000:]
+    collected = {line.partition("[")[0].removeprefix("tests/") for line in child.stdout.splitlines()}
+    assert {test.partition("[")[0] for test in ALL} <= collected
