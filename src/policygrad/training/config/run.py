@@ -14,6 +14,7 @@ from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.rewards.config import Rewarding
 from policygrad.samplers.base import Sampling
+from policygrad.samplers.config import SamplerConfig
 from policygrad.training.config.checks import check
 from policygrad.training.config.guard import Guard
 from policygrad.training.config.hints import named as named
@@ -102,6 +103,8 @@ class Options:
     """The run's folder."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     """The policy as it is sampled."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """What draws completions."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW, schedule, clipping."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)

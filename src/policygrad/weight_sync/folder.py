@@ -1,0 +1,93 @@
+"""Weights for servers: one folder per version, whole or not there, with a file beside them that names the one to serve.
+
+One folder per version, because a server that reads the same path again may read what it has read before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from policygrad.errors import EngineError
+from policygrad.weight_sync.base import Published
+
+CURRENT = "current.json"
+"""Names the version to serve: {"name": …, "version": …}; servers that watch the folder read it."""
+Write = Callable[[Mapping[str, Tensor], Path], None]
+"""Puts a policy's parameters into an empty folder, as an engine reads them."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """One version as it lies on the disk."""
+
+    name: str
+    """Of its folder: the version, and what no other run's publication has."""
+    version: int
+    path: Path
+    bytes: int
+    seconds: float
+    """To write it."""
+
+
+class VersionFolder:
+    """The folder that servers read from; they see it under the same path."""
+
+    def __init__(self, root: Path, write: Write) -> None:
+        self.root, self.write = root, write
+
+    def publish(self, weights: Published) -> Publication:
+        """Writes a version and names it as the current one; older ones stay until `sweep`.
+
+        Raises:
+            EngineError: a disk that is full, say.
+        """
+        began = time.perf_counter()
+        name = f"v{weights.version:08d}-{uuid.uuid4().hex[:8]}"
+        temporary, final = self.root / f".tmp-{name}", self.root / name
+        try:
+            temporary.mkdir(parents=True)
+            self.write(weights.tensors, temporary)
+            for file in temporary.iterdir():
+                _on_disk(file)
+            os.replace(temporary, final)
+            _replace(self.root / CURRENT, json.dumps({"name": name, "version": weights.version}))
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise EngineError(
+                f"{final}: the weights for the engine cannot be written: {error}. See to it, or put them elsewhere, "
+                "--sampler.folder DIR"
+            ) from error
+        size = sum(file.stat().st_size for file in final.iterdir())
+        return Publication(name, weights.version, final, size, time.perf_counter() - began)
+
+    def sweep(self, current: Publication) -> None:
+        """Removes every version but this one, and what a killed process has left."""
+        for path in self.root.iterdir():
+            if path.is_dir() and path.name != current.name and path.name.startswith((".tmp-v", "v")):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def remove(self) -> None:
+        """All of it: the run is over, and its model saved elsewhere."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _on_disk(file: Path) -> None:
+    """Readable for a server of another user, and written before its name is."""
+    file.chmod(0o644)  # safetensors makes its own 0600
+    with file.open("rb+") as opened:
+        os.fsync(opened.fileno())
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
