@@ -33,6 +33,11 @@ class Bigram(nn.Module):
         super().__init__()
         made = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(0))
         self.table = nn.Parameter(spread * made)
+        self.config = SimpleNamespace(save_pretrained=lambda folder: (folder / "config.json").write_text("{}"))
+
+    def get_input_embeddings(self) -> None: ...
+
+    def get_output_embeddings(self) -> None: ...
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
         return SimpleNamespace(logits=self.table[input_ids])
@@ -83,13 +88,8 @@ class Standins(EngineSampler):
         server = self._there(url)
         server.drawn += 1
         await asyncio.sleep(0)  # others are asked meanwhile
-        sampling = replace(request.sampling, top_k=server.top_k)
-        rng, token, tokens, logps = np.random.default_rng(seed), int(request.tokens[-1]), [], []
-        while len(tokens) < request.max_tokens and token not in self.tokenizer.end:
-            logp = log_probabilities(server.model.table[None, token].detach(), sampling)[0]
-            token = int((logp.double().exp().cumsum(0) < rng.random()).sum().clamp(max=len(logp) - 1))
-            tokens, logps = [*tokens, token], [*logps, float(logp[token])]
-        return server.fault(server, request, Drawn(tokens, logps))
+        asked = replace(request, sampling=replace(request.sampling, top_k=server.top_k))
+        return server.fault(server, request, walk(server.model.table, asked, seed, self.tokenizer.end))
 
     def _there(self, url: str) -> Standin:
         server = self.standins[url]
@@ -97,6 +97,16 @@ class Standins(EngineSampler):
             server.away -= 1
             raise AwayError("not there")
         return server
+
+
+def walk(table: Tensor, request: Request, seed: int, end: frozenset[int]) -> Drawn:
+    """A completion drawn token by token from the logits [V, V]."""
+    rng, token, tokens, logps = np.random.default_rng(seed), int(request.tokens[-1]), [], []
+    while len(tokens) < request.max_tokens and not (tokens and token in end):
+        logp = log_probabilities(table[None, token].detach(), request.sampling)[0]
+        token = int((logp.double().exp().cumsum(0) < rng.random()).sum().clamp(max=len(logp) - 1))
+        tokens, logps = [*tokens, token], [*logps, float(logp[token])]
+    return Drawn(tokens, logps)
 
 
 def whole(server: Standin, request: Request, drawn: Drawn, temperature: float | None = None) -> Drawn:

@@ -13,7 +13,12 @@ from policygrad.errors import ConfigError
 LOCAL = "local"
 ENGINES = {  # the class of each, as module:name; a sampler is one file
     "llama_cpp": "policygrad.samplers.llama_cpp:LlamaCpp",
+    "vllm": "policygrad.samplers.vllm:Vllm",
+    "sglang": "policygrad.samplers.sglang:Sglang",
 }
+
+STARTED_BY_HAND = ("vllm", "sglang")
+"""Engines of which no server is started here."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class SamplerConfig:
     """What draws completions."""
 
     engine: str = LOCAL
-    """local = this process, with the learner's own weights; llama_cpp = a server of that engine (docs/engines.md)."""
+    """local = this process, with the learner's own weights; llama_cpp, vllm, sglang = servers of that engine (docs/engines.md)."""
     urls: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="URL", help_behavior_hint="(default: one is started here)")
     ] = ()
@@ -49,6 +54,11 @@ class SamplerConfig:
         if self.engine == LOCAL and self.urls:
             raise ConfigError(
                 f"sampler.urls are servers, and sampler.engine is local: name theirs, --sampler.engine {'|'.join(ENGINES)}"
+            )
+        if self.engine in STARTED_BY_HAND and not self.urls:
+            raise ConfigError(
+                f"sampler.engine {self.engine} needs servers: start one as `policygrad engine {self.engine} --print` says, "
+                "and name it, --sampler.urls http://127.0.0.1:8000"
             )
         if odd := [url for url in self.urls if not url.startswith(("http://", "https://"))]:
             raise ConfigError(f"sampler.urls are addresses such as http://127.0.0.1:8080, not {odd[0]!r}")

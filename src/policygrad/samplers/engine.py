@@ -85,6 +85,9 @@ class EngineSampler(ABC):
     async def load(self, url: str, publication: Publication) -> None:
         """Returns when the server answers with these weights. Raises AwayError where that shall be tried again."""
 
+    async def greet(self, url: str) -> None:  # noqa: B027
+        """Learns of a server what `draw` has to know."""
+
     def start(self) -> Sequence[str]:
         """The servers' addresses; starts one where none is given and the engine can."""
         return self.config.urls
@@ -145,6 +148,7 @@ class EngineSampler(ABC):
     async def _prepare(self, server: Server) -> None:
         """Gives a server the weights of now, and probes it."""
         assert self.published is not None
+        await self.greet(server.url)
         await self.load(server.url, self.published)
         self.verdict = await self.probe(server.url)
 
@@ -192,9 +196,13 @@ class EngineSampler(ABC):
             raise EngineError(
                 f"{url} gives {odd[0]} as a log-probability: a placeholder, or a token that could not be drawn"
             )
+        sampled = torch.tensor(logp, dtype=torch.float32).clamp(max=0.0)
+        greedy = (
+            request.sampling.temperature == 0
+        )  # all probability is on the token that is taken, whatever an engine says
         return Generation(
             torch.tensor(tokens, dtype=torch.int64),
-            torch.tensor(logp, dtype=torch.float32).clamp(max=0.0),
+            torch.zeros_like(sampled) if greedy else sampled,
             "length" if end is None else "stop",
             version,
         )

@@ -19,8 +19,12 @@ class AwayError(Exception):
 class Http:
     """A pool of connections to all servers. Proxies of the environment are not asked: engines stand beside the learner."""
 
-    def __init__(self, timeout: float) -> None:
-        """timeout: seconds for an answer. Raises EngineError where the package httpx is missing."""
+    def __init__(self, timeout: float, transport: Any = None) -> None:
+        """timeout: seconds for an answer. transport: httpx's, another than the network.
+
+        Raises:
+            EngineError: the package httpx is missing.
+        """
         try:
             import httpx
         except ImportError as error:
@@ -30,6 +34,7 @@ class Http:
             timeout=httpx.Timeout(timeout, connect=min(timeout, 5.0), pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,
+            transport=transport,
         )
 
     async def post(self, url: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, EngineError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.samplers.config import ENGINES, LOCAL, SamplerConfig
+from policygrad.samplers.http import AwayError, Http
 
 if TYPE_CHECKING:
     from policygrad.samplers.engine import EngineSampler
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
 
 FOLDER = "weights"
 """In the run's folder."""
+_ASKS = 10.0
+"""Seconds."""
+_KNOWN = (
+    ("/props", "llama_cpp", "default_generation_settings"),
+    ("/version", "vllm", "version"),
+    ("/get_model_info", "sglang", "model_path"),
+    ("/model_info", "sglang", "model_path"),
+)
+"""(question, engine, what is in its answer)."""
 
 
 def engine_class(name: str) -> type[EngineSampler]:
@@ -34,6 +44,28 @@ def engine_sampler(
     """What draws from servers. folder: where weights are published, unless the configuration says another."""
     own = folder if config.folder is None else Path(config.folder).expanduser()
     return engine_class(config.engine)(model, tokenizer, config, own.resolve(), temperature)
+
+
+async def recognised(url: str) -> str:
+    """Which engine answers at an address, by a question that only it knows.
+
+    Raises:
+        EngineError: nobody answers, or none of them.
+    """
+    http = Http(_ASKS)
+    try:
+        for path, name, known in _KNOWN:
+            try:
+                told = await http.get(url + path)
+            except EngineError:  # no such question there
+                continue
+            except AwayError as error:
+                raise EngineError(f"{url} does not answer: {error}") from error
+            if isinstance(told, dict) and known in told:
+                return name
+    finally:
+        await http.close()
+    raise EngineError(f"{url} answers as none of {', '.join(ENGINES)} does")
 
 
 def engine_of(run: Run, given: Any = None) -> Callable[[nn.Module, Tokenizer], EngineSampler] | None:
