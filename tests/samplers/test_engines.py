@@ -210,12 +210,18 @@ def test_a_version_is_there_whole_and_the_older_ones_go(tmp_path: Path) -> None:
     )
     first = folder.publish(Published(0, {"a": torch.zeros(1)}))
     second = folder.publish(Published(1, {"b": torch.zeros(1)}))
-    (tmp_path / "w" / ".tmp-v00000009-left").mkdir()
+    (tmp_path / "w" / ".tmp-v00000009-0123abcd").mkdir()  # of a process that was killed
+    (tmp_path / "w" / "vacation").mkdir()  # somebody's
     assert first.path != second.path
     assert (first.path / "file").exists()  # a server may still read it
     folder.sweep(second)
-    assert sorted(p.name for p in (tmp_path / "w").iterdir()) == ["current.json", second.name]
+    assert sorted(p.name for p in (tmp_path / "w").iterdir()) == ["current.json", second.name, "vacation"]
     assert (second.version, second.bytes) == (1, len("['b']"))
+    folder.remove()
+    assert [p.name for p in (tmp_path / "w").iterdir()] == ["vacation"]
+    (tmp_path / "w" / "vacation").rmdir()
+    folder.remove()
+    assert not (tmp_path / "w").exists()
 
 
 def test_what_cannot_be_written_leaves_the_version_before(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +23,7 @@ from policygrad.samplers.base import Request, Sampling
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.llama_cpp import LlamaCpp
 from policygrad.training.callbacks import Callback
+from policygrad.training.engines import engine_sampler
 from policygrad.waiting import Waiter
 from policygrad.weight_sync.base import Published
 
@@ -204,3 +207,39 @@ def _json(line: str) -> dict[str, Any]:
 
     found: dict[str, Any] = json.loads(line)
     return found
+
+
+@pytest.mark.slow
+def test_a_server_of_its_own_follows_the_folder_of_the_run(
+    tokenizer: Tokenizer, tmp_path: Path, wait: Waiter, run_command: Any
+) -> None:
+    """Started as `policygrad engine` says, and named by its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = f"--folder {tmp_path}/shared --port {port} --parallel 4 --context 256 --threads 1".split()
+    code, said, _ = run_command("engine", "llama_cpp", *where, "--print")
+    assert code == 0
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(shlex.split(said), stdout=subprocess.DEVNULL) as server:
+        try:
+            model = load_model("tiny", dtype="fp32", device="cpu")
+            config = replace(CONFIG, urls=(url,), folder=str(tmp_path / "shared"))
+            sampler = engine_sampler(config, model, tokenizer, tmp_path / "run", 1.0)
+            wait(sampler.update(published(model, 0)))
+            code, told, _ = run_command("engine", "check", url, "--parallel", "4")
+            assert (code, "draws from tiny" in told) == (0, True)
+            wait(sampler.update(published(model, 1, 1e-3)))
+            assert {g.version for g in wait(sampler.generate(asked(4)))} == {1}
+            code, _, told = run_command(
+                "engine", "check", url, "--parallel", "4"
+            )  # it is no longer the model that it was
+            assert (code, "its log-probabilities differ from the learner's" in told) == (2, True)
+            other = replace(config, folder=str(tmp_path / "other"), patience=0.5)
+            elsewhere = engine_sampler(other, model, tokenizer, tmp_path, 1.0)
+            with pytest.raises(EngineError, match=r"it still serves v00000001.*--sampler.folder"):
+                wait(elsewhere.update(published(model, 2)))
+            wait(elsewhere.close())
+            wait(sampler.close())
+        finally:
+            server.terminate()

@@ -64,12 +64,12 @@ class LlamaCpp(EngineSampler):
             raise AwayError(f"{error}{log}") from error
         name = said.get("model_alias") if isinstance(said, dict) else None
         if name != publication.name:
-            if self.process is None and not str(name).startswith("v0"):
-                raise EngineError(
-                    f"{url} serves {name!r} and not what is published in {self.versions.root}: a server of llama.cpp takes over "
-                    f"weights only where it follows that folder. {self.way_out}"
-                )
-            raise AwayError(f"it still serves {name}")
+            follows = (
+                ""
+                if self.process
+                else f": let it follow {self.versions.root}, or name its folder, --sampler.folder DIR"
+            )
+            raise AwayError(f"it still serves {name}{follows}")
 
     async def draw(self, url: str, request: Request, seed: int) -> Drawn:
         sampling = request.sampling

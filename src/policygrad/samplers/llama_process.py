@@ -11,8 +11,7 @@ from pathlib import Path
 
 from policygrad.errors import EngineError
 from policygrad.samplers import llama_server
-
-LOG = "server.log"
+from policygrad.weight_sync.folder import LOG
 
 
 class LlamaProcess:

@@ -5,8 +5,10 @@ One folder per version, because a server that reads the same path again may read
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -21,6 +23,9 @@ from policygrad.weight_sync.base import Published
 
 CURRENT = "current.json"
 """Names the version to serve: {"name": …, "version": …}; servers that watch the folder read it."""
+LOG = "server.log"
+"""What a server that was started here has said."""
+_NAME = re.compile(r"(\.tmp-)?v\d{8,}-[0-9a-f]{8}")
 Write = Callable[[Mapping[str, Tensor], Path], None]
 """Puts a policy's parameters into an empty folder, as an engine reads them."""
 
@@ -71,13 +76,22 @@ class VersionFolder:
 
     def sweep(self, current: Publication) -> None:
         """Removes every version but this one, and what a killed process has left."""
-        for path in self.root.iterdir():
-            if path.is_dir() and path.name != current.name and path.name.startswith((".tmp-v", "v")):
+        for path in self._versions():
+            if path.name != current.name:
                 shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:
-        """All of it: the run is over, and its model saved elsewhere."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        """All that was published, and the folder where nothing else is in it: the run is over, and its model saved elsewhere."""
+        for path in self._versions():
+            shutil.rmtree(path, ignore_errors=True)
+        for name in (CURRENT, LOG):
+            (self.root / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.root.rmdir()
+
+    def _versions(self) -> list[Path]:
+        """Folders that `publish` has made; what else is there is somebody's."""
+        return [path for path in self.root.glob("*") if path.is_dir() and _NAME.fullmatch(path.name)]
 
 
 def _on_disk(file: Path) -> None:
