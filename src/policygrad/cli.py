@@ -29,7 +29,7 @@ with interchangeable parts
   policygrad reward-model --data FILE     a reward model from preferences, for
                                           train ... --reward model:RUN
   policygrad eval MODEL --task TASK       mean@k and pass@k on held-out problems
-  policygrad engine ENGINE --model M      a server that completions are drawn by:
+  policygrad engine ENGINE --model M      a server that draws completions:
                                           starts it, or with --print says how
   policygrad engine check URL --model M   whether a server draws from a model
   policygrad compare ROW ROW ...          algorithms against each other: seeds,

@@ -195,8 +195,12 @@ def test_without_any_server_it_ends_with_each_ones_reason(make: Make, wait: Wait
 def test_one_server_that_is_away_does_not_keep_the_others_from_work(make: Make, wait: Waiter) -> None:
     sampler = make(ONE, TWO)
     sampler.standins[TWO].away = 10**6
-    wait(sampler.update(weights(sampler, 0)))
-    assert len(wait(sampler.generate([request(i) for i in range(4)]))) == 4
+    for version in range(3):
+        wait(sampler.update(weights(sampler, version, 1e-3)))
+        assert [g.version for g in wait(sampler.generate([request(i) for i in range(4)]))] == [version] * 4
+    sampler.standins[TWO].away = 0
+    wait(sampler.update(weights(sampler, 3, 1e-3)))
+    assert all(server.ready for server in sampler.servers.all)
 
 
 def test_an_engine_draws_nothing_before_it_has_weights(make: Make, wait: Waiter) -> None:

@@ -68,11 +68,10 @@ class Servers:
 
     async def ready(self) -> None:
         """Prepares every server anew; returns when each is ready, or away while others are ready."""
+        await self.close()  # what makes a server ready for the weights of before
         self._error = None
         for server in self.all:
             server.ready, server.lost, server.away = False, False, ""
-            if server.task is not None:
-                server.task.cancel()
             self._recover(server)
         async with self._changed:
             await self._changed.wait_for(self._settled)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -61,8 +62,7 @@ class VersionFolder:
         try:
             temporary.mkdir(parents=True)
             self.write(weights.tensors, temporary)
-            for file in temporary.iterdir():
-                _on_disk(file)
+            _on_disk(temporary)
             os.replace(temporary, final)
             _replace(self.root / CURRENT, json.dumps({"name": name, "version": weights.version}))
         except OSError as error:
@@ -94,11 +94,16 @@ class VersionFolder:
         return [path for path in self.root.glob("*") if path.is_dir() and _NAME.fullmatch(path.name)]
 
 
-def _on_disk(file: Path) -> None:
-    """Readable for a server of another user, and written before its name is."""
-    file.chmod(0o644)  # safetensors makes its own 0600
-    with file.open("rb+") as opened:
-        os.fsync(opened.fileno())
+def _on_disk(folder: Path) -> None:
+    """Every file written before its name is, and with the umask's mode, for a server of another user: safetensors has 0600."""
+    probe = folder / ".tmp-mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for file in folder.iterdir():
+        file.chmod(mode)
+        with file.open("rb+") as opened:
+            os.fsync(opened.fileno())
 
 
 def _replace(path: Path, text: str) -> None:
