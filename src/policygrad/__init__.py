@@ -62,6 +62,7 @@ _HOME = {
     "policygrad.rollout.trajectory": "Segment Trajectory",
     "policygrad.samplers.base": "Generation Request Sampler Sampling",
     "policygrad.samplers.config": "SamplerConfig",
+    "policygrad.samplers.engine": "EngineSampler",
     "policygrad.samplers.local": "LocalSampler",
     "policygrad.tasks": "load_task",
     "policygrad.training.config.run": "Checkpointing Evaluation Run",
