@@ -3,11 +3,14 @@ ready again. The servers here are tables in this process, with faults; real ones
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -19,6 +22,7 @@ from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers.base import Request, Sampling
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engine import Drawn
+from policygrad.samplers.http import AwayError, Http
 from policygrad.waiting import Waiter
 from policygrad.weight_sync.base import Published
 from policygrad.weight_sync.folder import VersionFolder
@@ -201,6 +205,61 @@ def test_one_server_that_is_away_does_not_keep_the_others_from_work(make: Make, 
     sampler.standins[TWO].away = 0
     wait(sampler.update(weights(sampler, 3, 1e-3)))
     assert all(server.ready for server in sampler.servers.all)
+
+
+def test_a_question_that_servers_fail_at_is_not_asked_for_ever(make: Make, wait: Waiter) -> None:
+    sampler = make(patience=10.0)
+    wait(sampler.update(weights(sampler, 0)))
+
+    def fails(server: Any, asked: Request, drawn: Drawn) -> Drawn:
+        if len(asked.tokens) == 3:  # not the probe's
+            raise AwayError("500 it cannot")
+        return drawn
+
+    sampler.standins[ONE].fault = fails
+    with pytest.raises(EngineError, match=r"asked 10 times, the last time http://one: 500 it cannot"):
+        wait(sampler.generate([request()]))
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (lambda r: httpx.Response(503, text="loading"), AwayError, "503 loading"),
+        (lambda r: httpx.Response(429), AwayError, "429"),
+        (lambda r: httpx.Response(404, text="Not Found"), EngineError, "http://one/x answers 404: Not Found"),
+        (lambda r: httpx.Response(302), EngineError, "answers 302"),
+    ],
+)
+def test_what_a_server_answers_is_later_or_no(answer: Any, error: type[Exception], words: str, wait: Waiter) -> None:
+    http = Http(1.0, httpx.MockTransport(answer))
+    with pytest.raises(error, match=words):
+        wait(http.post(f"{ONE}/x", {}))
+
+
+def test_a_connection_that_breaks_is_later(wait: Waiter) -> None:
+    def broken(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("timed out", request=request)
+
+    with pytest.raises(AwayError, match="ReadTimeout timed out"):
+        wait(Http(1.0, httpx.MockTransport(broken)).get(ONE))
+
+
+def test_an_interrupted_call_ends_what_it_has_asked(wait: Waiter) -> None:
+    """It would go on beside the next call, with the weights of before."""
+    ended: list[str] = []
+
+    async def asks() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        wait(asks())
+    assert ended == ["cancelled"]
+    assert wait(asyncio.sleep(0, "goes on")) == "goes on"
 
 
 def test_an_engine_draws_nothing_before_it_has_weights(make: Make, wait: Waiter) -> None:

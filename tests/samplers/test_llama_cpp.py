@@ -116,6 +116,19 @@ def test_what_llama_cpp_is_not_given_is_refused_before_anything_starts(tokenizer
         LlamaCpp(AutoModelForCausalLM.from_config(stretched), tokenizer, CONFIG, tmp_path)
 
 
+def test_a_server_that_does_not_start_is_given_up_with_its_own_words(
+    tokenizer: Tokenizer, tmp_path: Path, wait: Waiter
+) -> None:
+    model = load_model("tiny", dtype="fp32", device="cpu")
+    sampler = LlamaCpp(model, tokenizer, replace(CONFIG, patience=3.0), tmp_path)
+    sampler.versions.write = lambda tensors, folder: (folder / "model.gguf").write_text("no such thing") and None
+    try:
+        with pytest.raises(EngineError, match=r"no server has answered for 3 seconds .*llama.cpp does not start with"):
+            wait(sampler.update(published(model, 0)))
+    finally:
+        wait(sampler.close())
+
+
 def native(sampler: LlamaCpp) -> int:
     """The process that serves, below the one that watches."""
     assert sampler.process is not None

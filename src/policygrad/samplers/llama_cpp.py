@@ -60,8 +60,8 @@ class LlamaCpp(EngineSampler):
         try:
             said = await self.http.get(f"{url}/props", timeout=_LOADING)
         except AwayError as error:
-            log = "" if self.process is None else f", see {self.process.log()}"
-            raise AwayError(f"{error}{log}") from error
+            said = "" if self.process is None else self.process.said()
+            raise AwayError(f"{error}; it says: {said}" if said else str(error)) from error
         name = said.get("model_alias") if isinstance(said, dict) else None
         if name != publication.name:
             follows = (

@@ -60,9 +60,13 @@ class LlamaProcess:
                 start_new_session=True,  # Ctrl-C is for the run, which goes on to its next checkpoint
             )
 
-    def log(self) -> str:
-        """Where its last words are."""
-        return str(self.folder / LOG)
+    def said(self) -> str:
+        """Its last words; empty when it has said nothing."""
+        try:
+            lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return ""
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def end(self) -> None:
         """With the server that it watches, which sees it go."""

@@ -7,12 +7,15 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TypeVar
 
 from policygrad.errors import EngineError
 from policygrad.samplers.http import AwayError
 
 T = TypeVar("T")
+TRIES = 10
+"""Times that one question is asked: servers that came back each time were there, and it is the question that they fail at."""
 _FIRST, _MOST = 0.02, 2.0
 """Seconds between two attempts: twice as long each time, from the first to the second."""
 
@@ -53,18 +56,23 @@ class Servers:
         Raises:
             EngineError: all of them are lost, or one is not what it should be.
         """
-        while True:
+        for attempt in count(1):
             server = await self._next()
             try:
                 return await ask(server)
             except AwayError as error:
                 server.ready, server.away = False, str(error)
                 self.moved += 1
+                if attempt == TRIES:
+                    raise EngineError(
+                        f"one question was asked {TRIES} times, the last time {server.url}: {error}"
+                    ) from error
                 self._recover(server)
             finally:
                 async with self._changed:
                     server.load -= 1
                     self._changed.notify()  # one place is free, for one of perhaps thousands
+        raise AssertionError
 
     async def ready(self) -> None:
         """Prepares every server anew; returns when each is ready, or away while others are ready."""
