@@ -24,6 +24,7 @@ from policygrad.lab.experiments import EXPERIMENTS
 from policygrad.rewards import known_rewards
 from policygrad.samplers.base import Sampling
 from policygrad.tasks import EMBEDDED
+from policygrad.trackers.services import SERVICES
 from policygrad.training.config.parts import part_names
 from policygrad.training.config.supervised import SFTConfig
 
@@ -99,6 +100,7 @@ def script(shell: str) -> str:
         "--task": list(EMBEDDED),
         "--dtype|--learner.dtype": ["fp32", "bf16"],
         "--reward": [*known_rewards(), "model:"],
+        "--track": list(SERVICES),
         "--optimizer.schedule": ["constant", "linear", "cosine"],
     }
     return SCRIPT.format(
