@@ -26,6 +26,7 @@ from policygrad.rewards import known_rewards
 from policygrad.samplers.base import Sampling
 from policygrad.samplers.config import ENGINES, LOCAL
 from policygrad.tasks import EMBEDDED
+from policygrad.trackers.services import SERVICES
 from policygrad.training.config.parts import part_names
 from policygrad.training.config.supervised import SFTConfig
 
@@ -102,6 +103,7 @@ def script(shell: str) -> str:
         "--task": list(EMBEDDED),
         "--dtype|--learner.dtype": ["fp32", "bf16"],
         "--reward": [*known_rewards(), "model:"],
+        "--track": list(SERVICES),
         "--optimizer.schedule": ["constant", "linear", "cosine"],
         "--sampler.engine": [LOCAL, *ENGINES],
     }

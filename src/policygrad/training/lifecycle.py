@@ -23,6 +23,7 @@ from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.models.trust import FLAG
 from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers, default_tracker
+from policygrad.trackers.services import services
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.toml import dumps
 from policygrad.training.folder import RunFolder, new_folder, resumed_folder, sealed
@@ -62,7 +63,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
                 raise ConfigError(f"{callback!r} is no callback: pass instances of subclasses of policygrad.Callback")
         self.config = config
         self._display = display if isinstance(display, Tracker) else default_tracker() if display else Tracker()
-        self._others, self.callbacks = tuple(trackers), tuple(callbacks)
+        self._others, self.callbacks = (*trackers, *services(config.track)), tuple(callbacks)
         self.before: M | None = None
         self.measured = False  # `before`
 
