@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,7 +118,7 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         check_rows(task.rows, tokenizer, needed.max_tokens)
     waiter, sampler = stack.enter_context(Waiter()), _sampler(needed, model, tokenizer)
     if isinstance(sampler, Closing):
-        stack.callback(lambda: waiter(sampler.close()))
+        stack.callback(lambda: waiter(_closed(sampler)))
     rollouter = Rollouter(
         task.train,
         tokenizer,
@@ -185,6 +185,12 @@ def _sampler(needed: Needed, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
             "policygrad.Sampler, or a function of (model, tokenizer) that returns one"
         )
     return sampler
+
+
+async def _closed(sampler: Closing) -> None:
+    found: object = sampler.close()
+    if isinstance(found, Awaitable):  # one of somebody's own may close at once
+        await found
 
 
 def made(given: object, kind: type, *args: object) -> object:
