@@ -186,6 +186,9 @@ def test_questions_of_a_server_that_goes_away_move_and_it_is_given_the_weights_a
             break
     assert first.loaded == loaded + 1
     assert first.drawn >= drawn + 48  # it was probed
+    told = wait(sampler.update(weights(sampler, 1)))
+    assert told["publication/asked_again"].value >= 1
+    assert wait(sampler.update(weights(sampler, 2)))["publication/asked_again"].value == 0
 
 
 def test_without_any_server_it_ends_with_each_ones_reason(make: Make, wait: Waiter) -> None:
@@ -193,6 +196,13 @@ def test_without_any_server_it_ends_with_each_ones_reason(make: Make, wait: Wait
     for server in sampler.standins.values():
         server.away = 10**6
     with pytest.raises(EngineError, match=r"for 0.2 seconds .http://one: not there; http://two: not there.*--resume"):
+        wait(sampler.update(weights(sampler, 0)))
+
+
+def test_a_bug_while_a_server_is_made_ready_is_raised_and_not_waited_for(make: Make, wait: Waiter) -> None:
+    sampler = make()
+    sampler.standins.clear()
+    with pytest.raises(KeyError, match="http://one"):
         wait(sampler.update(weights(sampler, 0)))
 
 

@@ -126,6 +126,8 @@ class EngineSampler(ABC):
         self.versions.sweep(self.published)
         took = time.perf_counter() - began
         found: Metrics = {"publication/seconds": Sum(took), "publication/bytes": Sum(float(self.published.bytes))}
+        found["publication/asked_again"] = Sum(float(self.servers.moved))
+        self.servers.moved = 0
         if self.verdict is not None:
             found["publication/probe_max"] = Max(self.verdict.difference)
         return found

@@ -48,7 +48,7 @@ class Servers:
         self.moved = 0
         """Questions that another server, or the same one later, was asked again."""
         self._changed = asyncio.Condition()
-        self._error: EngineError | None = None
+        self._error: Exception | None = None
 
     async def call(self, ask: Callable[[Server], Awaitable[T]]) -> T:
         """What a server answers.
@@ -136,7 +136,7 @@ class Servers:
             except AwayError as error:
                 server.away = str(error) or type(error).__name__
                 server.lost = time.monotonic() + wait > deadline
-            except EngineError as error:
+            except Exception as error:  # a bug, too, has to reach whoever waits
                 self._error = error
             async with self._changed:
                 self._changed.notify_all()
