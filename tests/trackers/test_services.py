@@ -150,6 +150,8 @@ def test_an_unknown_service_and_a_missing_library_are_said_at_once(
         ConfigError, match="'tensorbord' is no service that is known: mlflow, tensorboard, trackio, wandb"
     ):
         pg.Run(track=("tensorbord",))
+    with pytest.raises(ConfigError, match="leave spaces between the names, wandb tensorboard"):
+        pg.Run(track=("wandb,tensorboard",))
     with pytest.raises(ConfigError, match="twice"):
         pg.SFTConfig(track=("wandb", "wandb"))
     monkeypatch.setitem(SERVICES, "no_such_library", "None")
@@ -163,7 +165,9 @@ def test_an_unknown_service_and_a_missing_library_are_said_at_once(
 
 def test_no_library_is_loaded_before_a_run_begins() -> None:
     """Of those that are installed; in a process of its own, as other tests load them."""
-    code = "import sys, policygrad as pg; pg.Run(track=('wandb', 'mlflow')); print({'wandb', 'mlflow'} & {*sys.modules})"
+    code = (
+        "import sys, policygrad as pg; pg.Run(track=('wandb', 'mlflow')); print({'wandb', 'mlflow'} & {*sys.modules})"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
