@@ -150,6 +150,8 @@ def test_an_unknown_service_and_a_missing_library_are_said_at_once(
         ConfigError, match="'tensorbord' is no service that is known: mlflow, tensorboard, trackio, wandb"
     ):
         pg.Run(track=("tensorbord",))
+    with pytest.raises(ConfigError, match="leave spaces between the names, wandb tensorboard"):
+        pg.Run(track=("wandb,tensorboard",))
     with pytest.raises(ConfigError, match="twice"):
         pg.SFTConfig(track=("wandb", "wandb"))
     monkeypatch.setitem(SERVICES, "no_such_library", "None")

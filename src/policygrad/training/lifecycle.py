@@ -19,7 +19,7 @@ from policygrad.checkpoint.disk import write_atomically
 from policygrad.checkpoint.format import Checkpoint, newest
 from policygrad.checkpoint.manager import KEPT, Checkpointer, Saved, Stepped
 from policygrad.checkpoint.model_folder import save_model
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, RunError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.models.trust import FLAG
 from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers, default_tracker
@@ -205,6 +205,11 @@ class Lifecycle(ABC, Generic[C, P, M]):
         )
         saved = self.checkpointer.restore() if resumed else None
         self.progress = self.start(saved)
+        if self.progress.step > self.steps:
+            raise RunError(
+                f"the run in {self.folder} has done {self.progress.step} steps, and is to end after {self.steps}: leave that "
+                f"away, or let it be {self.progress.step} or more; an earlier end is a new run"
+            )
         self.files.truncate_after(self.progress.step if saved else -1)
         write_atomically(self.folder / self.file, sealed(dumps(self.config)))
         self.trackers.start(self.info(self.progress))

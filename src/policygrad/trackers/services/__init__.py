@@ -1,4 +1,4 @@
-"""Services that follow a run, by name: `--track wandb,tensorboard`. One file each; its library is an extra, loaded when needed."""
+"""Services that follow a run, by name: `--track wandb tensorboard`. One file each; its library is an extra, loaded when needed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ SERVICES = {"mlflow": "MLflow", "tensorboard": "TensorBoard", "trackio": "Tracki
 def check_services(names: Sequence[str]) -> None:
     """Raises ConfigError for a name that is no service's, or stands twice."""
     for name in names:
+        if "," in name:
+            raise ConfigError(f"track: {name!r} is one word: leave spaces between the names, {name.replace(',', ' ')}")
         if name not in SERVICES:
             raise ConfigError(
                 f"track: {name!r} is no service that is known: {', '.join(SERVICES)}. From Python any tracker can follow a "
