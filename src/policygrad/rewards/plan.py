@@ -17,13 +17,15 @@ def plan(
     completions: Sequence[str],
     columns: Mapping[str, Sequence[Any]],
     *,
-    batched: Sequence[int],
+    batched: Sequence[int] = (),
     single: Sequence[int],
     workers: int,
+    asked: Sequence[int] | None = None,
 ) -> list[Work]:
     """Chunks for the workers: functions that take the whole batch first, they are the longest calls.
 
-    batched, single: numbers of the functions that get all samples, and one at a time.
+    batched, single: numbers of the functions that get all samples, and one at a time. asked: places of the samples that they get
+    one at a time, None = all.
 
     Raises:
         RewardError: a column that cannot be sent, by its name.
@@ -33,9 +35,10 @@ def plan(
     everything = tuple(range(count))
     if count:
         chunks += [(everything, [(f, everything)]) for f in batched]
-    size = min(math.ceil(count / max(workers * _CHUNKS_PER_WORKER, 1)) or 1, _LARGEST_CHUNK)
-    for first in range(0, count if single else 0, size):
-        places = everything[first : first + size]
+    asked = everything if asked is None else asked
+    size = min(math.ceil(len(asked) / max(workers * _CHUNKS_PER_WORKER, 1)) or 1, _LARGEST_CHUNK)
+    for first in range(0, len(asked) if single else 0, size):
+        places = tuple(asked[first : first + size])
         chunks.append((places, [(f, (i,)) for i in range(len(places)) for f in single]))
     return [
         Work(
