@@ -142,7 +142,7 @@ class Dispatcher:
         assert slot.work
         function, places = slot.work.call(slot.done)
         self._never.answered(function, judgements)
-        if slot.answered:  # a first call may load what it needs
+        if slot.answered >= len(self._names):  # first calls may load what they need
             self._time(slot, function)
         report(function, places, judgements)
         slot.done += 1

@@ -9,6 +9,7 @@ from policygrad.rewards.slots import Work
 from policygrad.rewards.wire import Chunk, by_value
 
 _LARGEST_CHUNK = 64  # samples per message
+_LARGEST_EARLY = 8  # enough to be busy with, and what comes later can still be shared out evenly
 _CHUNKS_PER_WORKER = 4  # enough that one slow chunk does not leave the other workers idle
 
 
@@ -21,11 +22,12 @@ def plan(
     single: Sequence[int],
     workers: int,
     asked: Sequence[int] | None = None,
+    early: bool = False,
 ) -> list[Work]:
     """Chunks for the workers: functions that take the whole batch first, they are the longest calls.
 
     batched, single: numbers of the functions that get all samples, and one at a time. asked: places of the samples that they get
-    one at a time, None = all.
+    one at a time, None = all. early: more are to come, and workers are looked after from time to time only.
 
     Raises:
         RewardError: a column that cannot be sent, by its name.
@@ -36,7 +38,8 @@ def plan(
     if count:
         chunks += [(everything, [(f, everything)]) for f in batched]
     asked = everything if asked is None else asked
-    size = min(math.ceil(len(asked) / max(workers * _CHUNKS_PER_WORKER, 1)) or 1, _LARGEST_CHUNK)
+    each, largest = (1, _LARGEST_EARLY) if early else (_CHUNKS_PER_WORKER, _LARGEST_CHUNK)
+    size = min(math.ceil(len(asked) / max(workers * each, 1)) or 1, largest)
     for first in range(0, len(asked) if single else 0, size):
         places = tuple(asked[first : first + size])
         chunks.append((places, [(f, (i,)) for i in range(len(places)) for f in single]))

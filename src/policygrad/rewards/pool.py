@@ -113,7 +113,8 @@ class RewardPool:
         single = self._called(False)[1]
 
         def planned(completions: Sequence[str], places: Sequence[int]) -> list[Work]:
-            return plan(prompts, completions, columns, single=single, workers=len(self._slots), asked=places)
+            workers = len(self._slots)
+            return plan(prompts, completions, columns, single=single, workers=workers, asked=places, early=True)
 
         with self._lock:
             begun = Begun(len(prompts), self._dispatcher, planned)
