@@ -27,7 +27,7 @@ class Begun:
         self._waiting: list[int] = []
         self._queue = deque[Work]()
         self._said: list[tuple[int, tuple[int, ...], list[Judgement]]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # not to hang where an interrupt has left it held
         self._open = True
         self._error: RewardError | None = None
 

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -62,7 +62,7 @@ class RewardPool:
         check_names(environment, "environment")
         self._environment = tuple(environment)
         self._signatures = [Signature.of(reward.function) for reward in self.rewards]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # which `begin` holds around `score`
         self._sent: list[int] = []  # numbers of the rewards that run in workers, in the order the workers know them
         self._here: dict[int, Caller] = {}  # those that run in this process
         functions = self._place()
@@ -160,19 +160,11 @@ class RewardPool:
         def answered(function: int, places: Sequence[int], judgements: Sequence[Judgement]) -> None:
             report(self._sent[function], places, judgements)
 
-        with nullcontext() if begun else self._lock:  # which `begin` holds
+        with self._lock:
             try:
                 asked, left, there = begun.take(completions, answered) if begun else (None, [], 0)
-                batched, single = self._called(process_rewards)
-                work = plan(
-                    prompts,
-                    completions,
-                    columns,
-                    batched=batched,
-                    single=single,
-                    workers=len(self._slots),
-                    asked=asked,
-                )
+                (batched, single), workers = self._called(process_rewards), len(self._slots)
+                work = plan(prompts, completions, columns, batched=batched, single=single, workers=workers, asked=asked)
                 self._dispatcher.run([*work, *left], answered, there)
             except BaseException:
                 self.close()  # workers may be in the middle of a chunk that nobody waits for any more
