@@ -28,10 +28,9 @@ class WorkerProcess:
     """
 
     def __init__(self, start: WorkerStart, variables: Sequence[str] = ()) -> None:
-        self.owner = os.getpid()
         self._token, nonce = secrets.token_hex(16), secrets.token_bytes(NONCE)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), str(self.owner)],
+            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
