@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs lab train test lint format fast control base-model constraints clean help
+.PHONY: bench docs lab train test test-vllm lint format fast control base-model constraints clean help
 help:
-	@echo "make train | test | fast (tests without the slow ones) | lint | format | docs | lab | control | bench | base-model | clean"
+	@echo "make train | test | fast (tests without the slow ones) | test-vllm (against a real one) | lint | format | docs | lab | control | bench | base-model | clean"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +21,10 @@ test: lint
 
 fast: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m "not slow" $(ARGS)
+
+test-vllm: $(STAMP)
+	@test -x "$$POLICYGRAD_VLLM/bin/vllm" || { echo "POLICYGRAD_VLLM must name a virtual environment with bin/vllm (0.32)"; exit 2; }
+	$(BIN)/python -m pytest tests/samplers/test_vllm.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ PUBLIC = """
 A2C ALGORITHMS ASYMRE Accepted Action AdaptiveProblem Advantage Aggregation Algorithm Batch BatchMean BatchStd CHORD
 CISPO CLIP_COV CPGD Callback CheckpointError Checkpointing Clip ClipCov ConfigError ConstantBaseline Correction
 Critic CurvatureProblem DAPO DISTILL DPPO DR_GRPO DataError DemonstrationNLL DemonstrationsApart DivergenceClip
-Downsample DropNoSpread DualClip DualDescent EngineError Entropy Environment Evaluation ExactEntropy ExactKLToOld
+Downsample DropNoSpread DualClip DualDescent EngineError EngineSampler Entropy Environment Evaluation ExactEntropy ExactKLToOld
 ExactKLToReference Example Filter FirstOrder FixedLength Forward GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO
 GSPO_TOKEN GammaKernel Gate Generation GeometricMean GradientProblem GreedyBaseline GroupInGroup GroupMean GroupStd
 GroupTokenMean HIGH_ENTROPY HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLCov KLInReward
@@ -25,7 +25,7 @@ NoPositiveResampling NumericsError OPO Observation OnPolicy OptimalBaseline Opti
 PPO_PENALTY PRIME PRORL Part PassAtK PolicyDrift PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
 Published RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference Request RewardError
 RewardModelConfig RewardPool RewardZScores Rewarding Rollout Rollouter Run RunError RunInfo RunningMean SAPO
-SCALE_RL SFTConfig Sampler Sampling SecondMoment Segment SelfNormalisation SelfNormalised Sequence
+SCALE_RL SFTConfig Sampler SamplerConfig Sampling SecondMoment Segment SelfNormalisation SelfNormalised Sequence
 SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SoftGate SoftOverlong Step TOPR TRPO TRPO_VINE Taper
 TeacherLogRatio Term Token TokenMean Tracker Trainer Trajectory TruncatedIS TrustRegion Unweighted UpdateRule VAPO
 VESPO VINEPPO Vine WeightCap Whiten algorithm collect evaluate gate_weight load_reference load_task local_learner

@@ -61,6 +61,8 @@ _HOME = {
     "policygrad.rollout.rollouter": "Rollout Rollouter",
     "policygrad.rollout.trajectory": "Segment Trajectory",
     "policygrad.samplers.base": "Generation Request Sampler Sampling",
+    "policygrad.samplers.config": "SamplerConfig",
+    "policygrad.samplers.engine": "EngineSampler",
     "policygrad.samplers.local": "LocalSampler",
     "policygrad.tasks": "load_task",
     "policygrad.training.config.run": "Checkpointing Evaluation Run",

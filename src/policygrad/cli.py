@@ -29,6 +29,9 @@ with interchangeable parts
   policygrad reward-model --data FILE     a reward model from preferences, for
                                           train ... --reward model:RUN
   policygrad eval MODEL --task TASK       mean@k and pass@k on held-out problems
+  policygrad engine ENGINE --model M      a server that draws completions:
+                                          starts it, or with --print says how
+  policygrad engine check URL --model M   whether a server draws from a model
   policygrad compare ROW ROW ...          algorithms against each other: seeds,
                                           learning rates, curves, what can be
                                           concluded

@@ -26,8 +26,19 @@ class Waiter:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return loop.run_until_complete(work)
+            return self._complete(loop, work)
         return _in_thread(loop, work)  # this thread's own loop is busy with whoever called us
+
+    def _complete(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+        """What an interrupted call has begun ends with it: the next one would go on with its questions."""
+        task = loop.create_task(work)
+        try:
+            return loop.run_until_complete(task)
+        except KeyboardInterrupt:
+            if not task.done():
+                task.cancel()
+                loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+            raise
 
     def close(self) -> None:
         """Ends the loop, unless an interrupted call is still in it; again is no error."""

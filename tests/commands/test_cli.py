@@ -22,6 +22,7 @@ from policygrad.algorithms import ALGORITHMS, algorithm
 from policygrad.commands import STOPPED, describe
 from policygrad.commands.compare import CompareOptions
 from policygrad.commands.control import ControlOptions
+from policygrad.commands.engine import EngineOptions
 from policygrad.commands.evaluate import EvalOptions
 from policygrad.commands.lab import LabOptions
 from policygrad.commands.options import take_algorithm
@@ -95,8 +96,15 @@ def test_help_fits_80_columns(run_command: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_help_breaks_no_sentence() -> None:
     """tyro keeps the line breaks of a field's text: each is the end of a sentence."""
-    kinds = [Options, *TrainOptions.__mro__[:2], CompareOptions, ControlOptions, EvalOptions, LabOptions]
-    kinds += [*pg.SFTConfig.__mro__[:2], pg.RewardModelConfig, pg.Sampling, pg.OptimizerConfig, pg.LearnerConfig]
+    kinds = [Options, *TrainOptions.__mro__[:2], CompareOptions, ControlOptions, EngineOptions, EvalOptions, LabOptions]
+    kinds += [
+        *pg.SFTConfig.__mro__[:2],
+        pg.RewardModelConfig,
+        pg.Sampling,
+        pg.SamplerConfig,
+        pg.OptimizerConfig,
+        pg.LearnerConfig,
+    ]
     kinds += [pg.Rewarding, pg.Evaluation, pg.Checkpointing, *(getattr(pg, name) for name in part_names())]
     texts = [(kind.__name__, text) for kind in kinds for text in field_texts(kind)]
     assert len(texts) > 150
@@ -291,6 +299,14 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("algorithms --width 20", "--width must be at least 40"),
         ("algorithms --jsn", "--json"),
         ("completion fish", "bash"),
+        ("engine", "ENGINE|check"),
+        ("engine check", "policygrad engine check http://127.0.0.1:8000 --model M"),
+        ("engine check http://127.0.0.1:1", "http://127.0.0.1:1 does not answer"),
+        ("engine llama_cpp --print", "--folder DIR"),
+        ("engine vllm --dtype fp16", "--dtype must be fp32 or bf16"),
+        ("train --sampler.engine llama", "sampler.engine must be one of local, llama_cpp, vllm, sglang"),
+        ("train --sampler.urls http://a", "name theirs, --sampler.engine"),
+        ("train --sampler.engine vllm", "policygrad engine vllm --print"),
         ("eval", "MODEL"),
         ("eval tiny --samples 0", "--samples must be at least 1"),
         ("eval tiny --task gdc", "did you mean gcd"),

@@ -16,7 +16,7 @@ from policygrad.commands.show import show
 from policygrad.trackers.glossary import Meaning, glossary, meaning
 
 SOURCE = Path(pg.__file__).parent
-ROOMS = ("core", "environments", "learners", "models", "rollout", "training")
+ROOMS = ("core", "environments", "learners", "models", "rollout", "samplers", "training")
 NO_METRICS = re.compile(r"(adam|critic|reference|weights|runs/distill|rng|reward_model/\{|tok)\b")
 """Names of tensors in a checkpoint, a folder, and a unit."""
 

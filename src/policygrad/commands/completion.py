@@ -13,6 +13,7 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import COMMANDS
 from policygrad.commands.compare import CompareOptions
 from policygrad.commands.describe import paragraphs
+from policygrad.commands.engine import EngineOptions
 from policygrad.commands.evaluate import EvalOptions
 from policygrad.commands.lab import LabOptions
 from policygrad.commands.options import option_type, part_flags
@@ -23,6 +24,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.lab.experiments import EXPERIMENTS
 from policygrad.rewards import known_rewards
 from policygrad.samplers.base import Sampling
+from policygrad.samplers.config import ENGINES, LOCAL
 from policygrad.tasks import EMBEDDED
 from policygrad.trackers.services import SERVICES
 from policygrad.training.config.parts import part_names
@@ -40,6 +42,7 @@ SCRIPT = """# tab completion of policygrad; written by `policygrad completion {s
             train) words={train}; [ "$COMP_CWORD" -eq 2 ] && words="$words "{algorithms} ;;
             sft|reward-model) words={supervised} ;;
             eval) words={evaluate}; [ "$COMP_CWORD" -eq 2 ] && words="$words tiny" ;;
+            engine) words={engine}; [ "$COMP_CWORD" -eq 2 ] && words="$words llama_cpp vllm sglang check" ;;
             compare) words={compare}" "{algorithms} ;;
             algorithms) words="--json --width --help" ;;
             show) words={names} ;;
@@ -145,6 +148,7 @@ def script(shell: str) -> str:
         "--reward": [*known_rewards(), "model:"],
         "--track": list(SERVICES),
         "--optimizer.schedule": ["constant", "linear", "cosine"],
+        "--sampler.engine": [LOCAL, *ENGINES],
     }
     fish = shell == "fish"
     each = (
@@ -164,6 +168,7 @@ def script(shell: str) -> str:
         algorithms=_quoted(ALGORITHMS),
         supervised=_quoted([*supervised_flags(SFTConfig), "--help"]),
         evaluate=_quoted([f"--{name.replace('_', '-')}" for name in evaluate] + ["--help"]),
+        engine=_quoted([*(f"--{f.name}" for f in fields(EngineOptions) if f.name not in ("what", "url")), "--help"]),
         compare=_quoted(
             [*(f"--{f.name.replace('_', '-')}" for f in fields(CompareOptions) if f.name != "rows"), "--help"]
         ),

@@ -88,9 +88,9 @@ class Rollouter:
     pool: RewardPool | None = None
     """Whose `score` it is, so that what is over can be judged while others are drawn; None = all is judged at the end."""
 
-    def update(self, weights: Published) -> None:
-        """From now on episodes are played with these weights."""
-        self.wait(self.sampler.update(weights))
+    def update(self, weights: Published) -> Metrics:
+        """From now on episodes are played with these weights; what it cost to get them there."""
+        return self.wait(self.sampler.update(weights)) or {}
 
     def play(self, starts: Sequence[Start], n: int, sampling: Sampling) -> list[Group]:
         """n episodes from each start, not judged yet."""

@@ -10,6 +10,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError
 from policygrad.weight_sync.base import Published
 
@@ -85,8 +86,20 @@ class Sampler(Protocol):
         """One generation per request, in their order."""
         ...
 
-    async def update(self, weights: Published) -> None:
-        """Returns when what is drawn from now on is drawn with these weights, and its version says so."""
+    async def update(self, weights: Published) -> Metrics | None:
+        """Returns when what is drawn from now on is drawn with these weights, and its version says so.
+
+        What it returns are metrics of the step, if any.
+        """
+        ...
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """A sampler that has something to end with the run: connections, servers."""
+
+    async def close(self) -> None:
+        """Ends it."""
         ...
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from policygrad.learners.base import Learner
 from policygrad.learners.local.learner import LocalLearner
+from policygrad.samplers.config import LOCAL
 from policygrad.training.config.run import Run
 from policygrad.training.resources import Resources
 
@@ -21,6 +22,8 @@ def facts(run: Run, resources: Resources, learner: Learner, folder: Path, measur
         "reward": ", ".join(resources.rewards),
         "run": str(folder),
     }
+    if run.sampler.engine != LOCAL:
+        told["sampler"] = f"{run.sampler.engine} at {', '.join(run.sampler.urls) or 'a server started here'}"
     if isinstance(learner, LocalLearner) and run.algorithm.reference and run.algorithm.reference.model:
         told["reference"] = f"{run.algorithm.reference.model} ({learner.reference_parameters / 1e6:.2f}M parameters)"
     if not resources.scored:

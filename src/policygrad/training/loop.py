@@ -102,13 +102,13 @@ def loop(
         updated = time.perf_counter()
         coming = later()
         waited = time.perf_counter()
-        rollouter.update(learner.publish())
+        published = rollouter.update(learner.publish())
         ended = time.perf_counter()
         clock: Metrics = {
             "time/rollout": Sum(sampled - began + waited - updated),  # what the step has waited for
             "time/update": Sum(updated - sampled + ended - waited),
         }
-        metrics = merge(rollout.metrics, age, algorithm.report(batch), measured, clock)
+        metrics = merge(rollout.metrics, age, algorithm.report(batch), measured, published, clock)
         found = watcher.record(Done(step, algorithm, rollout, batch, psi, metrics))
         after = Progress(
             state=run.algorithm.update(progress.state, batch, measured | found, shaped),

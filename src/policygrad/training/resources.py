@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +23,12 @@ from policygrad.rewards.waits import Phase, nobody
 from policygrad.rollout.demonstrations import COLUMN, WAY_OUT, check_rows
 from policygrad.rollout.judging import unrewarded
 from policygrad.rollout.rollouter import Rollouter
-from policygrad.samplers.base import Sampler
+from policygrad.samplers.base import Closing, Sampler
 from policygrad.samplers.local import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.types import Task
 from policygrad.training.config.run import Run
+from policygrad.training.engines import engine_of
 from policygrad.waiting import Waiter
 
 LOOKED_AT = 64
@@ -61,6 +62,8 @@ class Needed:
     sampler: Sampler | SamplerFactory | None = None
     environment: EnvironmentFactory | None = None
     routing_replay: bool = False
+    engine: SamplerFactory | None = None
+    """What makes the sampler that the configuration names; None = this process."""
     apart: bool = False
     """Whether sampling goes on while the weights change, so that it has its own."""
     trust_remote_code: bool = False
@@ -113,15 +116,18 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         tokenizer.encode(example.prompt, needed.max_tokens, example.source or "a prompt")
     if "demonstration" in (needed.needs or ()):
         check_rows(task.rows, tokenizer, needed.max_tokens)
+    waiter, sampler = stack.enter_context(Waiter()), _sampler(needed, model, tokenizer)
+    if isinstance(sampler, Closing):
+        stack.callback(lambda: waiter(_closed(sampler)))
     rollouter = Rollouter(
         task.train,
         tokenizer,
-        _sampler(needed, model, tokenizer),
+        sampler,
         pool.score if pool else None if scored else unrewarded,
         needed.seed,
         pool.steps if pool and any(reward.process_reward for reward in chosen) else None,
         needed.environment or SingleTurn,
-        stack.enter_context(Waiter()),
+        waiter,
         pool,
     )
     names = tuple(_in_words(reward, needed.needs) for reward in chosen) or (
@@ -169,7 +175,7 @@ def _check_shown(task: Task, environment: EnvironmentFactory | None) -> None:
 
 
 def _sampler(needed: Needed, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
-    given = needed.sampler
+    given = needed.sampler or needed.engine
     model = replica(model) if needed.apart and (given is None or callable(given)) else model
     if given is None:
         return LocalSampler.of(model, tokenizer, Routing.of(model) if needed.routing_replay else None)
@@ -180,6 +186,12 @@ def _sampler(needed: Needed, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
             "policygrad.Sampler, or a function of (model, tokenizer) that returns one"
         )
     return sampler
+
+
+async def _closed(sampler: Closing) -> None:
+    found: object = sampler.close()
+    if isinstance(found, Awaitable):  # one of somebody's own may close at once
+        await found
 
 
 def made(given: object, kind: type, *args: object) -> object:
@@ -290,6 +302,7 @@ def needed_for(
         rewards=run.rewards,
         phase=phase,
         sampler=sampler,
+        engine=engine_of(run, sampler),
         environment=environment,
         routing_replay=run.learner.routing_replay,
         apart=run.staleness > 0,

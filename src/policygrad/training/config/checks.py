@@ -12,6 +12,7 @@ from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 from policygrad.learners.config import OptimizerConfig
 from policygrad.rewards.process_rewards import check_pattern
+from policygrad.samplers.config import LOCAL
 from policygrad.trackers.services import check_services
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ def check(run: Run) -> None:
     if run.tokens is not None and run.tokens < 1:
         raise ConfigError(f"tokens must be at least 1, or left out for no budget, not {run.tokens}")
     _staleness(run)
+    if run.learner.routing_replay and run.sampler.engine != LOCAL:
+        raise ConfigError(
+            f"learner.routing_replay replays the experts that sampled, which {run.sampler.engine} does not tell: set it to "
+            "false, or take --sampler.engine local"
+        )
     if run.lr is not None and not 0 <= run.lr < math.inf:
         raise ConfigError(f"lr must be at least 0 and finite, not {run.lr}")
     check_seed(run.seed)

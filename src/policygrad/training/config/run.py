@@ -14,6 +14,7 @@ from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.rewards.config import Rewarding
 from policygrad.samplers.base import Sampling
+from policygrad.samplers.config import SamplerConfig
 from policygrad.training.config.checks import check
 from policygrad.training.config.guard import Guard
 from policygrad.training.config.hints import named as named
@@ -84,8 +85,8 @@ class Options:
     steps: int = 16
     """Rollouts, each followed by the algorithm's updates."""
     staleness: int = 0
-    """Steps by which samples may be behind the weights: above 0 a later rollout is drawn, by weights of their own, while these are
-    updated, and what that changes is corrected for."""
+    """Steps by which samples may be behind the weights: above 0 a later rollout is drawn while these are updated.
+    What that changes is corrected for."""
     tokens: Annotated[int | None, optional("INT", "no budget")] = None
     """End earlier, after the step in which so many tokens have been sampled; a learning-rate schedule still counts steps."""
     prompts_per_step: int = 64
@@ -102,6 +103,8 @@ class Options:
     """The run's folder."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     """The policy as it is sampled."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """What draws completions."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW, schedule, clipping."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)

@@ -1,0 +1,142 @@
+"""`policygrad engine`: how a server has to be started, and whether one that runs draws from a model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from policygrad.commands.describe import paragraphs
+from policygrad.errors import ConfigError, EngineError
+from policygrad.samplers.config import SamplerConfig
+
+HELP = (
+    "A server that completions are drawn by: ENGINE is llama_cpp, vllm or sglang, whose program is started here, or with --print "
+    "shown; check is for one that runs already.",
+    "policygrad engine vllm --model M --print  says the environment and the words that a server has to be started with",
+    "policygrad engine check URL --model M  compares what a server draws with the model's own distribution",
+)
+_CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of `policygrad engine`."""
+
+    what: Annotated[
+        tyro.conf.Positional[Literal["llama_cpp", "vllm", "sglang", "check"]], tyro.conf.arg(metavar="ENGINE|check")
+    ]
+    """Which engine; or check, for the server at URL."""
+    url: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[URL]")] = None
+    """check: the server, http://host:port."""
+    model: Annotated[str, tyro.conf.arg(metavar="ID|DIR")] = "tiny"
+    """Directory or hub id; tiny = the base model inside the package; a run's folder = the model it trained."""
+    print: bool = False
+    """Only say how it is started."""
+    folder: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """llama_cpp: the folder that the server follows, the run's --sampler.folder."""
+    host: str = "127.0.0.1"
+    """Where it listens; whoever reaches it can give it weights."""
+    port: int = 8000
+    """At which port."""
+    dtype: str = "fp32"
+    """fp32 or bf16: the learner's precision."""
+    context: int = 4096
+    """Tokens of a prompt and its completion, at most as many as the model reads."""
+    parallel: int = 16
+    """Requests at a time: --sampler.parallel."""
+    threads: int = 0
+    """llama_cpp: threads; 0 = as many as there are cores."""
+    temperature: float = 1.0
+    """check: the run's."""
+    tolerance: float = 0.0
+    """check: nats by which log-probabilities may differ; 0 = 1e-4 in fp32, 0.2 in bf16."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")
+        if (self.what == "check") is not (self.url is not None):
+            raise ConfigError(
+                "a server's address is for check: policygrad engine check http://127.0.0.1:8000 --model M"
+            )
+        if self.what == "llama_cpp" and self.folder is None:
+            raise ConfigError(
+                "a server of llama.cpp follows a folder of weights: --folder DIR, and DIR for --sampler.folder of the run"
+            )
+
+
+def engine(args: list[str]) -> int:
+    """`policygrad engine ENGINE|check …`."""
+    options = tyro.cli(
+        EngineOptions, args=args, prog="policygrad engine", description=paragraphs(*HELP), config=_CONFIG
+    )
+    if options.what == "check":
+        return _check(options)
+    environment, words = command(options)
+    if options.print:
+        print(" ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(words)]))
+        return 0
+    os.environ |= environment
+    try:
+        os.execvp(words[0], words)
+    except OSError as error:
+        raise EngineError(f"{words[0]} cannot be started ({error}): install the engine, or run it elsewhere") from error
+
+
+def command(options: EngineOptions) -> tuple[dict[str, str], list[str]]:
+    """The environment and the words that start a server."""
+    from policygrad.models.loading import resolve
+    from policygrad.samplers.start import COMMANDS, Start
+
+    model = resolve(options.model)
+    context = min(options.context, _reads(model) or options.context)
+    start = Start(
+        model=model,
+        folder=str(Path(options.folder or ".").expanduser().resolve()),
+        host=options.host,
+        port=options.port,
+        dtype=DTYPES[options.dtype],
+        context=context,
+        parallel=options.parallel,
+        threads=options.threads or os.cpu_count() or 1,
+    )
+    return COMMANDS[options.what](start)
+
+
+def _reads(model: str) -> int | None:
+    """Tokens that a model reads at most, as its configuration says."""
+    from transformers import AutoConfig
+
+    return getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+
+
+def _check(options: EngineOptions) -> int:
+    from policygrad.models.loading import load_model
+    from policygrad.models.tokenizer import load_tokenizer
+    from policygrad.training.engines import engine_sampler, recognised
+
+    url = str(options.url).rstrip("/")
+    name = asyncio.run(recognised(url))
+    config = SamplerConfig(engine=name, urls=(url,), parallel=options.parallel, tolerance=options.tolerance)
+    model = load_model(options.model, dtype=options.dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = load_tokenizer(options.model, model)
+        sampler = engine_sampler(config, model, tokenizer, Path(folder) / "weights", options.temperature)
+
+        async def probed() -> str:
+            try:
+                await sampler.greet(url)
+                found = await sampler.probe(url)
+            finally:
+                await sampler.close()
+            return f"{found.tokens} tokens, log-probabilities within {found.difference:.2g} nats of the model's own"
+
+        print(f"{sampler.name} at {url} draws from {options.model}: {asyncio.run(probed())}")
+    return 0

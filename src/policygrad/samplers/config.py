@@ -1,0 +1,74 @@
+"""Where completions are drawn: this process, or servers. Data only, for the command line."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from policygrad.errors import ConfigError
+
+LOCAL = "local"
+ENGINES = {  # the class of each, as module:name; a sampler is one file
+    "llama_cpp": "policygrad.samplers.llama_cpp:LlamaCpp",
+    "vllm": "policygrad.samplers.vllm:Vllm",
+    "sglang": "policygrad.samplers.sglang:Sglang",
+}
+
+STARTED_BY_HAND = ("vllm", "sglang")
+"""Engines of which no server is started here."""
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """What draws completions."""
+
+    engine: str = LOCAL
+    """local = this process, with the learner's own weights; llama_cpp, vllm, sglang = servers of that engine (docs/engines.md)."""
+    urls: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="URL", help_behavior_hint="(default: one is started here)")
+    ] = ()
+    """Servers, http://host:port each; the one with the fewest requests is asked next. None: llama_cpp starts one of its own."""
+    folder: Annotated[
+        str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: weights in the run's folder)")
+    ] = None
+    """Where weights are published, under a path that the servers know by the same name."""
+    parallel: int = 16
+    """Requests that a server is given at a time."""
+    context: int = 0
+    """Tokens of a prompt and its completion, for a server that is started here; 0 = as many as the model reads."""
+    threads: int = 0
+    """Threads of a server that is started here; 0 = one for a small model, else as many as there are cores."""
+    timeout: float = 600.0
+    """Seconds that one answer may take."""
+    patience: float = 120.0
+    """Seconds that a server may be away, or take over weights, before it is given up."""
+    tolerance: float = 0.0
+    """Nats by which a server's log-probabilities may differ from the learner's; 0 = 1e-4 in fp32, 0.2 in bf16."""
+
+    def __post_init__(self) -> None:
+        if self.engine != LOCAL and self.engine not in ENGINES:
+            raise ConfigError(f"sampler.engine must be one of {', '.join((LOCAL, *ENGINES))}, not {self.engine!r}")
+        if self.engine == LOCAL and self.urls:
+            raise ConfigError(
+                f"sampler.urls are servers, and sampler.engine is local: name theirs, --sampler.engine {'|'.join(ENGINES)}"
+            )
+        if self.engine in STARTED_BY_HAND and not self.urls:
+            raise ConfigError(
+                f"sampler.engine {self.engine} needs servers: start one as `policygrad engine {self.engine} --print` says, "
+                "and name it, --sampler.urls http://127.0.0.1:8000"
+            )
+        if odd := [url for url in self.urls if not url.startswith(("http://", "https://"))]:
+            raise ConfigError(f"sampler.urls are addresses such as http://127.0.0.1:8080, not {odd[0]!r}")
+        if len(set(self.urls)) != len(self.urls):
+            raise ConfigError(
+                "sampler.urls names a server twice: name each once, --sampler.parallel gives it more requests"
+            )
+        if self.parallel < 1 or self.context < 0 or self.threads < 0:
+            raise ConfigError("sampler.parallel must be at least 1, sampler.context and sampler.threads at least 0")
+        if not (0 < self.timeout < math.inf and 0 < self.patience < math.inf and 0 <= self.tolerance < math.inf):
+            raise ConfigError(
+                "sampler.timeout and sampler.patience must be above 0, sampler.tolerance at least 0, and finite"
+            )

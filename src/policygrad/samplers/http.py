@@ -1,0 +1,69 @@
+"""Questions to servers over HTTP: one pool of connections, one budget of seconds per answer, and what counts as being away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from policygrad.errors import EngineError
+
+_AWAY = (408, 425, 429)
+"""Answers that mean later, beside those from 500 on."""
+_SHOWN = 400
+"""Letters of what a server says that a message repeats."""
+
+
+class AwayError(Exception):
+    """The server did not answer, or not now: ask again, or another one. Never reaches a user."""
+
+
+class Http:
+    """A pool of connections to all servers. Proxies of the environment are not asked: engines stand beside the learner."""
+
+    def __init__(self, timeout: float, transport: Any = None) -> None:
+        """timeout: seconds for an answer. transport: httpx's, another than the network.
+
+        Raises:
+            EngineError: the package httpx is missing.
+        """
+        try:
+            import httpx
+        except ImportError as error:
+            raise EngineError("servers are asked through httpx: pip install 'policygrad[engines]'") from error
+        self._errors = (httpx.TransportError,)
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout, connect=min(timeout, 5.0), pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,
+            transport=transport,
+        )
+
+    async def post(self, url: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
+        """What the server answers, read as JSON; text where it is none. timeout: seconds, another than usual.
+
+        Raises:
+            AwayError: no connection, no answer in time, or the server says later.
+            EngineError: the server refuses, with what it says.
+        """
+        return await self._ask("POST", url, body, timeout)
+
+    async def get(self, url: str, timeout: float | None = None) -> Any:
+        """As `post`."""
+        return await self._ask("GET", url, None, timeout)
+
+    async def _ask(self, method: str, url: str, body: dict[str, Any] | None, timeout: float | None) -> Any:
+        try:
+            answer = await self._client.request(method, url, json=body, timeout=timeout or self._client.timeout)
+        except self._errors as error:
+            raise AwayError(f"{type(error).__name__} {error}".strip()) from error
+        if answer.status_code in _AWAY or answer.status_code >= 500:
+            raise AwayError(f"{answer.status_code} {answer.text[:_SHOWN]}".strip())
+        if answer.status_code >= 300:
+            raise EngineError(f"{url} answers {answer.status_code}: {answer.text[:_SHOWN]}")
+        try:
+            return answer.json()
+        except ValueError:
+            return answer.text
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        await self._client.aclose()

@@ -1,0 +1,101 @@
+"""llama.cpp: its native server's `/completion`, ids in and out, in float32.
+
+Source: ggml-org/llama.cpp, tools/server/README.md (`prompt` as ids, `return_tokens`, `n_probs` with `post_sampling_probs`,
+`samplers`, `seed`, `cache_prompt`; `/props`). It loads weights when it starts, so that its servers are started by
+`llama_server.py`, here or on other machines, and follow the folder of versions.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from policygrad.errors import EngineError
+from policygrad.samplers.base import Request
+from policygrad.samplers.engine import Drawn, EngineSampler
+from policygrad.samplers.http import AwayError
+from policygrad.samplers.llama_process import LlamaProcess
+from policygrad.weight_sync.folder import Publication, Write
+from policygrad.weight_sync.gguf_file import gguf_writer
+
+CONTEXT = 4096
+"""Tokens of a request at most, unless more is asked for: room for it is taken `parallel` times."""
+SMALL = 5_000_000
+"""Parameters; below, one thread is faster than several that wait for each other."""
+_LOADING = 5.0
+"""Seconds in which a server says who it is."""
+
+
+class LlamaCpp(EngineSampler):
+    """A llama.cpp server of our own on this machine, or those of `sampler.urls`."""
+
+    name = "llama.cpp"
+    way_out = "Let `policygrad engine llama_cpp --print` say how its server is started"
+    process: LlamaProcess | None = None
+
+    def writer(self) -> Write:
+        return gguf_writer(self.model, self.tokenizer.end)
+
+    def start(self) -> Sequence[str]:
+        if self.config.urls:
+            return self.config.urls
+        small = sum(p.numel() for p in self.model.parameters()) < SMALL
+        self.process = LlamaProcess(
+            self.versions.root,
+            parallel=self.config.parallel,
+            context=self.config.context or min(CONTEXT, self.tokenizer.context or CONTEXT),
+            threads=self.config.threads or (1 if small else os.cpu_count() or 1),
+        )
+        return [self.process.url]
+
+    async def stop(self) -> None:
+        if self.process is not None:
+            self.process.end()
+
+    async def load(self, url: str, publication: Publication) -> None:
+        if self.process is not None:
+            self.process.ensure()
+        try:
+            said = await self.http.get(f"{url}/props", timeout=_LOADING)
+        except AwayError as error:
+            said = "" if self.process is None else self.process.said()
+            raise AwayError(f"{error}; it says: {said}" if said else str(error)) from error
+        name = said.get("model_alias") if isinstance(said, dict) else None
+        if name != publication.name:
+            follows = (
+                ""
+                if self.process
+                else f": let it follow {self.versions.root}, or name its folder, --sampler.folder DIR"
+            )
+            raise AwayError(f"it still serves {name}{follows}")
+
+    async def draw(self, url: str, request: Request, seed: int) -> Drawn:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "prompt": request.tokens.tolist(),
+            "n_predict": request.max_tokens,
+            "temperature": sampling.temperature,
+            "samplers": ["temperature"],
+            "seed": seed,
+            "n_probs": 1,
+            "post_sampling_probs": True,
+            "return_tokens": True,
+            "cache_prompt": False,
+            "stream": False,
+        }
+        if sampling.cuts_off:
+            body |= {"samplers": ["temperature", "top_k", "top_p"], "top_k": sampling.top_k, "top_p": sampling.top_p}
+            body |= {"min_keep": 1}
+        answer = await self.http.post(f"{url}/completion", body)
+        try:
+            tokens = [int(token) for token in answer["tokens"]]
+            entries = answer.get("completion_probabilities", [])
+            if [entry["id"] for entry in entries] != tokens[: len(entries)]:
+                raise EngineError(f"{url} gives probabilities of other tokens than it has drawn")
+            return Drawn(tokens, [math.log(entry["prob"]) if entry["prob"] > 0 else -math.inf for entry in entries])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise EngineError(
+                f"{url} does not answer as the server of llama.cpp does ({type(error).__name__} {error}): is it one?"
+            ) from error

@@ -1,0 +1,146 @@
+"""Several servers as one: each question goes to the one with the fewest; one that is away loses its questions to the others, and
+is taken back when it has been made ready again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TypeVar
+
+from policygrad.errors import EngineError
+from policygrad.samplers.http import AwayError
+
+T = TypeVar("T")
+TRIES = 10
+"""Times that one question is asked: servers that came back each time were there, and it is the question that they fail at."""
+_FIRST, _MOST = 0.02, 2.0
+"""Seconds between two attempts: twice as long each time, from the first to the second."""
+
+
+@dataclass(eq=False)
+class Server:
+    """One address, and how it stands."""
+
+    url: str
+    load: int = 0
+    """Questions that wait for its answer."""
+    ready: bool = False
+    """Whether it is reached, and answers with the weights of now."""
+    away: str = ""
+    """Why it could not be reached, the last time; empty = it could."""
+    lost: bool = False
+    """Whether it was away for longer than it may."""
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+    """What makes it ready."""
+
+
+class Servers:
+    """Asks; `prepare(server)` makes one ready, or raises AwayError where that has to be tried again."""
+
+    def __init__(
+        self, urls: Sequence[str], prepare: Callable[[Server], Awaitable[None]], parallel: int, patience: float
+    ) -> None:
+        self.all = [Server(url.rstrip("/")) for url in urls]
+        self.prepare, self.parallel, self.patience = prepare, parallel, patience
+        self.moved = 0
+        """Questions that another server, or the same one later, was asked again."""
+        self._changed = asyncio.Condition()
+        self._error: Exception | None = None
+
+    async def call(self, ask: Callable[[Server], Awaitable[T]]) -> T:
+        """What a server answers.
+
+        Raises:
+            EngineError: all of them are lost, or one is not what it should be.
+        """
+        for attempt in count(1):
+            server = await self._next()
+            try:
+                return await ask(server)
+            except AwayError as error:
+                server.ready, server.away = False, str(error)
+                self.moved += 1
+                if attempt == TRIES:
+                    raise EngineError(
+                        f"one question was asked {TRIES} times, the last time {server.url}: {error}"
+                    ) from error
+                self._recover(server)
+            finally:
+                async with self._changed:
+                    server.load -= 1
+                    self._changed.notify()  # one place is free, for one of perhaps thousands
+        raise AssertionError
+
+    async def ready(self) -> None:
+        """Prepares every server anew; returns when each is ready, or away while others are ready."""
+        await self.close()  # what makes a server ready for the weights of before
+        self._error = None
+        for server in self.all:
+            server.ready, server.lost, server.away = False, False, ""
+            self._recover(server)
+        async with self._changed:
+            await self._changed.wait_for(self._settled)
+            self._raise()
+
+    async def close(self) -> None:
+        """Ends what is being prepared."""
+        tasks = [server.task for server in self.all if server.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _settled(self) -> bool:
+        some = any(server.ready for server in self.all)
+        known = all(server.ready or server.lost or (some and server.away) for server in self.all)
+        return self._error is not None or known
+
+    async def _next(self) -> Server:
+        """The ready server with the fewest questions, one more of which is counted."""
+        async with self._changed:
+            while True:
+                self._raise()
+                free = [s for s in self.all if s.ready and s.load < self.parallel]
+                if free:
+                    server = min(free, key=lambda s: s.load)
+                    server.load += 1
+                    return server
+                for server in self.all:
+                    if not server.ready:
+                        self._recover(server)
+                await self._changed.wait()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if all(server.lost for server in self.all):
+            told = "; ".join(f"{server.url}: {server.away}" for server in self.all)
+            raise EngineError(
+                f"no server has answered for {self.patience:g} seconds ({told}): see what it says, start it again and go on with "
+                "--resume, or give it longer, --sampler.patience SECONDS"
+            )
+
+    def _recover(self, server: Server) -> None:
+        """Has a server made ready, unless that is going on or was given up."""
+        if not server.lost and (server.task is None or server.task.done()):
+            server.task = asyncio.get_running_loop().create_task(self._until_ready(server))
+
+    async def _until_ready(self, server: Server) -> None:
+        deadline, wait = time.monotonic() + self.patience, _FIRST
+        while not server.ready:
+            try:
+                await self.prepare(server)
+                server.ready, server.away = True, ""
+            except AwayError as error:
+                server.away = str(error) or type(error).__name__
+                server.lost = time.monotonic() + wait > deadline
+            except Exception as error:  # a bug, too, has to reach whoever waits
+                self._error = error
+            async with self._changed:
+                self._changed.notify_all()
+            if server.ready or server.lost or self._error is not None:
+                return
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _MOST)

@@ -1,0 +1,79 @@
+"""SGLang: its native `/generate`, ids in and out, and `/update_weights_from_disk`.
+
+Source: sgl-project/sglang 0.5, python/sglang/srt/managers/io_struct.py and docs of the native API. Checked against answers of that
+form, not against a running server: it needs a GPU (docs/engines.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from policygrad.errors import EngineError
+from policygrad.samplers.base import Request
+from policygrad.samplers.engine import Drawn, EngineSampler
+from policygrad.samplers.http import AwayError
+from policygrad.weight_sync.folder import Publication, Write
+from policygrad.weight_sync.safetensors_folder import safetensors_writer
+
+
+class Sglang(EngineSampler):
+    """Servers of `sglang.launch_server`."""
+
+    name = "SGLang"
+    way_out = (
+        "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, in the learner's precision, as "
+        "`policygrad engine sglang --print` says"
+    )
+
+    def writer(self) -> Write:
+        return safetensors_writer(self.model, self.tokenizer.hf, head_too=False)
+
+    async def load(self, url: str, publication: Publication) -> None:
+        body = {
+            "model_path": str(publication.path),
+            "weight_version": publication.name,
+            "abort_all_requests": False,
+            "flush_cache": True,
+        }
+        told = await self.http.post(f"{url}/update_weights_from_disk", body, self.config.patience)
+        if not (isinstance(told, dict) and told.get("success")):
+            said = told.get("message") if isinstance(told, dict) else told
+            raise EngineError(f"{url} did not take over {publication.path}: {said}")
+
+    async def draw(self, url: str, request: Request, seed: int) -> Drawn:
+        sampling = request.sampling
+        if sampling.cuts_off:
+            raise EngineError("SGLang gives log-probabilities before top-k and top-p: leave top_k at 0 and top_p at 1")
+        wanted = {
+            "max_new_tokens": request.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "sampling_seed": seed,
+            "n": 1,
+            "stop_token_ids": sorted(self.tokenizer.end),
+        }
+        body: dict[str, Any] = {
+            "input_ids": request.tokens.tolist(),
+            "sampling_params": wanted,
+            "return_logprob": True,
+            "stream": False,
+        }
+        answer = await self.http.post(f"{url}/generate", body)
+        try:
+            about = answer["meta_info"]
+            if (about.get("finish_reason") or {}).get("type") == "abort":
+                raise AwayError(f"the request was aborted: {about['finish_reason'].get('message', '')}")
+            entries = about["output_token_logprobs"]
+            tokens = [int(token) for token in answer["output_ids"]]
+            if [int(entry[1]) for entry in entries] != tokens[: len(entries)]:
+                raise EngineError(f"{url} gives log-probabilities of other tokens than it has drawn")
+            return Drawn(tokens, [entry[0] for entry in entries])
+        except (KeyError, TypeError, IndexError) as error:
+            raise EngineError(
+                f"{url} does not answer as SGLang does ({type(error).__name__} {error}): is it one?"
+            ) from error

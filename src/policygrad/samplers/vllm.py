@@ -1,0 +1,105 @@
+"""vLLM: its OpenAI-compatible `/v1/completions`, ids in and out, and the endpoints of its development mode for weights.
+
+Source: vllm-project/vllm 0.32, vllm/entrypoints/openai/completion/protocol.py (`prompt` as ids, `logprobs`, `return_token_ids`,
+`seed`) and vllm/entrypoints/rl/online/api_router.py (`/pause`, `/resume`, `/weight_info`, `/update_weight_version`); tried with a
+server of that version (docs/engines.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from policygrad.errors import EngineError
+from policygrad.samplers.base import Request
+from policygrad.samplers.engine import Drawn, EngineSampler
+from policygrad.weight_sync.folder import Publication, Write
+from policygrad.weight_sync.safetensors_folder import safetensors_writer
+
+_ASKS = 10.0
+"""Seconds for a question that needs no computation."""
+
+
+class Vllm(EngineSampler):
+    """Servers of `vllm serve`."""
+
+    name = "vLLM"
+    way_out = (
+        "Start it with --logprobs-mode processed_logprobs --generation-config vllm, in the learner's precision, as "
+        "`policygrad engine vllm --print` says"
+    )
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.names: dict[str, str] = {}  # of the model, by address
+
+    def writer(self) -> Write:
+        # a reload of tied embeddings leaves the head as it was (vLLM 0.32): it is given twice
+        return safetensors_writer(self.model, self.tokenizer.hf, head_too=True)
+
+    async def greet(self, url: str) -> None:
+        listed = await self.http.get(f"{url}/v1/models", timeout=_ASKS)
+        try:
+            self.names[url] = str(listed["data"][0]["id"])
+        except (KeyError, TypeError, IndexError) as error:
+            raise EngineError(f"{url}/v1/models lists no model: is it a server of vLLM?") from error
+
+    async def load(self, url: str, publication: Publication) -> None:
+        told = await self._control(url, "GET", "/weight_info")
+        if isinstance(told, dict) and told.get("weight_version") == publication.name:
+            return
+        patience = self.config.patience
+        await self._control(url, "POST", "/pause?mode=keep")
+        try:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(publication.path)}}
+            await self._control(url, "POST", "/collective_rpc", body, patience)
+            await self._control(url, "POST", "/reset_prefix_cache")
+        finally:
+            await self._control(url, "POST", "/resume")
+        await self._control(url, "POST", "/update_weight_version", {"new_version": publication.name})
+
+    async def _control(
+        self, url: str, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = _ASKS
+    ) -> Any:
+        try:
+            if method == "GET":
+                return await self.http.get(url + path, timeout)
+            return await self.http.post(url + path, body, timeout)
+        except EngineError as error:
+            raise EngineError(
+                f"vLLM takes over weights in its development mode only: start it with VLLM_SERVER_DEV_MODE=1 in its environment "
+                f"({error})"
+            ) from error
+
+    async def draw(self, url: str, request: Request, seed: int) -> Drawn:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": self.names[url],
+            "prompt": request.tokens.tolist(),
+            "max_tokens": request.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": seed,
+            "n": 1,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "add_special_tokens": False,
+            "ignore_eos": False,
+            "stop_token_ids": sorted(self.tokenizer.end),
+            "stream": False,
+        }
+        answer = await self.http.post(f"{url}/v1/completions", body)
+        try:
+            choice = answer["choices"][0]
+            tokens, logp = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            if tokens is None:
+                raise EngineError(f"{url} gives no token ids: vLLM 0.11 or later does (return_token_ids)")
+            return Drawn(tokens, logp)
+        except (KeyError, TypeError, IndexError) as error:
+            raise EngineError(
+                f"{url} does not answer as vLLM does ({type(error).__name__} {error}): is it one?"
+            ) from error

@@ -1,0 +1,124 @@
+"""Engines without a network: servers that draw from a table in this process, each with a fault of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from policygrad.errors import EngineError
+from policygrad.models.tokenizer import Tokenizer
+from policygrad.samplers.base import Request
+from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.draw import log_probabilities
+from policygrad.samplers.engine import Drawn, EngineSampler
+from policygrad.samplers.http import AwayError
+from policygrad.weight_sync.folder import Publication, Write
+
+Fault = Callable[["Standin", Request, Drawn], Drawn]
+
+
+class Bigram(nn.Module):
+    """A language model that looks at one token: logits [V, V]."""
+
+    def __init__(self, vocabulary: int, spread: float = 3.0) -> None:
+        super().__init__()
+        made = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(0))
+        self.table = nn.Parameter(spread * made)
+        self.config = SimpleNamespace(save_pretrained=lambda folder: (folder / "config.json").write_text("{}"))
+
+    def get_input_embeddings(self) -> None: ...
+
+    def get_output_embeddings(self) -> None: ...
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.table[input_ids])
+
+
+@dataclass
+class Standin:
+    """A server: weights of its own, and what it does wrong."""
+
+    model: Bigram
+    fault: Fault = lambda server, request, drawn: drawn
+    top_k: int = 0
+    """Cut off at, whatever a request says."""
+    stale: bool = False
+    """Keeps the weights that it has."""
+    away: int = 0
+    """So many more questions are not answered."""
+    drawn: int = 0
+    loaded: int = 0
+
+
+class Standins(EngineSampler):
+    """A sampler whose servers are stand-ins."""
+
+    name, way_out = "stand-in", "Start it as it should be"
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Tokenizer, config: SamplerConfig, folder: Path, **more: Any
+    ) -> None:
+        super().__init__(model, tokenizer, config, folder, **more)
+        self.standins: dict[str, Standin] = {}
+        for url in config.urls:
+            self.standins[url] = Standin(copy.deepcopy(model))
+
+    def writer(self) -> Write:
+        def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
+            torch.save({name: tensor.detach() for name, tensor in tensors.items()}, folder / "weights.pt")
+
+        return write
+
+    async def load(self, url: str, publication: Publication) -> None:
+        server = self._there(url)
+        server.loaded += 1
+        if not server.stale:
+            server.model.load_state_dict(self.model.state_dict())
+
+    async def draw(self, url: str, request: Request, seed: int) -> Drawn:
+        server = self._there(url)
+        server.drawn += 1
+        await asyncio.sleep(0)  # others are asked meanwhile
+        asked = replace(request, sampling=replace(request.sampling, top_k=server.top_k))
+        return server.fault(server, request, walk(server.model.table, asked, seed, self.tokenizer.end))
+
+    def _there(self, url: str) -> Standin:
+        server = self.standins[url]
+        if server.away > 0:
+            server.away -= 1
+            raise AwayError("not there")
+        return server
+
+
+def walk(table: Tensor, request: Request, seed: int, end: frozenset[int]) -> Drawn:
+    """A completion drawn token by token from the logits [V, V]."""
+    rng, token, tokens, logps = np.random.default_rng(seed), int(request.tokens[-1]), [], []
+    while len(tokens) < request.max_tokens and not (tokens and token in end):
+        logp = log_probabilities(table[None, token].detach(), request.sampling)[0]
+        token = int((logp.double().exp().cumsum(0) < rng.random()).sum().clamp(max=len(logp) - 1))
+        tokens, logps = [*tokens, token], [*logps, float(logp[token])]
+    return Drawn(tokens, logps)
+
+
+def whole(server: Standin, request: Request, drawn: Drawn, temperature: float | None = None) -> Drawn:
+    """The same tokens with the log-probabilities of the whole distribution, at the temperature asked for, or another."""
+    ids = torch.cat([request.tokens, torch.tensor(drawn.tokens)])
+    heat = request.sampling.temperature if temperature is None else temperature
+    with torch.no_grad():
+        logits = server.model(input_ids=ids[None]).logits[0, len(request.tokens) - 1 : -1]
+    logp = (logits / heat).log_softmax(-1)
+    return Drawn(drawn.tokens, logp.gather(-1, torch.tensor(drawn.tokens)[:, None])[:, 0].tolist())
+
+
+def refused(server: Standin, request: Request, drawn: Drawn) -> Drawn:
+    """An id that it does not know."""
+    raise EngineError("400: token id out of vocabulary")

@@ -1,0 +1,231 @@
+"""What is said to vLLM and SGLang and heard from them, in the form that they document: no server of theirs is asked here.
+
+A real vLLM is asked by tests/samplers/test_vllm.py, where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from doubles.engine import Bigram
+from doubles.http_engines import FormServer, SglangForm, VllmForm
+from policygrad.errors import ConfigError, EngineError
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.engine import EngineSampler
+from policygrad.samplers.http import Http
+from policygrad.samplers.sglang import Sglang
+from policygrad.samplers.vllm import Vllm
+from policygrad.waiting import Waiter
+from policygrad.weight_sync.base import Published
+
+URL = "http://engine:8000"
+KINDS: dict[str, tuple[type[EngineSampler], type[FormServer]]] = {
+    "vllm": (Vllm, VllmForm),
+    "sglang": (Sglang, SglangForm),
+}
+Made = tuple[EngineSampler, Any]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(random_model: Path) -> Tokenizer:
+    return load_tokenizer(str(random_model), load_model(str(random_model), dtype="fp32", device="cpu"))
+
+
+@pytest.fixture
+def make(tokenizer: Tokenizer, tmp_path: Path) -> Callable[[str], Made]:
+    def made(name: str) -> Made:
+        sampler_class, form = KINDS[name]
+        model = Bigram(len(tokenizer.hf))
+        config = SamplerConfig(engine=name, urls=(URL,), patience=0.2)
+        sampler, server = (
+            sampler_class(model, tokenizer, config, tmp_path / "weights"),
+            form(model.table, tokenizer.end),
+        )
+        sampler.http = Http(5.0, server.transport)
+        return sampler, server
+
+    return made
+
+
+@pytest.fixture
+def wait() -> Iterator[Waiter]:
+    with Waiter() as waiter:
+        yield waiter
+
+
+def publish(sampler: EngineSampler, version: int) -> Published:
+    """Weights that are not what the server has."""
+    with torch.no_grad():
+        sampler.model.table.mul_(0.9)  # type: ignore[union-attr, operator]
+    return Published(version, dict(sampler.model.named_parameters()))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_are_taken_over_and_what_is_drawn_is_the_policys(name: str, make: Any, wait: Waiter) -> None:
+    sampler, server = make(name)
+    for version in (4, 5):
+        told = wait(sampler.update(publish(sampler, version)))
+        assert told["publication/probe_max"].value < 1e-5
+        assert server.version == sampler.published.name
+        assert server.version.startswith(f"v0000000{version}-")
+    [found] = wait(
+        sampler.generate([Request(torch.tensor([3, 9]), (1, 2), Sampling(temperature=0.7, max_tokens=6), 6)])
+    )
+    rows = torch.cat([torch.tensor([9]), found.tokens[:-1]])
+    own = (sampler.model.table[rows] / 0.7).log_softmax(-1).gather(-1, found.tokens[:, None])[:, 0]
+    assert torch.allclose(found.logp, own, atol=1e-5)
+    assert found.version == 5
+    assert [p.name for p in sampler.versions.root.iterdir() if p.is_dir()] == [server.version]
+
+
+def test_vllm_is_paused_while_it_reloads_and_its_prefixes_are_forgotten(make: Any, wait: Waiter) -> None:
+    sampler, server = make("vllm")
+    wait(sampler.update(publish(sampler, 0)))
+    reload = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache", "/resume", "/update_weight_version"]
+    assert server.paths == ["/v1/models", "/weight_info", *reload]
+    [rpc] = [body for path, body in server.asked if path == "/collective_rpc"]
+    assert rpc["method"] == "reload_weights"
+    assert rpc["kwargs"] == {"weights_path": str(sampler.published.path)}
+
+
+def test_nothing_of_a_servers_defaults_is_left_to_it(make: Any, wait: Waiter) -> None:
+    sampler, server = make("vllm")
+    wait(sampler.update(publish(sampler, 0)))
+    body = next(body for path, body in server.asked if path == "/v1/completions")
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+    assert {name: body[name] for name in neutral} == neutral
+    assert (body["model"], body["stream"], body["n"], body["stop_token_ids"]) == ("served", False, 1, [1])
+    sampler, server = make("sglang")
+    wait(sampler.update(publish(sampler, 0)))
+    body = next(body for path, body in server.asked if path == "/generate")["sampling_params"]
+    neutral |= {"top_k": -1}
+    assert {name: body[name] for name in neutral} == neutral
+
+
+def test_vllm_with_raw_log_probabilities_is_refused_with_its_flag(make: Any, wait: Waiter) -> None:
+    sampler, server = make("vllm")
+    server.raw = True
+    with pytest.raises(EngineError, match=r"before the temperature. Start it with --logprobs-mode processed_logprobs"):
+        wait(sampler.update(publish(sampler, 0)))
+
+
+def test_vllm_outside_its_development_mode_is_refused_with_the_variable(make: Any, wait: Waiter) -> None:
+    sampler, server = make("vllm")
+    server.developing = False
+    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+        wait(sampler.update(publish(sampler, 0)))
+
+
+def test_sglang_that_cannot_read_the_weights_says_so(make: Any, wait: Waiter) -> None:
+    sampler, server = make("sglang")
+    server.broken = True
+    with pytest.raises(EngineError, match="Failed to get weights iterator"):
+        wait(sampler.update(publish(sampler, 0)))
+
+
+def test_sglang_is_not_asked_for_a_distribution_whose_probabilities_it_does_not_tell(make: Any, wait: Waiter) -> None:
+    sampler, _ = make("sglang")
+    wait(sampler.update(publish(sampler, 0)))
+    request = Request(torch.tensor([3]), (1,), Sampling(top_k=5), 4)
+    with pytest.raises(EngineError, match="before top-k and top-p"):
+        wait(sampler.generate([request]))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_somebody_else_who_answers_there_is_refused(name: str, make: Any, wait: Waiter) -> None:
+    sampler, server = make(name)
+    server.tell = lambda path, body: {"success": True, "data": [{"id": "x"}], "weight_version": "none"}
+    with pytest.raises(EngineError, match="is it one"):
+        wait(sampler.update(publish(sampler, 0)))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_greedy_is_certain_whatever_the_engine_says_of_it(name: str, make: Any, wait: Waiter) -> None:
+    sampler, _ = make(name)
+    wait(sampler.update(publish(sampler, 0)))
+    asked = Request(torch.tensor([3]), (1,), Sampling(temperature=0.0, max_tokens=4), 4)
+    [found] = wait(sampler.generate([asked]))
+    assert found.logp.tolist() == [0.0] * len(found.tokens)
+
+
+def test_an_output_head_that_is_tied_is_written_twice_for_vllm(
+    random_model: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A reload by vLLM 0.32 leaves a tied head as it was: tests/samplers/test_vllm.py sees it."""
+    from safetensors.torch import load_file
+
+    model = load_model(str(random_model), dtype="fp32", device="cpu")
+    tensors = dict(model.named_parameters())
+    assert "lm_head.weight" not in tensors
+    for engine, heads in ((Vllm, 1), (Sglang, 0)):
+        config = SamplerConfig(engine=engine.__name__.lower(), urls=(URL,))
+        sampler = engine(model, tokenizer, config, tmp_path / engine.__name__)
+        found = sampler.versions.publish(Published(0, tensors))
+        written = load_file(found.path / "model.safetensors")
+        assert len(written) == len(tensors) + heads
+        assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+        if heads:
+            assert torch.equal(written["lm_head.weight"], tensors["model.embed_tokens.weight"])
+        assert (found.path / "config.json").is_file()
+        assert (found.path / "tokenizer.json").is_file()
+
+
+def test_engines_that_are_started_by_hand_need_addresses() -> None:
+    with pytest.raises(ConfigError, match=r"policygrad engine vllm --print.*--sampler.urls"):
+        SamplerConfig(engine="vllm")
+
+
+def test_a_model_with_adapters_is_refused(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = load_model(str(random_model), dtype="fp32", device="cpu")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(EngineError, match="train without LoRA"):
+        Vllm(adapted, tokenizer, SamplerConfig(engine="vllm", urls=(URL,)), tmp_path)
+
+
+def test_an_answer_that_was_recorded_from_vllm(make: Any, wait: Waiter) -> None:
+    """Of version 0.32, to ids of the embedded model at temperature 2, seed 3; shortened by what is not read."""
+    answer = {
+        "id": "cmpl-b6070f7e5641e197",
+        "object": "text_completion",
+        "model": "policy",
+        "choices": [
+            {
+                "index": 0,
+                "text": "Solve for </answer>",
+                "logprobs": {
+                    "text_offset": [0, 10, 19],
+                    "token_logprobs": [-5.219334125518799, -3.8465323448181152, -0.00394043792039156],
+                    "tokens": ["Solve for ", "</answer>", "<eos>"],
+                    "top_logprobs": [
+                        {"Solve for ": -5.219334125518799},
+                        {"</answer>": -3.8465323448181152},
+                        {"<eos>": -0.0039},
+                    ],
+                },
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "token_ids": [447, 275, 1],
+                "prompt_logprobs": None,
+                "prompt_token_ids": [5, 70, 300, 40],
+            }
+        ],
+    }
+    sampler, server = make("vllm")
+    wait(sampler.update(publish(sampler, 0)))
+    tell = server.tell
+    server.tell = lambda path, body: answer if path == "/v1/completions" else tell(path, body)
+    request = Request(torch.tensor([5, 70, 300, 40]), (1,), Sampling(temperature=2.0, max_tokens=8), 8)
+    [found] = wait(sampler.generate([request, replace(request)]))[:1]
+    assert found.tokens.tolist() == [447, 275, 1]
+    assert found.logp.tolist() == pytest.approx([-5.219334125518799, -3.8465323448181152, -0.00394043792039156])
+    assert found.finish_reason == "stop"

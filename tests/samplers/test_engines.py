@@ -1,0 +1,333 @@
+"""What is held of every engine: what comes back is checked, servers are compared with the learner, and one that is away is made
+ready again. The servers here are tables in this process, with faults; real ones are in the files named after them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+import policygrad as pg
+from doubles.engine import Bigram, Fault, Standins, refused, whole
+from policygrad.errors import ConfigError, EngineError
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.engine import Drawn
+from policygrad.samplers.http import AwayError, Http
+from policygrad.waiting import Waiter
+from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.folder import VersionFolder
+
+ONE, TWO = "http://one", "http://two"
+Make = Callable[..., Standins]
+
+
+@pytest.fixture
+def wait() -> Iterator[Waiter]:
+    with Waiter() as waiter:
+        yield waiter
+
+
+@pytest.fixture(scope="module")
+def tokenizer(random_model: Path) -> Tokenizer:
+    return load_tokenizer(str(random_model), load_model(str(random_model), dtype="fp32", device="cpu"))
+
+
+@pytest.fixture
+def make(tokenizer: Tokenizer, tmp_path: Path) -> Make:
+    def made(*urls: str, **options: Any) -> Standins:
+        config = SamplerConfig(engine="llama_cpp", urls=urls or (ONE,), **{"patience": 0.2, **options})
+        return Standins(Bigram(len(tokenizer.hf)), tokenizer, config, tmp_path / "weights")
+
+    return made
+
+
+def weights(sampler: Standins, version: int, change: float = 0.0) -> Published:
+    """The model's own tensors, each moved by `change`."""
+    with torch.no_grad():
+        for parameter in sampler.model.parameters():
+            parameter.add_(change * torch.sin(torch.arange(parameter.numel()).float()).view_as(parameter))
+    return Published(version, dict(sampler.model.named_parameters()))
+
+
+def request(i: int = 0, max_tokens: int = 8) -> Request:
+    return Request(torch.tensor([5, 70, 300]), (1, i), Sampling(max_tokens=max_tokens), max_tokens)
+
+
+def test_what_is_drawn_is_the_policys_and_says_its_version(make: Make, wait: Waiter) -> None:
+    sampler = make()
+    told = wait(sampler.update(weights(sampler, 3)))
+    found = wait(sampler.generate([request(i) for i in range(5)]))
+    assert [g.version for g in found] == [3] * 5
+    assert all(g.finish_reason == "stop" or len(g.tokens) == 8 for g in found)
+    assert told["publication/bytes"].value > 4 * sum(p.numel() for p in sampler.model.parameters())
+    assert told["publication/seconds"].value > 0
+    assert told["publication/probe_max"].value < 1e-5
+
+
+def test_the_same_key_draws_the_same_and_another_another(make: Make, wait: Waiter) -> None:
+    sampler = make()
+    wait(sampler.update(weights(sampler, 0)))
+    asked = [request(i, 16) for i in range(4)]
+    first, again = wait(sampler.generate(asked)), wait(sampler.generate(asked[::-1]))[::-1]
+    assert [g.tokens.tolist() for g in first] == [g.tokens.tolist() for g in again]
+    assert len({tuple(g.tokens.tolist()) for g in first}) == 4
+
+
+def raw(server: Any, request: Request, drawn: Drawn) -> Drawn:
+    return whole(server, request, drawn, temperature=1.0)
+
+
+def noisy(server: Any, request: Request, drawn: Drawn) -> Drawn:
+    return replace(drawn, logp=[x - 0.025 * (i % 2) for i, x in enumerate(drawn.logp)])
+
+
+@pytest.mark.parametrize(
+    ("fault", "top_k", "words"),
+    [
+        (raw, 0, "before the temperature"),
+        (None, 40, "each is larger: it cuts unlikely tokens off"),
+        (whole, 40, "cuts unlikely tokens off (top-k, top-p, min-p) and says nothing of it"),
+        (noisy, 0, "up to 0.025 nats"),
+        (refused, 0, "does not answer as stand-in does: 400: token id out of vocabulary"),
+    ],
+)
+def test_a_server_that_draws_from_something_else_is_refused(
+    make: Make, wait: Waiter, fault: Fault | None, top_k: int, words: str
+) -> None:
+    sampler = make()
+    server = sampler.standins[ONE]
+    server.top_k, server.fault = top_k, fault or server.fault
+    with pytest.raises(EngineError) as error:
+        wait(sampler.update(weights(sampler, 0)))
+    assert words in str(error.value)
+    assert "Start it as it should be" in str(error.value)
+
+
+def test_a_server_that_keeps_old_weights_is_refused(make: Make, wait: Waiter) -> None:
+    sampler = make(ONE, TWO)
+    wait(sampler.update(weights(sampler, 0)))
+    sampler.standins[TWO].stale = True
+    with pytest.raises(EngineError, match=r"http://two: its log-probabilities differ .* an older version"):
+        wait(sampler.update(weights(sampler, 1, 1e-3)))
+
+
+def test_what_an_update_of_the_smallest_kind_changes_is_within_the_tolerance_that_is_asked_for(
+    make: Make, wait: Waiter
+) -> None:
+    sampler = make(tolerance=1.0)
+    wait(sampler.update(weights(sampler, 0)))
+    sampler.standins[ONE].stale = True
+    wait(sampler.update(weights(sampler, 1, 1e-3)))  # stale, and nobody asked to see it
+    assert sampler.verdict is not None
+    assert 1e-4 < sampler.verdict.difference < 1.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lambda s, r, d: replace(d, logp=d.logp[:-1]), "7 log-probabilities for 8 tokens"),
+        (lambda s, r, d: replace(d, logp=[-9999.0, *d.logp[1:]]), "a placeholder"),
+        (lambda s, r, d: replace(d, logp=[float("-inf"), *d.logp[1:]]), "-inf as a log-probability"),
+        (lambda s, r, d: replace(d, logp=[float("nan"), *d.logp[1:]]), "nan as a log-probability"),
+        (lambda s, r, d: replace(d, logp=[None, *d.logp[1:]]), "None as a log-probability"),
+        (lambda s, r, d: replace(d, logp=[0.3, *d.logp[1:]]), "0.3 as a log-probability"),
+        (lambda s, r, d: Drawn(d.tokens[:3], d.logp[:3]), "ends after 3 of 8 tokens"),
+    ],
+)
+def test_what_no_rollout_can_be_made_of_is_refused(make: Make, wait: Waiter, fault: Fault, words: str) -> None:
+    sampler = make()
+    wait(sampler.update(weights(sampler, 0)))
+    sampler.standins[ONE].fault = lambda s, r, d: fault(s, r, Drawn([7] * 8, [-1.0] * 8))
+    with pytest.raises(EngineError) as error:
+        wait(sampler.generate([request()]))
+    assert words in str(error.value)
+
+
+def test_what_comes_after_an_end_token_is_cut_off(make: Make, wait: Waiter) -> None:
+    sampler = make()
+    wait(sampler.update(weights(sampler, 0)))
+    sampler.standins[ONE].fault = lambda s, r, d: Drawn([7, 1, 8, 1], [-1.0, -2.0, -3.0, -4.0])
+    [found] = wait(sampler.generate([request()]))
+    assert (found.tokens.tolist(), found.logp.tolist(), found.finish_reason) == ([7, 1], [-1.0, -2.0], "stop")
+
+
+def test_the_server_with_the_fewest_questions_is_asked_next(make: Make, wait: Waiter) -> None:
+    sampler = make(ONE, TWO, parallel=3)
+    wait(sampler.update(weights(sampler, 0)))
+    before = [s.drawn for s in sampler.standins.values()]
+    wait(sampler.generate([request(i) for i in range(40)]))
+    asked = [s.drawn - n for s, n in zip(sampler.standins.values(), before, strict=True)]
+    assert sum(asked) == 40
+    assert min(asked) >= 15
+
+
+def test_questions_of_a_server_that_goes_away_move_and_it_is_given_the_weights_again(make: Make, wait: Waiter) -> None:
+    sampler = make(ONE, TWO, patience=5.0)
+    wait(sampler.update(weights(sampler, 0)))
+    alone = wait(sampler.generate([request(i) for i in range(12)]))
+    first = sampler.standins[ONE]
+    first.away, loaded, drawn = 3, first.loaded, first.drawn
+    found = wait(sampler.generate([request(i) for i in range(12)]))
+    assert [g.tokens.tolist() for g in found] == [g.tokens.tolist() for g in alone]
+    assert sampler.servers.moved >= 1
+    for i in range(200):  # it comes back while others are asked
+        wait(sampler.generate([request(i)]))
+        if sampler.servers.all[0].ready:
+            break
+    assert first.loaded == loaded + 1
+    assert first.drawn >= drawn + 48  # it was probed
+    told = wait(sampler.update(weights(sampler, 1)))
+    assert told["publication/asked_again"].value >= 1
+    assert wait(sampler.update(weights(sampler, 2)))["publication/asked_again"].value == 0
+
+
+def test_without_any_server_it_ends_with_each_ones_reason(make: Make, wait: Waiter) -> None:
+    sampler = make(ONE, TWO)
+    for server in sampler.standins.values():
+        server.away = 10**6
+    with pytest.raises(EngineError, match=r"for 0.2 seconds .http://one: not there; http://two: not there.*--resume"):
+        wait(sampler.update(weights(sampler, 0)))
+
+
+def test_a_bug_while_a_server_is_made_ready_is_raised_and_not_waited_for(make: Make, wait: Waiter) -> None:
+    sampler = make()
+    sampler.standins.clear()
+    with pytest.raises(KeyError, match="http://one"):
+        wait(sampler.update(weights(sampler, 0)))
+
+
+def test_one_server_that_is_away_does_not_keep_the_others_from_work(make: Make, wait: Waiter) -> None:
+    sampler = make(ONE, TWO)
+    sampler.standins[TWO].away = 10**6
+    for version in range(3):
+        wait(sampler.update(weights(sampler, version, 1e-3)))
+        assert [g.version for g in wait(sampler.generate([request(i) for i in range(4)]))] == [version] * 4
+    sampler.standins[TWO].away = 0
+    wait(sampler.update(weights(sampler, 3, 1e-3)))
+    assert all(server.ready for server in sampler.servers.all)
+
+
+def test_a_question_that_servers_fail_at_is_not_asked_for_ever(make: Make, wait: Waiter) -> None:
+    sampler = make(patience=10.0)
+    wait(sampler.update(weights(sampler, 0)))
+
+    def fails(server: Any, asked: Request, drawn: Drawn) -> Drawn:
+        if len(asked.tokens) == 3:  # not the probe's
+            raise AwayError("500 it cannot")
+        return drawn
+
+    sampler.standins[ONE].fault = fails
+    with pytest.raises(EngineError, match=r"asked 10 times, the last time http://one: 500 it cannot"):
+        wait(sampler.generate([request()]))
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (lambda r: httpx.Response(503, text="loading"), AwayError, "503 loading"),
+        (lambda r: httpx.Response(429), AwayError, "429"),
+        (lambda r: httpx.Response(404, text="Not Found"), EngineError, "http://one/x answers 404: Not Found"),
+        (lambda r: httpx.Response(302), EngineError, "answers 302"),
+    ],
+)
+def test_what_a_server_answers_is_later_or_no(answer: Any, error: type[Exception], words: str, wait: Waiter) -> None:
+    http = Http(1.0, httpx.MockTransport(answer))
+    with pytest.raises(error, match=words):
+        wait(http.post(f"{ONE}/x", {}))
+
+
+def test_a_connection_that_breaks_is_later(wait: Waiter) -> None:
+    def broken(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("timed out", request=request)
+
+    with pytest.raises(AwayError, match="ReadTimeout timed out"):
+        wait(Http(1.0, httpx.MockTransport(broken)).get(ONE))
+
+
+def test_an_interrupted_call_ends_what_it_has_asked(wait: Waiter) -> None:
+    """It would go on beside the next call, with the weights of before."""
+    ended: list[str] = []
+
+    async def asks() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        wait(asks())
+    assert ended == ["cancelled"]
+    assert wait(asyncio.sleep(0, "goes on")) == "goes on"
+
+
+def test_an_engine_draws_nothing_before_it_has_weights(make: Make, wait: Waiter) -> None:
+    with pytest.raises(EngineError, match="no weights"):
+        wait(make().generate([request()]))
+
+
+def test_a_version_is_there_whole_and_the_older_ones_go(tmp_path: Path) -> None:
+    folder = VersionFolder(
+        tmp_path / "w", lambda tensors, path: (path / "file").write_text(str(sorted(tensors))) and None
+    )
+    first = folder.publish(Published(0, {"a": torch.zeros(1)}))
+    second = folder.publish(Published(1, {"b": torch.zeros(1)}))
+    (tmp_path / "w" / ".tmp-v00000009-0123abcd").mkdir()  # of a process that was killed
+    (tmp_path / "w" / "vacation").mkdir()  # somebody's
+    assert first.path != second.path
+    assert (first.path / "file").exists()  # a server may still read it
+    folder.sweep(second)
+    assert sorted(p.name for p in (tmp_path / "w").iterdir()) == ["current.json", second.name, "vacation"]
+    assert (second.version, second.bytes) == (1, len("['b']"))
+    folder.remove()
+    assert [p.name for p in (tmp_path / "w").iterdir()] == ["vacation"]
+    (tmp_path / "w" / "vacation").rmdir()
+    folder.remove()
+    assert not (tmp_path / "w").exists()
+
+
+def test_what_cannot_be_written_leaves_the_version_before(tmp_path: Path) -> None:
+    def write(tensors: Any, path: Path) -> None:
+        (path / "part").write_text("half")
+        if "bad" in tensors:
+            raise OSError(28, "No space left on device")
+
+    folder = VersionFolder(tmp_path, write)
+    kept = folder.publish(Published(0, {}))
+    with pytest.raises(EngineError, match=r"No space left on device.*--sampler.folder"):
+        folder.publish(Published(1, {"bad": torch.zeros(1)}))
+    assert kept.name in (tmp_path / "current.json").read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["current.json", kept.name])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"engine": "llama"}, "one of local, llama_cpp"),
+        ({"urls": ("http://a",)}, "sampler.engine is local"),
+        ({"engine": "llama_cpp", "urls": ("a:80",)}, "addresses such as"),
+        ({"engine": "llama_cpp", "urls": ("http://a", "http://a")}, "twice"),
+        ({"engine": "llama_cpp", "parallel": 0}, "parallel must be at least 1"),
+        ({"engine": "llama_cpp", "timeout": float("inf")}, "finite"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SamplerConfig(**options)
+
+
+def test_an_engine_and_a_sampler_from_python_are_one_too_many(small: pg.Run, tmp_path: Path) -> None:
+    run = replace(small, sampler=SamplerConfig(engine="llama_cpp"), output=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"sampler= was given, and sampler.engine is llama_cpp"):
+        pg.train(run, sampler=lambda model, tokenizer: pg.LocalSampler.of(model, tokenizer), display=False)

@@ -1,0 +1,258 @@
+"""The native llama.cpp server, the real one: what it draws is the policy, and its death costs nothing."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import policygrad as pg
+from policygrad.errors import EngineError
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.llama_cpp import LlamaCpp
+from policygrad.training.callbacks import Callback
+from policygrad.training.engines import engine_sampler
+from policygrad.waiting import Waiter
+from policygrad.weight_sync.base import Published
+
+pytest.importorskip("xllamacpp")
+CONFIG = SamplerConfig(engine="llama_cpp", context=256, parallel=4, patience=60.0)
+SIZES = {
+    "vocab_size": 487,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+STRETCHED = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.fixture
+def wait() -> Iterator[Waiter]:
+    with Waiter() as waiter:
+        yield waiter
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("tiny", load_model("tiny", dtype="fp32", device="cpu"))
+
+
+def published(model: Any, version: int, change: float = 0.0) -> Published:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(change * torch.sin(torch.arange(parameter.numel()).float()).view_as(parameter))
+    return Published(version, dict(model.named_parameters()))
+
+
+def asked(count: int, max_tokens: int = 16) -> list[Request]:
+    return [
+        Request(torch.tensor([5, 70, 300, 40]), (1, i), Sampling(max_tokens=max_tokens), max_tokens)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", {"attention_bias": True}),
+        ("llama", {"rope_parameters": STRETCHED}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    ],
+)
+def test_an_architecture_is_written_so_that_the_server_agrees_to_1e_4_nats(
+    kind: str, more: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path, wait: Waiter
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | more)).eval()
+    sampler = LlamaCpp(model, tokenizer, CONFIG, tmp_path)
+    try:
+        wait(sampler.update(published(model, 0, 0.01)))
+        assert sampler.verdict is not None
+        assert sampler.verdict.tokens > 300
+        assert sampler.verdict.difference < 1e-4
+    finally:
+        wait(sampler.close())
+
+
+def test_what_llama_cpp_is_not_given_is_refused_before_anything_starts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    other = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=487)
+    )
+    with pytest.raises(
+        EngineError, match=r"llama, mistral, qwen2, qwen3, and this one is a gpt2: take --sampler.engine"
+    ):
+        LlamaCpp(other, tokenizer, CONFIG, tmp_path)
+    stretched = AutoConfig.for_model("llama", **SIZES, rope_parameters=STRETCHED | {"rope_type": "yarn"})
+    with pytest.raises(EngineError, match="stretches its positions by 'yarn'"):
+        LlamaCpp(AutoModelForCausalLM.from_config(stretched), tokenizer, CONFIG, tmp_path)
+
+
+def test_a_server_that_does_not_start_is_given_up_with_its_own_words(
+    tokenizer: Tokenizer, tmp_path: Path, wait: Waiter
+) -> None:
+    model = load_model("tiny", dtype="fp32", device="cpu")
+    sampler = LlamaCpp(model, tokenizer, replace(CONFIG, patience=3.0), tmp_path)
+    sampler.versions.write = lambda tensors, folder: (folder / "model.gguf").write_text("no such thing") and None
+    try:
+        with pytest.raises(EngineError, match=r"no server has answered for 3 seconds .*llama.cpp does not start with"):
+            wait(sampler.update(published(model, 0)))
+    finally:
+        wait(sampler.close())
+
+
+def native(sampler: LlamaCpp) -> int:
+    """The process that serves, below the one that watches."""
+    assert sampler.process is not None
+    assert sampler.process.process is not None
+    [child] = (
+        Path(f"/proc/{sampler.process.process.pid}/task/{sampler.process.process.pid}/children").read_text().split()
+    )
+    return int(child)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes in /proc")
+def test_a_server_that_is_killed_in_the_middle_comes_back_with_its_weights(
+    tokenizer: Tokenizer, tmp_path: Path, wait: Waiter
+) -> None:
+    model = load_model("tiny", dtype="fp32", device="cpu")
+    sampler = LlamaCpp(model, tokenizer, CONFIG, tmp_path / "weights")
+    wait(sampler.update(published(model, 0)))
+    wait(sampler.update(published(model, 7, 1e-3)))
+    server, watcher = native(sampler), sampler.process and sampler.process.process
+
+    drawing = sampler.draw
+    begun: list[int] = []
+
+    async def killing(url: str, request: Request, seed: int) -> Any:
+        begun.append(seed)
+        if len(begun) == 10:
+            os.kill(server, signal.SIGKILL)
+        return await drawing(url, request, seed)
+
+    sampler.draw = killing  # type: ignore[method-assign]
+    found = wait(sampler.generate(asked(40)))
+    assert len(found) == 40
+    assert {g.version for g in found} == {7}
+    assert sampler.servers.moved >= 1
+    assert native(sampler) != server
+
+    assert watcher is not None
+    server = native(sampler)
+    watcher.kill()  # the one that watches, too: its server goes with it
+    watcher.wait()
+    gone(server)
+    assert len(wait(sampler.generate(asked(8)))) == 8
+    served = native(sampler)
+    wait(sampler.close())
+    assert not (tmp_path / "weights").exists()
+    gone(served)
+
+
+def gone(pid: int) -> None:
+    """Returns when the process has ended."""
+    subprocess.run(["tail", f"--pid={pid}", "-f", "/dev/null"], timeout=60, check=True)
+
+
+class Killing(Callback):
+    """Kills the server after the second step."""
+
+    def step(self, trainer: Any, step: int, metrics: Any) -> None:
+        if step == 2:
+            os.kill(native(trainer.resources.rollouter.sampler), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes in /proc")
+def test_a_run_learns_goes_on_after_a_kill_and_resumes(tmp_path: Path) -> None:
+    run = pg.Run(
+        sampler=replace(CONFIG, parallel=16),
+        steps=5,
+        prompts_per_step=32,
+        evaluation=pg.Evaluation(problems=48, samples=2),
+        output=str(tmp_path / "run"),
+    )
+    first = pg.train(run, stop_after=3, display=False, callbacks=[Killing()])
+    assert first.steps == 3
+    assert not (tmp_path / "run" / "weights").exists()
+    whole = pg.train(resume=tmp_path / "run", display=False)
+    assert whole.steps == 5
+    assert whole.before is not None
+    assert whole.after is not None
+    assert whole.after - whole.before > 0.3
+    rows = [row for row in map(_json, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert all(row["publication/bytes"] > 2e6 and row["publication/seconds"] > 0 for row in rows)
+    assert all(row["publication/probe_max"] < 1e-4 for row in rows)
+    assert all(row["staleness/max"] == 0 for row in rows if not row.get("dynamic/carried"))
+
+
+def _json(line: str) -> dict[str, Any]:
+    import json
+
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+@pytest.mark.slow
+def test_a_server_of_its_own_follows_the_folder_of_the_run(
+    tokenizer: Tokenizer, tmp_path: Path, wait: Waiter, run_command: Any
+) -> None:
+    """Started as `policygrad engine` says, and named by its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = f"--folder {tmp_path}/shared --port {port} --parallel 4 --context 256 --threads 1".split()
+    code, said, _ = run_command("engine", "llama_cpp", *where, "--print")
+    assert code == 0
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(shlex.split(said), stdout=subprocess.DEVNULL) as server:
+        try:
+            model = load_model("tiny", dtype="fp32", device="cpu")
+            config = replace(CONFIG, urls=(url,), folder=str(tmp_path / "shared"))
+            sampler = engine_sampler(config, model, tokenizer, tmp_path / "run", 1.0)
+            wait(sampler.update(published(model, 0)))
+            code, told, _ = run_command("engine", "check", url, "--parallel", "4")
+            assert (code, "draws from tiny" in told) == (0, True)
+            wait(sampler.update(published(model, 1, 1e-3)))
+            assert {g.version for g in wait(sampler.generate(asked(4)))} == {1}
+            code, _, told = run_command(
+                "engine", "check", url, "--parallel", "4"
+            )  # it is no longer the model that it was
+            assert (code, "its log-probabilities differ from the learner's" in told) == (2, True)
+            other = replace(config, folder=str(tmp_path / "other"), patience=0.5)
+            elsewhere = engine_sampler(other, model, tokenizer, tmp_path, 1.0)
+            with pytest.raises(EngineError, match=r"it still serves v00000001.*--sampler.folder"):
+                wait(elsewhere.update(published(model, 2)))
+            wait(elsewhere.close())
+            wait(sampler.close())
+        finally:
+            server.terminate()

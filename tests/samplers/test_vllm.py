@@ -1,0 +1,129 @@
+"""A real vLLM: what it draws is the policy, before and after its weights are replaced. Where there is one: `make test-vllm`.
+
+POLICYGRAD_VLLM names a virtual environment of its own with vLLM 0.32, on a GPU or a CPU; it is started as `policygrad engine` says.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import policygrad as pg
+from policygrad.commands.engine import EngineOptions, command
+from policygrad.errors import EngineError
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import load_tokenizer
+from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.vllm import Vllm
+from policygrad.waiting import Waiter
+from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.safetensors_folder import safetensors_writer
+
+VENV = os.environ.get("POLICYGRAD_VLLM", "")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not VENV, reason="POLICYGRAD_VLLM names no environment with vLLM")]
+START = 300.0
+"""Seconds that a server may take to start."""
+
+
+@contextmanager
+def serving(folder: Path, *without: str) -> Iterator[str]:
+    """A server of the embedded model. without: options that are left away, with their value."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment, words = command(EngineOptions("vllm", model="tiny", port=port, context=512))
+    for option in without:
+        at = words.index(option)
+        words = [*words[:at], *words[at + 2 :]]
+    words = [f"{VENV}/bin/{words[0]}", *words[1:], "--enforce-eager", *shlex.split(os.environ.get("VLLM_ARGS", ""))]
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with (folder / "vllm.log").open("wb") as log:
+        process = subprocess.Popen(words, env=clean | quiet | environment, stdout=log, stderr=log)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("vllm")) as found:
+        yield found
+
+
+@pytest.fixture
+def wait() -> Iterator[Waiter]:
+    with Waiter() as waiter:
+        yield waiter
+
+
+def made(url: str, folder: Path) -> Vllm:
+    model = load_model("tiny", dtype="fp32", device="cpu")
+    config = SamplerConfig(engine="vllm", urls=(url,), patience=START)
+    return Vllm(model, load_tokenizer("tiny", model), config, folder / "weights")
+
+
+def changed(model: Any, version: int, change: float) -> Published:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + change * torch.sin(torch.arange(parameter.numel()).float()).view_as(parameter))
+    return Published(version, dict(model.named_parameters()))
+
+
+def test_its_weights_are_replaced_and_it_agrees_to_1e_4_nats(url: str, tmp_path: Path, wait: Waiter) -> None:
+    sampler = made(url, tmp_path)
+    for version in range(3):
+        told = wait(sampler.update(changed(sampler.model, version, 0.02)))
+        assert told["publication/probe_max"].value < 1e-4
+    asked = [Request(torch.tensor([5, 70, 300]), (1, i), Sampling(max_tokens=8), 8) for i in range(40)]
+    found = wait(sampler.generate(asked))
+    assert {g.version for g in found} == {2}
+    assert len({tuple(g.tokens.tolist()) for g in found}) > 10
+    wait(sampler.close())
+
+
+def test_a_reload_that_leaves_the_tied_head_as_it_was_is_seen(url: str, tmp_path: Path, wait: Waiter) -> None:
+    """The fault of vLLM 0.32 that writing the head twice is a way around."""
+    sampler = made(url, tmp_path)
+    wait(sampler.update(changed(sampler.model, 0, 0.0)))
+    sampler.versions.write = safetensors_writer(sampler.model, sampler.tokenizer.hf)
+    with pytest.raises(EngineError, match="other weights, an older version"):
+        wait(sampler.update(changed(sampler.model, 1, 0.02)))
+    wait(sampler.close())
+
+
+def test_a_run_learns(url: str, tmp_path: Path) -> None:
+    run = pg.Run(
+        sampler=SamplerConfig(engine="vllm", urls=(url,), patience=START),
+        steps=5,
+        prompts_per_step=32,
+        evaluation=pg.Evaluation(problems=48, samples=2),
+        output=str(tmp_path / "run"),
+    )
+    found = pg.train(run, display=False)
+    assert found.before is not None
+    assert found.after is not None
+    assert found.after - found.before > 0.3
+
+
+@pytest.mark.parametrize(
+    ("option", "words"), [("--logprobs-mode", "before the temperature"), ("--dtype", "lower precision")]
+)
+def test_what_is_left_away_is_noticed(option: str, words: str, tmp_path: Path, wait: Waiter) -> None:
+    with serving(tmp_path, option) as url:
+        sampler = made(url, tmp_path)
+        with pytest.raises(EngineError, match=words):
+            wait(sampler.update(changed(sampler.model, 0, 0.0)))
+        wait(sampler.close())
