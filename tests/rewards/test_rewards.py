@@ -141,6 +141,7 @@ def test_known_rewards_resolve_to_themselves():
     assert known_rewards() == [
         "exact_match",
         "format",
+        "gsm8k",
         "math",
         "reasoning_gym",
         "reasoning_gym_partial",
