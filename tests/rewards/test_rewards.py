@@ -139,6 +139,7 @@ def test_reasoning_gym_scorer_that_cannot_read_the_answer_says_wrong():
 
 def test_known_rewards_resolve_to_themselves():
     assert known_rewards() == [
+        "code",
         "exact_match",
         "format",
         "gsm8k",
