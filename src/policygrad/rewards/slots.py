@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from policygrad.rewards.answers import Asked
 from policygrad.rewards.subprocess import WorkerProcess
+from policygrad.rewards.walled import NONE
 from policygrad.rewards.wire import Chunk, WorkerStart
 
 START_LIMIT = 120.0  # seconds for a worker to import what its functions need; not part of any sample's budget
@@ -38,6 +39,7 @@ class Slot:
     start: WorkerStart
     variables: Sequence[str] = ()  # of the environment, by name
     limit: float = START_LIMIT  # seconds for its start
+    sandbox: str = NONE  # the wall that its worker is behind
     worker: WorkerProcess | None = None
     ready: bool = False
     started: bool = False  # a worker has been ready here
@@ -65,7 +67,7 @@ class Slot:
         return Asked(self.answered, lengths, self.start.functions[function][2])
 
     def launch(self) -> None:
-        self.worker, self.ready, self.answered = WorkerProcess(self.start, self.variables), False, 0
+        self.worker, self.ready, self.answered = WorkerProcess(self.start, self.variables, self.sandbox), False, 0
         self.wind(self.limit)
 
     def wind(self, seconds: float) -> None:

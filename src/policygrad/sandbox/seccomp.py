@@ -27,7 +27,6 @@ _BOTH: _Table = {
     "process_madvise": 440,
     "process_mrelease": 448,
     "pidfd_send_signal": 424,
-    "pidfd_open": 434,
     "pidfd_getfd": 438,
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
