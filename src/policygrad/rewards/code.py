@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.code_rows import tests_of, whole_program
+from policygrad.rewards.code_rows import exam_of, whole_program
 from policygrad.rewards.memory import size
 from policygrad.sandbox import Dialogue, Limits, converse, examine, standing
 
@@ -47,7 +47,7 @@ class Code:
 
     def score(self, prompt: Any, completion: str, row: dict[str, Any]) -> float | None:
         """One completion's reward. Raises DataError for a row of no known form."""
-        tests = tests_of(prompt, row)
+        tests = exam_of(prompt, row)
         if tests is None:
             return None
         program = whole_program(prompt, completion, tests)

@@ -23,7 +23,7 @@ def program_in(completion: str) -> str:
     return rest.partition("</answer>")[0] if opened and "</answer>" in rest else completion
 
 
-def tests_of(prompt: Any, row: Mapping[str, Any]) -> Examination | Dialogue | None:
+def exam_of(prompt: Any, row: Mapping[str, Any]) -> Examination | Dialogue | None:
     """What a row asks of a program; None = its tests are null or there are none.
 
     Raises DataError for columns of no known form.
