@@ -172,7 +172,7 @@ def test_weights_in_names(text, name, weight):
     ("name", "error", "message"),
     [
         ("exact_mach", ConfigError, "did you mean 'exact_match'.*file.py:function"),
-        ("zzzzz", ConfigError, "the built-in ones are exact_match"),
+        ("zzzzz", ConfigError, "the built-in ones are code, exact_match"),
         ("no_such_package.f", ConfigError, "no module 'no_such_package'"),
         ("json.no_such_module.f", ConfigError, "no module 'json.no_such_module'"),
         ("json.dump_s", ConfigError, "no function 'dump_s' in json; did you mean 'dumps'"),

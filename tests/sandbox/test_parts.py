@@ -3,6 +3,7 @@
 import contextlib
 import platform
 import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from policygrad.sandbox import WALLS, Examination, PythonTool, examine, seccomp,
 from policygrad.sandbox.examination import same_lines
 from policygrad.sandbox.values import Gone, exception_of, pack, unpack
 
+PAGE = Path(__file__).parents[2] / "docs" / "sandbox.md"
 X86, ARM = 0xC000003E, 0xC00000B7
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 
@@ -200,6 +202,22 @@ def test_python_as_a_tool():
     assert len(tool("'x' * 1000")) < 100
     assert "characters …" in tool("'x' * 1000")
     assert PythonTool()("def f(:").endswith("SyntaxError: invalid syntax")
+
+
+@needs_wall
+def test_the_page_prints_what_it_says():
+    """Every line of the page's Python that ends in a comment is worth what the comment says."""
+    block = PAGE.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    space = {}
+    checked = 0
+    for line in block.splitlines():
+        code, _, said = line.partition("  # ")
+        if said:
+            assert eval(code, space) == eval(said), line
+            checked += 1
+        else:
+            exec(line, space)
+    assert checked == 4
 
 
 def test_every_wall_has_its_name():
