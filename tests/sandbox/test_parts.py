@@ -3,6 +3,8 @@
 import contextlib
 import platform
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policygrad.errors import ConfigError
-from policygrad.sandbox import WALLS, Examination, PythonTool, examine, seccomp, standing
+from policygrad.sandbox import WALLS, Examination, PythonTool, examine, landlock, seccomp, standing
 from policygrad.sandbox.examination import same_lines
 from policygrad.sandbox.values import Gone, exception_of, pack, unpack
 
@@ -188,6 +190,48 @@ def test_lines_are_compared_without_blanks_at_their_ends():
 )
 def test_names_and_objects_between_tests_and_program(source, tests, points):
     assert examine(source, tests).points == points
+
+
+CONFINED = """
+import os, sys
+from policygrad.sandbox import landlock, privileges, seccomp
+landlock.version = lambda: int(sys.argv[1])
+privileges.drop()
+landlock.restrict(["/usr", sys.prefix, sys.base_prefix], [sys.argv[2]])
+seccomp.install(alone=True, attributes=True)
+with open(os.path.join(sys.argv[2], "mine"), "w") as file:
+    file.write("x")
+for attempt in (
+    lambda: open(sys.argv[3]),
+    lambda: open(sys.argv[3], "w"),
+    lambda: os.truncate(sys.argv[3], 0),
+    lambda: os.rename(sys.argv[3], os.path.join(sys.argv[2], "theirs")),
+    lambda: os.mkdir(os.path.join(sys.argv[2], "folder")),
+    lambda: os.kill(os.getppid(), 0),
+):
+    try:
+        attempt()
+        print("done")
+    except PermissionError:
+        print("refused")
+    except OSError as error:
+        print("refused" if error.errno == 18 else error)  # EXDEV: before version 2 nothing is moved between folders
+"""
+
+
+@pytest.mark.skipif(not landlock.version(), reason="the kernel has no Landlock")
+@pytest.mark.parametrize("version", range(1, 8))
+def test_every_version_of_landlock_holds(version, tmp_path):
+    """As an older kernel would be asked, with seccomp for what it does not see: truncation before version 3, signals before 6."""
+    if version > landlock.version():
+        pytest.skip(f"this kernel has version {landlock.version()}")
+    secret, folder = tmp_path / "secret", tmp_path / "folder"
+    secret.write_text("hunter2")
+    folder.mkdir()
+    words = [sys.executable, "-c", CONFINED, str(version), str(folder), str(secret)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["refused"] * 6
+    assert (secret.read_text(), (folder / "mine").read_text()) == ("hunter2", "x")
 
 
 @needs_wall

@@ -24,11 +24,6 @@ def version() -> int:
     return max(int(found), 0)
 
 
-def holds_signals() -> bool:
-    """Whether it keeps signals inside, which version 6 does."""
-    return version() >= 6
-
-
 def restrict(readable: Sequence[str], writable: Sequence[str], *, folders: bool = False) -> None:
     """Let this process, and all that it starts, read below `readable` and below `writable` write too, and nothing else, for good.
 
