@@ -1,7 +1,7 @@
 """Parts of a step alone: the head, attention, packing, each of the learner's savings, the share of the matrix-multiply rate, and
-the rollout against `generate`.
+the rollout against `generate`, rewards beside sampling.
 
-    python benchmarks/speed.py [--only head attention packing savings rollout matmul] [--repeats 5] [--quick]
+    python benchmarks/speed.py [--only head attention packing savings rollout overlap matmul] [--repeats 3] [--quick]
 
 CPU seconds, medians, one process and one thread unless OMP_NUM_THREADS says otherwise. Prints the tables, and writes them to
 docs/benchmarks.md beside what versus_trl.py has measured; --quick has everything small and writes below .bench/quick alone.
@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 from pathlib import Path
 
-from bench.machine import describe
+from bench.machine import describe, when
 from bench.options import COMPONENTS, parse
 from bench.page import component, publish
 from bench.store import Store
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> None:
     options = parse(__doc__ or "")
-    store = Store(options.folder(ROOT) / "bench.json")
+    store = Store(options.folder(ROOT) / "bench.json", options.published(ROOT))
     if not options.page:
         store.put("about", "machine", describe())
         for name in COMPONENTS:
@@ -35,12 +35,18 @@ def main() -> None:
 
 
 def _measure(store: Store, name: str, small: bool, repeats: int) -> None:
-    from bench import decoding, kernels, savings
+    from bench import decoding, kernels, overlap, savings
 
     benches = {"head": kernels.head, "attention": kernels.attention, "packing": kernels.packing}
     benches |= {"savings": savings.savings, "matmul": savings.matmul, "rollout": decoding.rollout}
+    benches["overlap"] = overlap.overlap
     command = f"python benchmarks/speed.py --only {name}{' --quick' * small}"
-    found = {"command": command, "threads": os.environ["OMP_NUM_THREADS"], **benches[name](small, repeats).as_dict()}
+    found = {
+        "command": command,
+        "taken": when(),
+        "threads": os.environ["OMP_NUM_THREADS"],
+        **benches[name](small, repeats).as_dict(),
+    }
     store.put("components", name, found)
     print(component(found), flush=True)
 

@@ -1,10 +1,11 @@
 """policygrad against TRL, side by side: CPU seconds, wall seconds and memory of one optimiser step.
 
-    python benchmarks/versus_trl.py [--only 7m geometric] [--threads 1 2] [--repeats 5] [--quick]
+    python benchmarks/versus_trl.py [--only 7m geometric] [--threads 1 2] [--repeats 3] [--quick]
 
 Every measurement is a process of its own, the sides take turns, and what is finished is kept in .bench/bench.json: a run that was
-stopped goes on. At the end, or with --page, docs/results/bench.json and docs/benchmarks.md are written from that; --quick has
-everything small, says nothing of speed and writes below .bench/quick alone.
+stopped goes on, and a fresh clone goes on from what is committed, as far as the code is the same. At the end, or with --page,
+docs/results/bench.json and docs/benchmarks.md are written from that; --quick has everything small, says nothing of speed and writes
+below .bench/quick alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.clock import heard, problems
-from bench.machine import describe, has_bfloat16
+from bench.machine import describe, has_bfloat16, when
 from bench.options import Options, parse
 from bench.page import publish
 from bench.store import Record, Store, Task, fingerprint, in_words, remaining
@@ -44,7 +45,7 @@ class Versus:
     def __init__(self, options: Options) -> None:
         self.options, self.folder = options, options.folder(ROOT)
         self.sources: dict[str, str] = {}  # of a work's prompts
-        self.store = Store(self.folder / "bench.json")
+        self.store = Store(self.folder / "bench.json", options.published(ROOT))
         self.trl = python(ROOT / ".bench" / "trl", ROOT / "constraints.txt").relative_to(ROOT)
         self.own = (
             Path(os.path.relpath(sys.executable, ROOT)) if ROOT in Path(sys.executable).parents else sys.executable
@@ -119,7 +120,7 @@ class Versus:
         if kept is not None:
             result |= self.learned(kept)
         taken = time.perf_counter() - began
-        record = {"fingerprint": task.fingerprint, "command": task.shell, "seconds": taken, **result}
+        record = {"fingerprint": task.fingerprint, "command": task.shell, "taken": when(), "seconds": taken, **result}
         self.store.put(section, task.key, record)
         return record
 

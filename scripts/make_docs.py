@@ -18,6 +18,7 @@ from pages.checked import renew
 from pages.curves import curves
 from pages.index import by_family, index_page
 from pages.measured import measured_page
+from pages.metrics import metrics_page
 from pages.picture import picture
 from pages.reliability import reliability_page
 from pages.reports import load
@@ -52,6 +53,7 @@ def generated() -> dict[Path, str]:
         **pages,
         DOCS / "tables.md": tables_page(),
         DOCS / "measured.md": measured_page(),
+        DOCS / "metrics.md": metrics_page(),
         DOCS / "measured.svg": curves(load()),
         DOCS / "reliability.md": reliability_page(),
     }

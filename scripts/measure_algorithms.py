@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -84,11 +85,13 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
         print(f"{name} is left out: {reason}", flush=True)
     name = f"ladder-{chosen.ladder}" if chosen.ladder else "algorithms"
     folder = work / (name if not chosen.only else "-".join(["only", *chosen.only]))
-    code = compare(options(names, chosen.ladder, folder, args[at + 1 :]))
+    shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) and Path.cwd() == ROOT else folder
+    code = compare(options(names, chosen.ladder, shown, args[at + 1 :]))
     if chosen.only or code == STOPPED or not (folder / "comparison.json").exists():
         return code
     report = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
-    written(report | {"left_out": left_out}, results / f"{name}.json")
+    called = shlex.join(["python", "scripts/measure_algorithms.py", *args])
+    written(report | {"measured_by": called, "left_out": left_out}, results / f"{name}.json")
     shutil.copy(folder / "comparison.html", results / f"{name}.html")
     return code
 

@@ -29,10 +29,13 @@ def describe() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
         "Python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "load": f"{os.getloadavg()[0]:.1f}",
     }
+
+
+def when() -> str:
+    """The day, and what was checked out."""
+    return f"{datetime.datetime.now(datetime.UTC).date().isoformat()} at {commit()}"
 
 
 def commit() -> str:

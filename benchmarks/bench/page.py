@@ -52,7 +52,7 @@ def page(data: Data) -> str:
         "Measured by `make bench`, which can be stopped and gone on with; the figures of every process are in "
         "[results/bench.json](results/bench.json).",
         *_quick(data),
-        table(("machine", ""), about.get("machine", {}).items()),
+        table(("machine", ""), [*about.get("machine", {}).items(), ("taken", _taken(data))]),
         "## Against TRL",
         *_versus(measured),
         *_grid(data.get("grid", {})),
@@ -67,6 +67,14 @@ def page(data: Data) -> str:
 def _quick(data: Data) -> list[str]:
     small = data.get("quick")
     return ["**Made with `--quick`: everything is small, and the figures say nothing.**"] if small else []
+
+
+def _taken(data: Data) -> str:
+    """On which days, of which commits."""
+    records = [
+        record for section in ("measurements", "grid", "components") for record in data.get(section, {}).values()
+    ]
+    return ", ".join(sorted({record["taken"] for record in records}))
 
 
 def _versus(measured: Data) -> list[str]:

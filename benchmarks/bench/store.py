@@ -39,9 +39,11 @@ class Task:
 class Store:
     """A dictionary of records on the disk."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, published: Path | None = None) -> None:
+        """published: what has been committed, from which a fresh clone goes on."""
         self.file = file
-        self.values: Record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        begun = next((known for known in (file, published) if known is not None and known.is_file()), None)
+        self.values: Record = json.loads(begun.read_text(encoding="utf-8")) if begun else {}
 
     def section(self, name: str) -> Record:
         """`measurements`, `grid`, `components`, …"""

@@ -88,11 +88,18 @@ def geometric(first: int, last: int, count: int) -> tuple[int, ...]:
     return tuple(lengths[i * stride % count] for i in range(count))
 
 
-def _shaped(name: str, shape: Shape, length: int, **more: Any) -> Work:
-    """16 × 8 completions of one length."""
+def _shaped(name: str, shape: Shape, prompts: int, length: int, **more: Any) -> Work:
+    """Eight completions a prompt, all of one length."""
     vocabulary, size = f"{shape.vocabulary:,}", name.upper()
     return Work(
-        name, f"{size} parameters, vocabulary {vocabulary}, {length} tokens", shape, 16, 8, length, (length,), **more
+        name,
+        f"{size} parameters, vocabulary {vocabulary}, {length} tokens",
+        shape,
+        prompts,
+        8,
+        length,
+        (length,),
+        **more,
     )
 
 
@@ -110,9 +117,19 @@ WORKS = (
     Work(
         "embedded", "the embedded task, at most 32 tokens", None, 64, 8, 32, lr=1e-3, steps=5, grid=(64, 128, 256, 512)
     ),
-    _shaped("7m", SEVEN, 252, sides=_BOTH, grid=_GRID),
-    _shaped("25m", TWENTY_FIVE, 252, sides=_BOTH, grid=_GRID),
-    Work("geometric", "7M parameters, 16 to 1,024 tokens", SEVEN, 16, 8, 1024, geometric(16, 1024, 128), grid=_GRID),
+    _shaped("7m", SEVEN, 16, 252, sides=_BOTH, grid=_GRID),
+    _shaped("25m", TWENTY_FIVE, 8, 252, sides=_BOTH, grid=_GRID),
+    Work(
+        "geometric",
+        "7M parameters, 16 to 1,024 tokens",
+        SEVEN,
+        16,
+        8,
+        1024,
+        geometric(16, 1024, 128),
+        steps=1,
+        grid=_GRID,
+    ),
     Work(
         "learning",
         "learning the embedded task",

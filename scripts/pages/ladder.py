@@ -10,7 +10,8 @@ from policygrad.compare.ladders import LADDERS
 def ladder_section(name: str, found: Data | None) -> str:
     """A ladder's section."""
     ladder, title = LADDERS[name], f"## {LADDERS[name].title}"
-    command = block(f"python scripts/measure_algorithms.py --ladder {name} -- --jobs 2", "sh")
+    called = f"python scripts/measure_algorithms.py --ladder {name} -- --jobs 2"
+    command = block(called if found is None else found["measured_by"], "sh")
     if found is None:
         return f"{title}\n\n{ladder.why}\n\nNot measured yet:\n\n{command}"
     published = {rung.label: rung.published for rung in ladder.rungs}

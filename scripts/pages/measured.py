@@ -48,7 +48,8 @@ def measured_page(found: Data | None = None, ladders: Mapping[str, Data | None] 
     """The page: a row per algorithm, measured or not. found, ladders: other reports than the committed ones."""
     found = load() if found is None else found
     ladders = {name: load(f"ladder-{name}") for name in LADDERS} if ladders is None else ladders
-    command = block("python scripts/measure_algorithms.py -- --jobs 2", "sh")
+    called = "python scripts/measure_algorithms.py -- --jobs 2"
+    command = block(called if found is None else found["measured_by"], "sh")
     if found is None:
         waiting = f"Not measured yet:\n\n{command}\n\nruns it, and `make docs` writes this page."
         return page("# Every algorithm, measured", waiting, *(ladder_section(name, ladders[name]) for name in LADDERS))

@@ -41,6 +41,7 @@ def record(*cpu: float, peak: float = 100.0) -> dict[str, Any]:
         "children_mib": 46.0,
         "data": "GSM8K",
         "facts": FACTS,
+        "taken": "2026-11-22 at abc",
         "command": "python benchmarks/ours.py x",
         "seconds": sum(cpu),
         "fingerprint": "f",
@@ -202,6 +203,10 @@ def test_what_is_kept_is_known_again(tmp_path: Path) -> None:
     assert again.known("measurements", task) is not None
     again.forget("measurements", {"7m/trl-fp32/1": "g"})
     assert again.section("measurements") == {}
+    clone = Store(tmp_path / "b" / "bench.json", published=store.file)
+    assert clone.known("measurements", task) == record(1.0, 2.0)
+    clone.put("measurements", task.key, record(2.0, 2.0))
+    assert Store(clone.file, published=store.file).known("measurements", task) == record(2.0, 2.0)
 
 
 def test_a_fingerprint_is_of_values_and_files(tmp_path: Path) -> None:
@@ -265,6 +270,7 @@ def test_the_page_says_how_many_times_faster() -> None:
         "title": "Head",
         "note": "Note.",
         "threads": "1",
+        "taken": "2026-11-22 at abc",
         "command": "c",
         "columns": ["a", "b"],
         "rows": [["x", 0.5]],

@@ -1,9 +1,11 @@
-"""Tab completion: what bash is offered."""
+"""Tab completion: what bash and fish offer."""
 
 from __future__ import annotations
 
 import functools
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,31 @@ def test_completion() -> None:
     assert "--lr-grid" in complete("compare", "grpo", "--lr")
     assert complete("compare", "--ladder", "d") == ["dapo"]
     assert "bashcompinit" in script("zsh")
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
+def test_fish_offers_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "policygrad.fish"
+    file.write_text(script("fish"))
+    (tmp_path / "run.toml").write_text("")
+
+    def fish(line: str) -> list[str]:
+        command = f"source {file}; complete -C 'policygrad {line}'"
+        done = subprocess.run(["fish", "-c", command], capture_output=True, text=True, check=True, cwd=tmp_path)
+        return done.stdout.split()
+
+    lines = (
+        "tr",
+        "train da",
+        "show Impo",
+        "train --algorithm.g",
+        "train dapo --algorithm.gate W",
+        "train dapo --algorithm.critic n",
+    )
+    more = ("lab con", "compare dr", "eval --th", "sft --da", "train --track w", "completion f", "algorithms --w")
+    for line in (*lines, *more):
+        assert sorted(fish(line)) == sorted({*complete(*line.split(" "))}) != [], line
+    assert fish("train --config run") == ["run.toml"]
 
 
 def test_completion_offers_options_that_exist_and_nothing_else() -> None:

@@ -30,7 +30,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     rows.append(row("vineppo", GRID, measure=MEASURE | {"task": "embedded_steps"}))
     runner = StubRunner({"grpo": 0.9, "ppo": 0.7, "trpo": 0.5}, fails=lambda words: words[1] == "vapo")
     made = plan(*rows, seeds=5)
-    return report(made, Work(made, tmp_path_factory.mktemp("c"), runner, 1, lambda text: None).do()).to_dict()
+    done = report(made, Work(made, tmp_path_factory.mktemp("c"), runner, 1, lambda text: None).do()).to_dict()
+    return done | {"measured_by": "python scripts/measure_algorithms.py -- --jobs 1"}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,8 @@ def ladder(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     rungs = LADDERS["dapo"].rows()
     made = plan(*(row(label, change=says) for label, _, says in rungs), seeds=5, ladder=LADDERS["dapo"].to_dict())
     runner = StubRunner({label: 0.5 + 0.05 * i for i, (label, _, _) in enumerate(rungs)})
-    return report(made, Work(made, tmp_path_factory.mktemp("l"), runner, 1, lambda text: None).do()).to_dict()
+    done = report(made, Work(made, tmp_path_factory.mktemp("l"), runner, 1, lambda text: None).do()).to_dict()
+    return done | {"measured_by": "python scripts/measure_algorithms.py --ladder dapo -- --jobs 1"}
 
 
 def test_the_page_has_every_algorithm_measured_or_not(found: dict[str, Any], ladder: dict[str, Any]) -> None:
@@ -56,6 +58,8 @@ def test_the_page_has_every_algorithm_measured_or_not(found: dict[str, Any], lad
     assert "| 50 |" in text  # the published figure of the last rung
     assert all(sentence in text for sentence in [*found["says"], *found["limits"], *ladder["says"]])
     assert "Not measured yet" not in text
+    assert "measure_algorithms.py -- --jobs 1" in text
+    assert "--ladder dapo -- --jobs 1" in text
 
 
 def test_before_anything_was_measured_the_page_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -107,7 +111,7 @@ def test_the_script_hands_every_row_on_and_keeps_the_report(tmp_path: Path, foun
     assert words[-2:] == ["--jobs", "2"]
     assert words[words.index("--lr-grid") + 1] == measure_algorithms.LR_GRID
     kept = json.loads((tmp_path / "results" / "algorithms.json").read_text())
-    assert kept == found | {"left_out": left_out}
+    assert kept == found | {"measured_by": "python scripts/measure_algorithms.py -- --jobs 2", "left_out": left_out}
     assert (
         sum(line.startswith('{"label"') for line in (tmp_path / "results" / "algorithms.json").read_text().splitlines())
         == 5

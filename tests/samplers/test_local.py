@@ -138,3 +138,31 @@ def test_weights_of_another_model_are_refused(random_model: Path) -> None:
     sampler = LocalSampler.of(model, load_tokenizer(str(random_model), model))
     with pytest.raises(EngineError, match=r"publishes 'head\.bias', which this LlamaForCausalLM does not have"):
         asyncio.run(sampler.update(Published(1, {"head.bias": torch.zeros(1)})))
+
+
+def test_what_is_over_is_told_once_with_the_tokens_that_are_returned(
+    sampler: LocalSampler, prompts: list[Context]
+) -> None:
+    """Whoever looks in changes nothing, and does so after every token, also when nothing is over."""
+    sampling = Sampling(temperature=1.5, max_tokens=12, decode_rows=8)  # slots are filled again
+    told: list[list[tuple[tuple[int, ...], list[int]]]] = []
+    with sampler.watched(lambda over: told.append([(request.key, tokens.tolist()) for request, tokens in over])):
+        groups = sample(sampler, prompts, 4, sampling)
+    looks = len(told)
+    assert _rows(groups) == _rows(sample(sampler, prompts, 4, sampling))
+    assert len(told) == looks  # outside nobody looks in
+    found = [one for some in told for one in some]
+    expected = {(*p.key, j): c.tokens.tolist() for p, g in zip(prompts, groups, strict=True) for j, c in enumerate(g)}
+    assert len(found) == len(expected)
+    assert dict(found) == expected
+    assert [] in told
+    assert sum(map(bool, told)) >= 3  # or the test shows nothing of rows that leave before others
+
+
+def test_what_is_raised_by_who_looks_in_ends_the_sampling(sampler: LocalSampler, prompts: list[Context]) -> None:
+    def refuse(over: object) -> None:
+        raise OSError("enough")
+
+    with pytest.raises(OSError, match="enough"), sampler.watched(refuse):
+        sample(sampler, prompts, 1, Sampling(max_tokens=4))
+    assert len(sample(sampler, prompts, 1, Sampling(max_tokens=4))) == len(prompts)

@@ -17,7 +17,7 @@ from policygrad.commands.train import train
 from policygrad.learners.local import activations
 from policygrad.learners.local.forward import probe
 from policygrad.models.loading import load_model
-from policygrad.training.footprint import Footprint, footprint
+from policygrad.training.footprint import Footprint, _models, footprint
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-neox", "phi"])
@@ -57,6 +57,10 @@ def test_every_model_of_a_run_is_counted() -> None:
     assert found["trpo"].static["optimiser"] > plain["optimiser"]
     half = footprint(pg.Run(algorithm=pg.DR_GRPO, learner=pg.LearnerConfig(dtype="bf16")).resolved())
     assert half.static["weights"] == plain["weights"] * 3 // 2  # and their masters
+    assert (
+        half.static["copy of the state"] == plain["copy of the state"] == 3 * plain["weights"]
+    )  # masters and two moments
+    assert _models(pg.Run(), 2**27, torch.float32)["copy of the state"] == 0  # of a large one none is kept
     assert half.learning < found["dr_grpo"].learning
 
 

@@ -268,6 +268,16 @@ def test_a_reference_that_waits_for_better_scores_resumes_bit_for_bit(small: Run
     assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
 
 
+def test_an_end_before_what_is_done_is_refused_and_changes_nothing(small: Run, tmp_path: Path) -> None:
+    run = replace(small, steps=3, output=str(tmp_path / "run"))
+    train(run, stop_after=2)
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "lock"}
+    with pytest.raises(RunError, match="has done 2 steps, and is to end after 1"):
+        train(replace(run, steps=1), resume=tmp_path / "run")
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "lock"} == before
+    assert train(replace(run, steps=2), resume=tmp_path / "run").model is not None  # where it is, it may end
+
+
 def test_another_algorithm_that_a_checkpoint_has_no_state_for_is_refused(small: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(replace(small, algorithm=pg.REINFORCE, steps=2, output=str(folder)), stop_after=1)

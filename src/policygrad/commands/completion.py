@@ -1,4 +1,4 @@
-"""`policygrad completion bash|zsh`: a script that completes commands, algorithms, parts and options, and starts no Python."""
+"""`policygrad completion bash|zsh|fish`: a script that completes commands, algorithms, parts and options, and starts no Python."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from policygrad.lab.experiments import EXPERIMENTS
 from policygrad.rewards import known_rewards
 from policygrad.samplers.base import Sampling
 from policygrad.tasks import EMBEDDED
+from policygrad.trackers.services import SERVICES
 from policygrad.training.config.parts import part_names
 from policygrad.training.config.supervised import SFTConfig
 
@@ -43,7 +44,7 @@ SCRIPT = """# tab completion of policygrad; written by `policygrad completion {s
             algorithms) words="--json --width --help" ;;
             show) words={names} ;;
             lab) words={lab}; [ "$COMP_CWORD" -eq 2 ] && words="$words control" ;;
-            completion) words="bash zsh" ;;
+            completion) words="bash zsh fish" ;;
             esac ;;
         esac
     fi
@@ -53,10 +54,53 @@ complete -o default -F _policygrad policygrad
 """
 
 
+FISH = """# tab completion of policygrad; written by `policygrad completion fish`
+function __policygrad
+    set -l words (commandline -opc)
+    set -l found
+    if test (count $words) -eq 1
+        set found {commands}
+    else
+        switch $words[-1]
+{values}            case '*'
+                switch $words[2]
+                    case train
+                        set found {train}
+                        test (count $words) -eq 2; and set found $found" "{algorithms}
+                    case sft reward-model
+                        set found {supervised}
+                    case eval
+                        set found {evaluate}
+                        test (count $words) -eq 2; and set found $found" tiny"
+                    case compare
+                        set found {compare}" "{algorithms}
+                    case algorithms
+                        set found "--json --width --help"
+                    case show
+                        set found {names}
+                    case lab
+                        set found {lab}
+                        test (count $words) -eq 2; and set found $found" control"
+                    case completion
+                        set found "bash zsh fish"
+                end
+        end
+    end
+    if test -n "$found"
+        string split -n ' ' -- $found
+    else
+        __fish_complete_path (commandline -ct)
+    end
+end
+complete -c policygrad -f -a '(__policygrad)'
+"""
+
+
 HELP = (
     "A script for tab completion of commands, algorithms, parts and options.",
     "bash:  policygrad completion bash > ~/.local/share/bash-completion/completions/policygrad",
     "zsh:  policygrad completion zsh > ~/.policygrad.zsh, and after compinit in ~/.zshrc: source ~/.policygrad.zsh",
+    "fish:  policygrad completion fish > ~/.config/fish/completions/policygrad.fish",
 )
 
 
@@ -64,19 +108,19 @@ HELP = (
 class CompletionOptions:
     """Options of `policygrad completion`."""
 
-    shell: Annotated[tyro.conf.Positional[Literal["bash", "zsh"]], tyro.conf.arg(metavar="bash|zsh")]
+    shell: Annotated[tyro.conf.Positional[Literal["bash", "zsh", "fish"]], tyro.conf.arg(metavar="bash|zsh|fish")]
     """For which shell."""
 
 
 def completion(args: list[str]) -> int:
-    """`policygrad completion bash|zsh`."""
+    """`policygrad completion bash|zsh|fish`."""
     shell = tyro.cli(CompletionOptions, args=args, prog="policygrad completion", description=paragraphs(*HELP)).shell
     print(script(shell), end="")
     return 0
 
 
 def script(shell: str) -> str:
-    """The script for bash; zsh runs the same one through its bashcompinit."""
+    """The script for bash, which zsh runs through its bashcompinit; fish has one of its own, with the same words."""
     places = [f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt")]
     train = dict.fromkeys(
         [
@@ -99,13 +143,23 @@ def script(shell: str) -> str:
         "--task": list(EMBEDDED),
         "--dtype|--learner.dtype": ["fp32", "bf16"],
         "--reward": [*known_rewards(), "model:"],
+        "--track": list(SERVICES),
         "--optimizer.schedule": ["constant", "linear", "cosine"],
     }
-    return SCRIPT.format(
+    fish = shell == "fish"
+    each = (
+        "            case {flags}\n                set found {words}\n"
+        if fish
+        else "        {flags}) words={words} ;;\n"
+    )
+    return (FISH if fish else SCRIPT).format(
         shell=shell,
         zsh="autoload -Uz bashcompinit && bashcompinit\n" if shell == "zsh" else "",
         commands=_quoted([*COMMANDS, "--help", "--version"]),
-        values="".join(f"        {flag}) words={_quoted(known)} ;;\n" for flag, known in values.items()),
+        values="".join(
+            each.format(flags=flags.replace("|", " ") if fish else flags, words=_quoted(known))
+            for flags, known in values.items()
+        ),
         train=_quoted([*train, "--help"]),
         algorithms=_quoted(ALGORITHMS),
         supervised=_quoted([*supervised_flags(SFTConfig), "--help"]),

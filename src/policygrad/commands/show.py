@@ -18,6 +18,7 @@ from policygrad.commands.part_page import describe_part, index
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.papers import PAPERS
+from policygrad.trackers.glossary import Meaning, meaning
 from policygrad.training.config.own import assigned, is_own, load_own
 from policygrad.training.config.parts import find_algorithm, nearest, part_class, part_names
 from policygrad.training.config.run import optional
@@ -60,10 +61,10 @@ def algorithms(args: list[str]) -> int:
 @dataclass(frozen=True)
 class ShowOptions:
     """An algorithm's equation, parts, defaults with sources, what it fixes and how it fails; or one part, such as Clip: its
-    settings, equation, text and place in the code. Without a name: what there is."""
+    settings, equation, text and place in the code; or a metric, such as kl. Without a name: what there is."""
 
     name: Annotated[tyro.conf.Positional[str | None], optional("NAME", "lists all")] = None
-    """One of `policygrad algorithms`, or a part's class, or your own: mine.py:NAME, mine:NAME."""
+    """One of `policygrad algorithms`, or a part's class, or your own: mine.py:NAME, mine:NAME, or a metric."""
 
 
 def show(args: list[str]) -> int:
@@ -78,11 +79,20 @@ def show(args: list[str]) -> int:
         words.emit(describe_part(part_class(name, "show", "part"), width))
     elif name.lower().replace("-", "_") in ALGORITHMS:
         words.emit(words.describe(algorithm(name), width))
+    elif (metric := meaning(name)) is not None:
+        words.emit(_metric(name, metric, width))
     else:
         hint = nearest(name, [*ALGORITHMS, *part_names()])
         hint = hint if hint.startswith("did") else "`policygrad show` lists them; your own is mine.py:NAME"
-        raise ConfigError(f"no algorithm or part is called {name!r}: {hint}")
+        raise ConfigError(f"no algorithm, part or metric is called {name!r}: {hint}")
     return 0
+
+
+def _metric(name: str, metric: Meaning, width: int) -> list[Line]:
+    """What stands under this name in metrics.jsonl."""
+    lines: list[Line] = [((name, NAME), (f"  a metric: {metric.unit}", QUIET)), ()]
+    lines += words.wrapped((("Is     ", HEAD),), metric.text, width)
+    return [*lines, *(words.wrapped((("Moves  ", HEAD),), metric.moves, width) if metric.moves else ())]
 
 
 def _own(name: str, width: int) -> list[Line]:

@@ -9,6 +9,7 @@ from policygrad.rewards.slots import Work
 from policygrad.rewards.wire import Chunk, by_value
 
 _LARGEST_CHUNK = 64  # samples per message
+_LARGEST_EARLY = 8  # enough to be busy with, and what comes later can still be shared out evenly
 _CHUNKS_PER_WORKER = 4  # enough that one slow chunk does not leave the other workers idle
 
 
@@ -17,13 +18,16 @@ def plan(
     completions: Sequence[str],
     columns: Mapping[str, Sequence[Any]],
     *,
-    batched: Sequence[int],
+    batched: Sequence[int] = (),
     single: Sequence[int],
     workers: int,
+    asked: Sequence[int] | None = None,
+    early: bool = False,
 ) -> list[Work]:
     """Chunks for the workers: functions that take the whole batch first, they are the longest calls.
 
-    batched, single: numbers of the functions that get all samples, and one at a time.
+    batched, single: numbers of the functions that get all samples, and one at a time. asked: places of the samples that they get
+    one at a time, None = all. early: more are to come, and workers are looked after from time to time only.
 
     Raises:
         RewardError: a column that cannot be sent, by its name.
@@ -33,9 +37,11 @@ def plan(
     everything = tuple(range(count))
     if count:
         chunks += [(everything, [(f, everything)]) for f in batched]
-    size = min(math.ceil(count / max(workers * _CHUNKS_PER_WORKER, 1)) or 1, _LARGEST_CHUNK)
-    for first in range(0, count if single else 0, size):
-        places = everything[first : first + size]
+    asked = everything if asked is None else asked
+    each, largest = (1, _LARGEST_EARLY) if early else (_CHUNKS_PER_WORKER, _LARGEST_CHUNK)
+    size = min(math.ceil(len(asked) / max(workers * each, 1)) or 1, largest)
+    for first in range(0, len(asked) if single else 0, size):
+        places = tuple(asked[first : first + size])
         chunks.append((places, [(f, (i,)) for i in range(len(places)) for f in single]))
     return [
         Work(

@@ -5,24 +5,30 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from policygrad.errors import ConfigError, DataError, RewardError
 from policygrad.rewards import walled
+from policygrad.rewards.begun import Begun
 from policygrad.rewards.calls import Caller, Judgement, Signature, tell
 from policygrad.rewards.dispatch import Dispatcher
 from policygrad.rewards.memory import size
 from policygrad.rewards.plan import plan, take
 from policygrad.rewards.resolve import resolve
-from policygrad.rewards.slots import ALONE_LIMIT, Slot, Work
+from policygrad.rewards.slots import Slot, Work, slots_for
+from policygrad.rewards.starting import Starter
 from policygrad.rewards.summary import gather, summarise
 from policygrad.rewards.types import ProcessScores, Reward, RewardFunction, RewardScores
 from policygrad.rewards.variables import check_names, hint
 from policygrad.rewards.waits import Phase, nobody
-from policygrad.rewards.wire import WorkerStart, by_value
+from policygrad.rewards.wire import by_value
+
+WORTH = 0.25
+"""Seconds of judging that must be hidden behind sampling before it is: handing completions over one by one takes time too."""
 
 
 class RewardPool:
@@ -61,14 +67,16 @@ class RewardPool:
         self._sandbox = sandbox
         self._environment = tuple(environment)
         self._signatures = [Signature.of(reward.function) for reward in self.rewards]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # which `begin` holds around `score`
         self._sent: list[int] = []  # numbers of the rewards that run in workers, in the order the workers know them
         self._here: dict[int, Caller] = {}  # those that run in this process
         functions = self._place()
-        self._slots = self._workers(functions, workers, size(memory))
-        self._close = weakref.finalize(self, _kill, self._slots)
+        alone, starter = [f for f, number in enumerate(self._sent) if self.rewards[number].alone], Starter()
+        self._slots = slots_for(functions, alone, workers, size(memory), environment, starter, sandbox)
+        self._close = weakref.finalize(self, _kill, self._slots, starter, os.getpid())
         budgets = [self.rewards[number].budget or budget for number in self._sent]
         names = [self.rewards[number].name for number in self._sent]
+        self._shared = workers
         self._dispatcher = Dispatcher(self._slots, names, budgets, phase=phase, patient=patient)
         self._dispatcher.open()
 
@@ -83,15 +91,43 @@ class RewardPool:
         self._close()
 
     def score(
-        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        begun: Begun | None = None,
     ) -> RewardScores:
         """Score completion i of prompt i, with value i of every column, by every reward that is no process reward.
+
+        begun: what `begin` has given for these prompts and columns.
 
         Raises DataError for lists of different lengths, and RewardError when a function needs a column that is not
         there, no worker can load it, or it never answers; never because of what a function does with a sample.
         """
-        rewards, table = self._table(prompts, completions, columns, process_rewards=False)
+        rewards, table = self._table(prompts, completions, columns, process_rewards=False, begun=begun)
         return summarise(rewards, table, completions)
+
+    def pays(self, count: int) -> bool:
+        """Whether so many completions take so long to judge, as far as earlier scorings tell, that `begin` hides `WORTH`: by the
+        rewards that get one sample at a time, in a worker."""
+        return self._dispatcher.seconds(self._called(False)[1]) * count / self._shared >= WORTH
+
+    @contextmanager
+    def begin(self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Iterator[Begun]:
+        """For one scoring of these by `score`, inside the context: completions that are over before others are judged meanwhile."""
+        single = self._called(False)[1]
+
+        def planned(completions: Sequence[str], places: Sequence[int]) -> list[Work]:
+            workers = len(self._slots)
+            return plan(prompts, completions, columns, single=single, workers=workers, asked=places, early=True)
+
+        with self._lock:
+            begun = Begun(len(prompts), self._dispatcher, planned)
+            try:
+                yield begun
+            finally:
+                begun.close()
+                self._dispatcher.drop()
 
     def steps(
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
@@ -107,6 +143,7 @@ class RewardPool:
         columns: Mapping[str, Sequence[Any]],
         *,
         process_rewards: bool,
+        begun: Begun | None = None,
     ) -> tuple[list[Reward], list[list[Judgement]]]:
         """The rewards of one kind, and what each said of each completion."""
         if not self._close.alive:
@@ -125,10 +162,15 @@ class RewardPool:
                     judgement = replace(judgement, message=judgement.message + way_out)
                 table[number][place] = judgement
 
+        def answered(function: int, places: Sequence[int], judgements: Sequence[Judgement]) -> None:
+            report(self._sent[function], places, judgements)
+
         with self._lock:
             try:
-                work = self._plan(prompts, completions, columns, chosen)
-                self._dispatcher.run(work, lambda f, places, judgements: report(self._sent[f], places, judgements))
+                asked, left, there = begun.take(completions, answered) if begun else (None, [], 0)
+                (batched, single), workers = self._called(process_rewards), len(self._slots)
+                work = plan(prompts, completions, columns, batched=batched, single=single, workers=workers, asked=asked)
+                self._dispatcher.run([*work, *left], answered, there)
             except BaseException:
                 self.close()  # workers may be in the middle of a chunk that nobody waits for any more
                 raise
@@ -136,6 +178,12 @@ class RewardPool:
                 for places in self._groups(self.rewards[number], len(completions)) if number in chosen else ():
                     report(number, places, caller(*take(prompts, completions, columns, places)))
         return [self.rewards[number] for number in sorted(chosen)], [table[number] for number in sorted(chosen)]
+
+    def _called(self, process_rewards: bool) -> tuple[list[int], list[int]]:
+        """Functions of one kind that run in workers: those that get the whole batch, and those that get one sample at a time."""
+        called = [f for f, n in enumerate(self._sent) if self.rewards[n].process_reward is process_rewards]
+        batched = [f for f in called if self.rewards[self._sent[f]].batched]
+        return batched, [f for f in called if f not in batched]
 
     def _place(self) -> list[tuple[str, bytes, bool]]:
         """Decide where each reward runs; returns the pickled functions for the workers."""
@@ -161,19 +209,6 @@ class RewardPool:
                 self._here[number] = Caller(reward.name, reward.function, reward.process_reward)
         return functions
 
-    def _workers(self, functions: Sequence[tuple[str, bytes, bool]], count: int, memory: int | None) -> list[Slot]:
-        """A worker for every function that wants to be alone, and `count` that each load all the others."""
-        alone = [{f} for f, number in enumerate(self._sent) if self.rewards[number].alone]
-        others = set(range(len(functions))).difference(*alone)
-
-        def start(share: set[int], memory: int | None) -> WorkerStart:
-            each = ((name, code if f in share else None, p) for f, (name, code, p) in enumerate(functions))
-            return WorkerStart(tuple(each), memory)
-
-        return [Slot(start(share, None), self._environment, ALONE_LIMIT) for share in alone] + [
-            Slot(start(others, memory), self._environment, sandbox=self._sandbox) for _ in range(count if others else 0)
-        ]
-
     def _check(self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> None:
         for name, values in (("prompts", prompts), *columns.items()):
             if len(values) != len(completions):
@@ -187,19 +222,6 @@ class RewardPool:
                     f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {have}; "
                     "rename or add the column, or choose another reward"
                 )
-
-    def _plan(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-        chosen: Set[int],
-    ) -> list[Work]:
-        """What the workers are to do for these rewards."""
-        called = [f for f, number in enumerate(self._sent) if number in chosen]
-        batched = [f for f in called if self.rewards[self._sent[f]].batched]
-        single = [f for f in called if f not in batched]
-        return plan(prompts, completions, columns, batched=batched, single=single, workers=len(self._slots))
 
     def _groups(self, reward: Reward, count: int) -> list[tuple[int, ...]]:
         if reward.batched:
@@ -220,7 +242,9 @@ def _check_names(rewards: Sequence[Reward]) -> None:
             )
 
 
-def _kill(slots: Sequence[Slot]) -> None:
+def _kill(slots: Sequence[Slot], starter: Starter, owner: int) -> None:
+    if owner != os.getpid():  # a forked copy of the pool owns no workers
+        return
     for slot in slots:
-        if slot.worker is not None and slot.worker.owner == os.getpid():  # a forked copy of the pool owns no workers
-            slot.kill()
+        slot.kill()
+    starter.close()  # at last: its end is that of the workers, who are to be found alive with all that they have started

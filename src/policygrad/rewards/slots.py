@@ -1,7 +1,7 @@
 """Where a worker stands, and what it works on."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from policygrad.rewards.answers import Asked
@@ -12,6 +12,8 @@ from policygrad.rewards.wire import Chunk, WorkerStart
 START_LIMIT = 120.0  # seconds for a worker to import what its functions need; not part of any sample's budget
 FALSE_STARTS = 3  # workers in a row that may end while they load what another has loaded before
 ALONE_LIMIT = 3600.0  # for one that loads, or first downloads, a model
+Starter = Callable[[WorkerStart, Sequence[str]], WorkerProcess]
+"""Starts a worker with these variables of the environment."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Slot:
     start: WorkerStart
     variables: Sequence[str] = ()  # of the environment, by name
     limit: float = START_LIMIT  # seconds for its start
-    sandbox: str = NONE  # the wall that its worker is behind
+    starter: Starter = WorkerProcess
     worker: WorkerProcess | None = None
     ready: bool = False
     started: bool = False  # a worker has been ready here
@@ -47,6 +49,7 @@ class Slot:
     answered: int = 0  # calls of this worker
     work: Work | None = None
     done: int = 0  # calls of the chunk that are answered
+    began: float = 0.0  # when the deadline was set
     deadline: float = 0.0  # of the start while not ready, else of the call after `done`
 
     def takes(self, work: Work) -> bool:
@@ -67,14 +70,36 @@ class Slot:
         return Asked(self.answered, lengths, self.start.functions[function][2])
 
     def launch(self) -> None:
-        self.worker, self.ready, self.answered = WorkerProcess(self.start, self.variables, self.sandbox), False, 0
+        self.worker, self.ready, self.answered = self.starter(self.start, self.variables), False, 0
         self.wind(self.limit)
 
     def wind(self, seconds: float) -> None:
         """Set the deadline, from now."""
-        self.deadline = time.monotonic() + seconds
+        self.began = time.monotonic()
+        self.deadline = self.began + seconds
 
     def kill(self) -> str:
         how = self.worker.kill() if self.worker else ""
         self.worker, self.ready = None, False
         return how
+
+
+def slots_for(
+    functions: Sequence[tuple[str, bytes, bool]],
+    alone: Sequence[int],
+    count: int,
+    memory: int | None,
+    variables: Sequence[str],
+    starter: Starter,
+    sandbox: str = NONE,
+) -> list[Slot]:
+    """One for every function that wants to be `alone`, by number, and `count` that each load all the others, behind a wall."""
+    others = set(range(len(functions))).difference(alone)
+
+    def start(share: set[int], memory: int | None, sandbox: str = NONE) -> WorkerStart:
+        each = ((name, code if f in share else None, p) for f, (name, code, p) in enumerate(functions))
+        return WorkerStart(tuple(each), memory, sandbox=sandbox)
+
+    own = [Slot(start({f}, None), variables, ALONE_LIMIT, starter) for f in alone]
+    shared = start(others, memory, sandbox)
+    return own + [Slot(shared, variables, starter=starter) for _ in range(count if others else 0)]

@@ -22,14 +22,13 @@ _PIECE = 1 << 20  # bytes per read
 class WorkerProcess:
     """A fresh interpreter with this one's import path, in a session of its own so that its children die with it.
 
-    variables: names of environment variables that it gets besides those in `variables.py`. sandbox: the wall that it is behind.
+    variables: names of environment variables that it gets besides those in `variables.py`.
     """
 
-    def __init__(self, start: WorkerStart, variables: Sequence[str] = (), sandbox: str = walled.NONE) -> None:
-        self.owner = os.getpid()
+    def __init__(self, start: WorkerStart, variables: Sequence[str] = ()) -> None:
         self._token, nonce = secrets.token_hex(16), secrets.token_bytes(NONCE)
         environment = {**chosen(os.environ, variables), family.TOKEN: self._token}
-        self._place = walled.start(sandbox, _BOOT, environment)
+        self._place = walled.start(start.sandbox, _BOOT, environment)
         self._process = subprocess.Popen(
             self._place.command,
             stdin=subprocess.PIPE,

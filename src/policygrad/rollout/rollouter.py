@@ -15,6 +15,7 @@ from policygrad.core.protocols import Filter
 from policygrad.core.vine import Vine
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError
+from policygrad.rewards import RewardPool
 from policygrad.rollout.batching import measure, to_batch, used
 from policygrad.rollout.demonstrations import joined
 from policygrad.rollout.episodes import Encoder, play
@@ -22,6 +23,7 @@ from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.filling import Round, fill
 from policygrad.rollout.greedy import with_baseline
 from policygrad.rollout.judging import Judged, Score, ScoreSteps, judge, judge_steps, marks_of
+from policygrad.rollout.meanwhile import meanwhile
 from policygrad.rollout.prompts import ALL_SOLVED, upcoming
 from policygrad.rollout.reasoning_steps import with_steps
 from policygrad.rollout.trajectory import EVALUATE, TRAIN, Group, Start
@@ -83,6 +85,8 @@ class Rollouter:
     """Where reasoning steps end and what they are worth; None = nobody looks at them."""
     environment: EnvironmentFactory = SingleTurn
     wait: Waiter = field(default_factory=Waiter)
+    pool: RewardPool | None = None
+    """Whose `score` it is, so that what is over can be judged while others are drawn; None = all is judged at the end."""
 
     def update(self, weights: Published) -> None:
         """From now on episodes are played with these weights."""
@@ -120,7 +124,7 @@ class Rollouter:
         def sample(count: int, position: int) -> tuple[Round, Judged, int]:
             chosen, again = upcoming(self.examples, count, position, resting)
             starts = [self._start(i, example, sampling, TRAIN, step) for i, example in chosen]
-            groups, said = judge(self.play(starts, samples, sampling), self.score)
+            groups, said = self._judged(starts, samples, sampling)
             groups, of_steps = judge_steps(groups, self.score_steps, self.tokenizer.decode, worth=worth)
             batch = to_batch(groups)
             said |= Judged(messages=(ALL_SOLVED,) * again)
@@ -148,6 +152,11 @@ class Rollouter:
         measured = measure([(r.groups, r.batch) for r in rounds])
         metrics = merge(measured, judged.metrics, found.metrics, used(sum(len(r.batch.mask) for r in rounds), batch))
         return Rollout(batch, tuple(kept), found.position, metrics, judged.messages, found.surplus)
+
+    def _judged(self, starts: Sequence[Start], n: int, sampling: Sampling) -> tuple[list[Group], Judged]:
+        pool = self.pool if self.environment is SingleTurn else None
+        with meanwhile(pool, self.sampler, starts, n, self.tokenizer.decode) as score:
+            return judge(self.play(starts, n, sampling), score or self.score)
 
     def _start(self, index: int, example: Example, sampling: Sampling, stream: int, step: int) -> Start:
         return Start(example, (self.seed, stream, step, index), sampling.max_tokens)
@@ -215,7 +224,7 @@ class Rollouter:
         for first in range(0, len(examples), PORTION):
             some = enumerate(examples[first : first + PORTION], first)
             starts = [self._start(i, example, sampling, EVALUATE, 0) for i, example in some]
-            groups, said = judge(self.play(starts, samples, sampling), self.score)
+            groups, said = self._judged(starts, samples, sampling)
             found, judged = [*found, *groups], judged | said
             progress(len(found), len(examples))
         rows = [t for g in found for t in g.trajectories]

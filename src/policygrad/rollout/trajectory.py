@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,6 +137,12 @@ class Group:
 def samples_of(groups: list[Group]) -> tuple[list[Any], list[str], dict[str, list[Any]]]:
     """What a reward function is given: prompts, texts and columns, one of each per episode."""
     repeated = [(g.start.example, t.text) for g in groups for t in g.trajectories]
-    names = dict.fromkeys(name for example, _ in repeated for name in example.columns)
-    columns = {name: [example.columns.get(name) for example, _ in repeated] for name in names}
-    return [example.prompt for example, _ in repeated], [text for _, text in repeated], columns
+    prompts, columns = asked_of([example for example, _ in repeated])
+    return prompts, [text for _, text in repeated], columns
+
+
+def asked_of(examples: Sequence[Example]) -> tuple[list[Any], dict[str, list[Any]]]:
+    """Of that, what there is before there are texts: prompts and columns."""
+    names = dict.fromkeys(name for example in examples for name in example.columns)
+    columns = {name: [example.columns.get(name) for example in examples] for name in names}
+    return [example.prompt for example in examples], columns

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -86,4 +87,17 @@ class Sampler(Protocol):
 
     async def update(self, weights: Published) -> None:
         """Returns when what is drawn from now on is drawn with these weights, and its version says so."""
+        ...
+
+
+Watch = Callable[[Sequence[tuple[Request, Tensor]]], None]
+"""Looks in after every token of a batch, with the requests that are over with it, be they none, and their tokens [n] int64."""
+
+
+@runtime_checkable
+class Watchable(Sampler, Protocol):
+    """A sampler that says what is over while it goes on with others, so that it can be judged meanwhile. None need be one."""
+
+    def watched(self, watch: Watch) -> AbstractContextManager[object]:
+        """What is generated inside is told to `watch`; what it raises ends the generating."""
         ...

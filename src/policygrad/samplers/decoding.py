@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from policygrad.models.routing import Routing
-from policygrad.samplers.base import Generation, Request
+from policygrad.samplers.base import Generation, Request, Watch
 from policygrad.samplers.draw import draw, uniforms
 from policygrad.samplers.finite import check_drawable
 from policygrad.samplers.memory import Memory
@@ -39,7 +39,7 @@ class Decoding:
         self.count = self.size.new_empty(0)  # [N]: tokens that it has drawn
 
     @torch.no_grad()
-    def run(self, memory: Memory, version: int) -> list[Generation]:
+    def run(self, memory: Memory, version: int, watch: Watch | None = None) -> list[Generation]:
         """In the order of the requests."""
         logits: Tensor | None = None
         while self.queue or len(self.alive):
@@ -47,12 +47,21 @@ class Decoding:
                 new = self._admit(memory, more)
                 logits = new if logits is None else torch.cat([logits, new])
             assert logits is not None  # requests are due as soon as no row is left
+            rows = self.alive
             token = self._draw(memory, logits)
             logits = None
+            if watch is not None:
+                watch(self._over(rows))
             if len(self.alive):
                 logits = memory.step(token, self.size[self.alive] + self.count - 1)
                 self.routes.add(self.alive, self.count - 1, memory.rows)
         return self._found(version)
+
+    def _over(self, rows: Tensor) -> list[tuple[Request, Tensor]]:
+        """Those of the rows that have just left."""
+        places = rows[torch.isin(rows, self.alive, invert=True)]
+        found = zip(places.tolist(), self.tokens[places].cpu(), self.length[places].tolist(), strict=True)
+        return [(self.requests[place], tokens[:n]) for place, tokens, n in found]
 
     def _found(self, version: int) -> list[Generation]:
         lengths = self.length.tolist()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from policygrad.models.routing import Routing
 from policygrad.models.tokenizer import Tokenizer, padding_id
-from policygrad.samplers.base import Generation, Request
+from policygrad.samplers.base import Generation, Request, Watch
 from policygrad.weight_sync.base import Published
 from policygrad.weight_sync.in_process import put_weights
 
 
 class LocalSampler:
     """Decodes with the model it is given; when that is the learner's own model, `update` moves nothing."""
+
+    _watch: Watch | None = None
 
     def __init__(self, model: nn.Module, end: frozenset[int], pad: int, routing: Routing | None = None) -> None:
         """routing: of the model, where its choices of experts shall be part of what is generated."""
@@ -35,6 +37,15 @@ class LocalSampler:
         put_weights(weights.tensors, self.model)
         self.version = weights.version
 
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """As `Watchable`."""
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """A generation depends on its request and the weights, not on its neighbours (up to the rounding of a differently
         shaped matrix product)."""
@@ -52,5 +63,5 @@ class LocalSampler:
             memory = Shared(self.model, self.pad) if self._shares else Plain(self.model, self.pad)
             with recording():
                 decoding = Decoding([requests[i] for i in places], self.end, self.pad, self.routing)
-                done |= zip(places, decoding.run(memory, self.version), strict=True)
+                done |= zip(places, decoding.run(memory, self.version, self._watch), strict=True)
         return [done[i] for i in range(len(requests))]

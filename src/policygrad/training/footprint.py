@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 
+from policygrad.checkpoint.manager import KEPT
 from policygrad.errors import PolicygradError
 from policygrad.learners.local.activations import kept_bytes
 from policygrad.learners.local.head import BUFFER, BUFFER_ACCELERATOR
@@ -92,17 +93,21 @@ def footprint(run: Run) -> Footprint:
 
 
 def _models(run: Run, parameters: int, dtype: torch.dtype) -> dict[str, int]:
-    """Weights, gradients and Adam's moments of all that trains, and the models beside it."""
+    """Weights, gradients and Adam's moments of all that trains, the copy that undoes a failed step, and the models beside it."""
     algorithm, weight = run.algorithm, dtype.itemsize
     masters = 0 if dtype == torch.float32 else 4
     trained = (
         1 + (algorithm.critic is not None and algorithm.critic.features == "own") + (algorithm.reward_model is not None)
     )
     frozen = ("logp_ref" in algorithm.needs) + ("kl_old" in algorithm.forward_needs) + (run.staleness > 0)
+    weights = parameters * trained * (weight + masters)
+    moments = parameters * trained * 8 if algorithm.step.uses_lr else 0
+    state = parameters * trained * 4 + moments  # of bf16 weights the masters
     return {
-        "weights": parameters * trained * (weight + masters),
+        "weights": weights,
         "gradients": parameters * trained * 4,
-        "optimiser": parameters * (trained * 8 if algorithm.step.uses_lr else 6 * 4),
+        "optimiser": moments or parameters * 6 * 4,
+        "copy of the state": state if state <= KEPT else 0,
         "other models": parameters * frozen * weight,
     }
 

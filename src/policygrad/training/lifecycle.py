@@ -19,10 +19,11 @@ from policygrad.checkpoint.disk import write_atomically
 from policygrad.checkpoint.format import Checkpoint, newest
 from policygrad.checkpoint.manager import KEPT, Checkpointer, Saved, Stepped
 from policygrad.checkpoint.model_folder import save_model
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, RunError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.models.trust import FLAG
 from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers, default_tracker
+from policygrad.trackers.services import services
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.toml import dumps
 from policygrad.training.folder import RunFolder, new_folder, resumed_folder, sealed
@@ -62,7 +63,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
                 raise ConfigError(f"{callback!r} is no callback: pass instances of subclasses of policygrad.Callback")
         self.config = config
         self._display = display if isinstance(display, Tracker) else default_tracker() if display else Tracker()
-        self._others, self.callbacks = tuple(trackers), tuple(callbacks)
+        self._others, self.callbacks = (*trackers, *services(config.track)), tuple(callbacks)
         self.before: M | None = None
         self.measured = False  # `before`
 
@@ -204,6 +205,11 @@ class Lifecycle(ABC, Generic[C, P, M]):
         )
         saved = self.checkpointer.restore() if resumed else None
         self.progress = self.start(saved)
+        if self.progress.step > self.steps:
+            raise RunError(
+                f"the run in {self.folder} has done {self.progress.step} steps, and is to end after {self.steps}: leave that "
+                f"away, or let it be {self.progress.step} or more; an earlier end is a new run"
+            )
         self.files.truncate_after(self.progress.step if saved else -1)
         write_atomically(self.folder / self.file, sealed(dumps(self.config)))
         self.trackers.start(self.info(self.progress))

@@ -122,6 +122,7 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         pool.steps if pool and any(reward.process_reward for reward in chosen) else None,
         needed.environment or SingleTurn,
         stack.enter_context(Waiter()),
+        pool,
     )
     names = tuple(_in_words(reward, needed.needs) for reward in chosen) or (
         "the environment's own" if scored else "none",

@@ -12,6 +12,7 @@ from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 from policygrad.learners.config import OptimizerConfig
 from policygrad.rewards.process_rewards import check_pattern
+from policygrad.trackers.services import check_services
 
 if TYPE_CHECKING:
     from policygrad.training.config.run import Run
@@ -32,6 +33,7 @@ def check(run: Run) -> None:
     if run.lr is not None and not 0 <= run.lr < math.inf:
         raise ConfigError(f"lr must be at least 0 and finite, not {run.lr}")
     check_seed(run.seed)
+    check_services(run.track)
     check_sampling(run.algorithm, run.group_size, run.sampling.temperature)
     check_rollout(run.algorithm)
     if run.group_size < 1:

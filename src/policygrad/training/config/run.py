@@ -114,6 +114,8 @@ class Options:
     """Checkpoints."""
     guard: Guard = field(default_factory=Guard)
     """Against divergence."""
+    track: Annotated[tuple[str, ...], optional("NAME", "none")] = ()
+    """Services that follow the run too: wandb, tensorboard, trackio, mlflow. Each is an extra."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import tyro
 
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.trackers.services import check_services
 from policygrad.training.config.checks import check_seed
 from policygrad.training.config.run import Checkpointing, optional
 
@@ -52,6 +53,8 @@ class Supervised:
     """Precision, device, memory."""
     checkpoint: Checkpointing = field(default_factory=lambda: Checkpointing(every=100))
     """Checkpoints."""
+    track: Annotated[tuple[str, ...], optional("NAME", "none")] = ()
+    """Services that follow the run too: wandb, tensorboard, trackio, mlflow. Each is an extra."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
@@ -60,6 +63,7 @@ class Supervised:
         if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ConfigError(f"lr must be at least 0 and finite, not {self.lr}")
         check_seed(self.seed)
+        check_services(self.track)
         if self.learner.score_parameters:
             raise ConfigError(
                 f"learner.score_parameters is for policy gradients; {self.kind} reads none: leave it empty"

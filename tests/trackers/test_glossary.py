@@ -1,0 +1,101 @@
+"""Every number that a run tells of itself is described, and what is described exists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import policygrad as pg
+from policygrad.commands.show import show
+from policygrad.trackers.glossary import Meaning, glossary, meaning
+
+SOURCE = Path(pg.__file__).parent
+ROOMS = ("core", "environments", "learners", "models", "rollout", "training")
+NO_METRICS = re.compile(r"(adam|critic|reference|weights|runs/distill|rng|reward_model/\{|tok)\b")
+"""Names of tensors in a checkpoint, a folder, and a unit."""
+
+
+def told() -> set[str]:
+    """What stands in the code as the name of a metric: `"staleness/max"`, `f"rewards/{name}"`, with * for what is filled in."""
+    text = "\n".join(p.read_text(encoding="utf-8") for room in ROOMS for p in (SOURCE / room).rglob("*.py"))
+    names = set(re.findall(r"\"([a-z_]+/[a-z_/{}]+)\"", text))
+    return {re.sub(r"\{\w+\}", "*", name) for name in names if not NO_METRICS.match(name)}
+
+
+def described() -> list[Meaning]:
+    return [metric for chapter in glossary() for metric in chapter.metrics]
+
+
+def test_every_name_in_the_code_is_described() -> None:
+    names = told()
+    assert len(names) > 50
+    plain = {name for name in names if "*" not in name}
+    assert {name for name in plain if meaning(name) is None} == set()
+    assert {n for n in names - plain if not any(fnmatchcase(m.name, n) for m in described())} == set()
+
+
+def test_what_is_described_exists() -> None:
+    text = "\n".join(p.read_text(encoding="utf-8") for room in ROOMS for p in (SOURCE / room).rglob("*.py"))
+    names = told()
+    for metric in described():
+        known = f'"{metric.name}"' in text or metric.name == "beta/*"  # which is named after a part
+        known = known or any(fnmatchcase(metric.name, n) or fnmatchcase(n, metric.name) for n in names)
+        assert known, metric.name
+        assert metric.unit
+        assert metric.text
+
+
+def test_a_name_before_a_pattern_and_patterns_in_their_order() -> None:
+    for name, found in (
+        ("kl_old/last", "kl_old/last"),
+        ("rewards/math/std", "rewards/*/std"),
+        ("rewards/failed_timeout", "rewards/failed_*"),
+        ("rewards/math", "rewards/*"),
+        ("environment/turns", "environment/turns"),
+        ("held_out/tokens", "held_out/*"),
+    ):
+        known = meaning(name)
+        assert known is not None
+        assert known.name == found
+    assert meaning("no such metric") is None
+    names = [m.name for m in described()]
+    assert len(names) == len({*names})
+
+
+def test_show_says_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show(["entropy"]) == 0
+    said = capsys.readouterr().out
+    assert "nats a token" in said
+    assert "Moves" in said
+    with pytest.raises(pg.ConfigError, match="no algorithm, part or metric is called 'entropi'"):
+        show(["entropi"])
+
+
+class Heard(pg.Tracker):
+    """The names of all metrics."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.names |= {*metrics}
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.names |= {*metrics}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo", "trpo", "prorl", "prime", "vineppo"])
+def test_what_a_run_tells_is_described(name: str, tmp_path: Path) -> None:
+    task = "embedded_steps" if name == "vineppo" else "embedded"
+    run = pg.Run(algorithm=pg.algorithm(name), task=task, steps=1, prompts_per_step=4, output=str(tmp_path / "run"))
+    heard = Heard()
+    pg.train(replace(run, evaluation=pg.Evaluation(problems=2, samples=1)), display=False, trackers=[heard])
+    assert len(heard.names) > 25
+    assert {n for n in heard.names if meaning(n) is None} == set()

@@ -1,0 +1,231 @@
+"""Each service by its real library, offline: what it was told can be read from it, and a resumed run goes on in the same place."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import policygrad as pg
+from policygrad.commands.completion import script
+from policygrad.commands.train import train
+from policygrad.errors import ConfigError
+from policygrad.trackers.base import RunInfo
+from policygrad.trackers.services import SERVICES, services
+from policygrad.trackers.services.base import SHOWN, finite, flat, identity, remember, table
+from policygrad.trackers.services.wandb import _has_key
+
+CONFIG = {"lr": 1e-3, "algorithm": {"name": "dapo", "psi": ["GroupMean", "GroupStd"]}, "held_out": None}
+ROW = {"prompt": "1 + 1 =", "completion": "2", "reward": 1.0, "advantage": 0.5, "tokens": 1, "truncated": False}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's, in a home and a current folder of its own."""
+    run = tmp_path / "runs" / "dapo-1"
+    run.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    return run
+
+
+def tell(name: str, folder: Path, first: int, last: int, *, finish: bool = True) -> None:
+    """A run from step `first` to `last`."""
+    (tracker,) = services([name])
+    with tracker:
+        tracker.start(RunInfo("dapo on embedded", steps=3, first_step=first, config=CONFIG, folder=folder))
+        if first == 1:
+            tracker.log_evaluation(0, {"held_out/accuracy": 0.25})
+        for step in range(first, last + 1):
+            tracker.log(step, {"reward": step / 4 + first, "kl": math.nan}, [ROW] * 3)
+        if finish:
+            tracker.finish({"held-out accuracy": "0.25 -> 0.90"})
+    tracker.close()  # twice does no harm
+
+
+def test_tensorboard_has_every_step_once(folder: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tell("tensorboard", folder, 1, 3)  # killed after step 3, its checkpoint of step 1
+    tell("tensorboard", folder, 2, 3)
+    found = accumulators.EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("reward")] == [(1, 1.25), (2, 2.5), (3, 2.75)]
+    assert [(e.step, e.value) for e in found.Scalars("held_out/accuracy")] == [(0, 0.25)]
+    assert set(found.Tags()["scalars"]) == {"reward", "held_out/accuracy"}
+    said = found.Tensors("completion/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "1 + 1 =" in said
+    assert "reward 1" in said
+
+
+@pytest.mark.slow
+def test_wandb_is_kept_offline_without_a_key_and_goes_on_under_its_id(folder: Path) -> None:
+    pytest.importorskip("wandb")
+    tell("wandb", folder, 1, 2)
+    tell("wandb", folder, 2, 3)
+    known = json.loads((folder / "tracked.json").read_text())["wandb"]
+    parts = sorted(folder.glob("wandb/offline-run-*"))
+    assert len(parts) == 2
+    assert all(part.name.endswith(f"-{known}") for part in parts)
+    told = [record for part in parts for record in records(next(part.glob("*.wandb")))]
+    history = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in r.history.item} for r in told]
+    steps = [row["step"] for row in history if "reward" in row]
+    assert steps == [1, 2, 2, 3]
+    assert [row["held_out/accuracy"] for row in history if "held_out/accuracy" in row] == [0.25]
+    assert all("kl" not in row for row in history)
+    assert any("completions" in key for row in history for key in row)
+    run = next(r.run for r in told if r.WhichOneof("record_type") == "run")
+    assert (run.project, run.display_name) == ("policygrad", "dapo-1")
+    assert sum(r.WhichOneof("record_type") == "exit" and r.exit.exit_code == 0 for r in told) == 2
+
+
+def records(file: Path) -> Iterator[Any]:
+    """What an offline run holds: a LevelDB log of protocol buffers after 7 bytes; records cross no block here, as it is short."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at = file.read_bytes(), 7
+    while at + 7 <= len(data) < 2**15:
+        size, kind = struct.unpack_from("<HB", data, at + 4)  # after a checksum
+        assert kind == 1  # whole
+        record = Record()
+        record.ParseFromString(data[at + 7 : at + 7 + size])
+        yield record
+        at += 7 + size
+
+
+@pytest.mark.slow
+def test_mlflow_goes_on_in_the_same_run(folder: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    tell("mlflow", folder, 1, 2, finish=False)
+    client = mlflow.MlflowClient()
+    known = json.loads((folder / "tracked.json").read_text())["mlflow"]
+    assert client.get_run(known).info.status == "FAILED"
+    tell("mlflow", folder, 2, 3)
+    run = client.get_run(known)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "dapo-1")
+    assert run.data.params["algorithm.name"] == "dapo"
+    assert run.data.tags["held-out accuracy"] == "0.25 -> 0.90"
+    assert [(m.step, m.value) for m in client.get_metric_history(known, "reward")] == [
+        (1, 1.25),
+        (2, 1.5),
+        (2, 2.5),
+        (3, 2.75),
+    ]
+    assert len(client.search_runs([run.info.experiment_id])) == 1
+
+
+def test_trackio_goes_on_in_the_same_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(
+        "trackio"
+    )  # it cannot be installed beside a newer pillow, so the development extra leaves it out
+    monkeypatch.setenv("TRACKIO_DIR", str(folder.parent / "trackio"))
+    tell("trackio", folder, 1, 2)
+    tell("trackio", folder, 2, 3)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    assert SQLiteStorage.get_runs("policygrad") == ["dapo-1"]
+    rows = [row for row in SQLiteStorage.get_logs("policygrad", "dapo-1") if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2, 2, 3]
+    assert "completions" in rows[0]
+    assert "Trackio" not in capsys.readouterr().out
+
+
+def test_an_unknown_service_and_a_missing_library_are_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match="'tensorbord' is no service that is known: mlflow, tensorboard, trackio, wandb"
+    ):
+        pg.Run(track=("tensorbord",))
+    with pytest.raises(ConfigError, match="leave spaces between the names, wandb tensorboard"):
+        pg.Run(track=("wandb,tensorboard",))
+    with pytest.raises(ConfigError, match="twice"):
+        pg.SFTConfig(track=("wandb", "wandb"))
+    monkeypatch.setitem(SERVICES, "no_such_library", "None")
+    with pytest.raises(ConfigError, match=r"pip install 'policygrad\[no_such_library\]'"):
+        services(["no_such_library"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="needs a library that is not installed"):
+        pg.train(pg.Run(track=("no_such_library",)), display=False)
+    assert not list(tmp_path.iterdir())  # and no folder was made for it
+
+
+def test_no_library_is_loaded_before_a_run_begins() -> None:
+    """Of those that are installed; in a process of its own, as other tests load them."""
+    code = (
+        "import sys, policygrad as pg; pg.Run(track=('wandb', 'mlflow')); print({'wandb', 'mlflow'} & {*sys.modules})"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_it_stands_in_the_runs_file_and_in_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["grpo", "--track", "tensorboard", "--dry-run"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["track"] == ["tensorboard"]
+    assert "--track) words='mlflow tensorboard trackio wandb'" in script("bash")
+
+
+@pytest.mark.slow
+def test_a_run_is_followed(folder: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = pg.Run(
+        algorithm=pg.GRPO,
+        track=("tensorboard",),
+        steps=2,
+        prompts_per_step=4,
+        samples_per_prompt=4,
+        output=str(folder.parent / "real"),
+        evaluation=pg.Evaluation(problems=4, samples=1),
+    )
+    pg.train(run, display=False)
+    found = accumulators.EventAccumulator(str(folder.parent / "real" / "tensorboard"))
+    found.Reload()
+    assert [e.step for e in found.Scalars("reward")] == [1, 2]
+    measured = next(tag for tag in found.Tags()["scalars"] if tag.startswith("held_out"))
+    assert [e.step for e in found.Scalars(measured)] == [0, 2]
+
+
+def test_what_services_are_told(tmp_path: Path) -> None:
+    assert finite({"a": 1, "b": math.inf, "c": "x", "d": 0.5}) == {"a": 1.0, "d": 0.5}
+    assert flat(CONFIG) == {
+        "lr": 1e-3,
+        "algorithm.name": "dapo",
+        "algorithm.psi": "['GroupMean', 'GroupStd']",
+        "held_out": "None",
+    }
+    rows = table(3, [ROW | {"tokens": i} for i in range(100)])
+    assert len(rows) <= SHOWN
+    assert rows[0][:3] == [3, "1 + 1 =", "2"]
+    assert rows[-1][5] >= 90
+    again = RunInfo("t", first_step=2, folder=tmp_path)
+    assert identity(again, "wandb") is None
+    remember(tmp_path, "wandb", "abc")
+    remember(tmp_path, "mlflow", "def")
+    assert (identity(again, "wandb"), identity(again, "mlflow")) == ("abc", "def")
+    assert identity(RunInfo("t", folder=tmp_path), "wandb") is None  # a run that begins is another
+
+
+def test_a_key_is_looked_for_where_wandb_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(file))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    assert not _has_key()
+    file.write_text("machine api.wandb.ai login user password k\n")
+    assert _has_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
+    assert not _has_key()
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    assert _has_key()
