@@ -31,7 +31,8 @@ NOT = """## What is not promised
   of such an adapter is left to the libraries that fetch it.
 - **Crafted files outside of `checkpoints/`.** Logs and configuration in a folder from somebody else are parsed, and code that
   they name needs leave; what else they say is believed.
-- **Containers.** Reward workers are processes: [what they hold back](rewards-isolation.md), and what not."""
+- **Walls that are virtual machines.** Reward workers are processes: [what they hold back](rewards-isolation.md), and what not; a
+  program that breaks the kernel is through [the walls](sandbox.md), too."""
 
 
 class Lost(SystemExit):

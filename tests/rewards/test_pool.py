@@ -1,6 +1,7 @@
 """The reward pool: whatever a reward function does, it costs its sample and nothing else."""
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -388,6 +389,7 @@ def test_a_busy_worker_dies_with_its_parent(tmp_path):
 
 
 def test_a_pool_that_is_dropped_takes_its_workers_along():
+    gc.collect()  # what other tests have left warns now, and not below
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pool = RewardPool([length], workers=1)

@@ -139,8 +139,10 @@ def test_reasoning_gym_scorer_that_cannot_read_the_answer_says_wrong():
 
 def test_known_rewards_resolve_to_themselves():
     assert known_rewards() == [
+        "code",
         "exact_match",
         "format",
+        "gsm8k",
         "math",
         "reasoning_gym",
         "reasoning_gym_partial",
@@ -170,7 +172,7 @@ def test_weights_in_names(text, name, weight):
     ("name", "error", "message"),
     [
         ("exact_mach", ConfigError, "did you mean 'exact_match'.*file.py:function"),
-        ("zzzzz", ConfigError, "the built-in ones are exact_match"),
+        ("zzzzz", ConfigError, "the built-in ones are code, exact_match"),
         ("no_such_package.f", ConfigError, "no module 'no_such_package'"),
         ("json.no_such_module.f", ConfigError, "no module 'json.no_such_module'"),
         ("json.dump_s", ConfigError, "no function 'dump_s' in json; did you mean 'dumps'"),

@@ -89,6 +89,7 @@ def evaluate(args: list[str]) -> int:
         options.task,
         **{name: getattr(options, name) for name in names},
         memory=options.rewards.memory,
+        sandbox=options.rewards.sandbox,
         reward_environment=options.rewards.environment,
         progress=_count,
         phase=_waits(),

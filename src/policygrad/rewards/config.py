@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -12,6 +12,8 @@ from policygrad.errors import ConfigError
 from policygrad.rewards.memory import size
 from policygrad.rewards.variables import check_names, listed
 
+Sandbox = Literal["none", "auto", "bubblewrap", "landlock"]
+"""A wall around reward workers, by name; auto = the first that stands."""
 NAMES: Any = tyro.constructors.PrimitiveConstructorSpec(
     nargs=1,
     metavar="NAME,NAME",
@@ -30,6 +32,9 @@ class Isolation:
     """What a worker may take beyond what it has when it is loaded (4GiB, 500MB, none); on Linux. A reward model has no limit."""
     environment: Annotated[tuple[str, ...], NAMES] = ()
     """Environment variables that workers get besides the usual ones (docs/rewards-isolation.md), such as an API key's."""
+
+    sandbox: Sandbox = "none"
+    """A wall around workers: no network, few files to read, none to write (docs/rewards-isolation.md); not for a reward model."""
 
     def __post_init__(self) -> None:
         size(self.memory, "rewards.memory")

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from policygrad.errors import ConfigError, DataError, RewardError
+from policygrad.rewards import walled
 from policygrad.rewards.begun import Begun
 from policygrad.rewards.calls import Caller, Judgement, Signature, tell
 from policygrad.rewards.dispatch import Dispatcher
@@ -38,8 +39,9 @@ class RewardPool:
     A function that cannot be pickled runs in this process, without a budget, with a warning.
 
     memory: what a worker may take beyond what it has when it is loaded, "4GiB", or "none"; a reward that is `alone` has no limit.
-    environment: names of environment variables that workers get besides the usual ones (docs/rewards-isolation.md). phase: is told
-    what a scoring waits for, when it takes seconds. patient: a function that has never answered is asked on and on.
+    environment: names of environment variables that workers get besides the usual ones (docs/rewards-isolation.md). sandbox: the
+    wall around workers (walled.CHOICES), but for those of a reward that is `alone`. phase: is told what a scoring waits for, when
+    it takes seconds. patient: a function that has never answered is asked on and on.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class RewardPool:
         budget: float = 10.0,
         memory: str = "4GiB",
         environment: Sequence[str] = (),
+        sandbox: str = walled.NONE,
         phase: Phase = nobody,
         patient: bool = False,
     ) -> None:
@@ -60,6 +63,8 @@ class RewardPool:
         self.rewards = tuple(resolve(reward) for reward in rewards)
         _check_names(self.rewards)
         check_names(environment, "environment")
+        walled.check(sandbox)
+        self._sandbox = sandbox
         self._environment = tuple(environment)
         self._signatures = [Signature.of(reward.function) for reward in self.rewards]
         self._lock = threading.RLock()  # which `begin` holds around `score`
@@ -67,7 +72,7 @@ class RewardPool:
         self._here: dict[int, Caller] = {}  # those that run in this process
         functions = self._place()
         alone, starter = [f for f, number in enumerate(self._sent) if self.rewards[number].alone], Starter()
-        self._slots = slots_for(functions, alone, workers, size(memory), environment, starter)
+        self._slots = slots_for(functions, alone, workers, size(memory), environment, starter, sandbox)
         self._close = weakref.finalize(self, _kill, self._slots, starter, os.getpid())
         budgets = [self.rewards[number].budget or budget for number in self._sent]
         names = [self.rewards[number].name for number in self._sent]
@@ -188,6 +193,11 @@ class RewardPool:
                 functions.append((reward.name, by_value(reward.function), reward.process_reward))
                 self._sent.append(number)
             except Exception as error:
+                if self._sandbox != walled.NONE:
+                    raise ConfigError(
+                        f"reward {reward.name!r} cannot be sent to a worker process ({type(error).__name__}: {error}), so no "
+                        "wall can be around it (--rewards.sandbox); create what cannot be pickled inside the function"
+                    ) from error
                 warnings.warn(
                     f"reward {reward.name!r} cannot be sent to a worker process ({type(error).__name__}: {error}); it runs "
                     "in this process without a time budget. Create what cannot be pickled inside the function",

@@ -13,19 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from policygrad.errors import ConfigError
-from policygrad.rewards import math, reasoning_gym
+from policygrad.rewards import code, math, reasoning_gym
 from policygrad.rewards.builtin import Format, exact_match
 from policygrad.rewards.process_rewards import worked_steps
 from policygrad.rewards.types import Reward, RewardFunction
 
 _BUILTIN: dict[str, RewardFunction] = {
+    "code": code.code,
     "exact_match": exact_match,
     "format": Format(),
+    "gsm8k": math.gsm8k,
     "math": math.math,
     "reasoning_gym": reasoning_gym.reasoning_gym,
     "reasoning_gym_partial": reasoning_gym.reasoning_gym_partial,
     "worked_steps": worked_steps,
 }
+_GRADERS: dict[str, Callable[[tuple[str, ...]], RewardFunction]] = {"gsm8k": math.Gsm8k, "math": math.Math}
 _NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 FILE_MODULE = "policygrad_file_"
 """Begins the names of modules that are files which no import path leads to."""
@@ -35,7 +38,11 @@ _AFTER = re.compile(rf"\s*\*\s*({_NUMBER})\s*\Z")
 
 
 def known_rewards() -> list[str]:
-    """Names of the built-in rewards, sorted; `format:REGEX` takes a pattern of your own, `model:PATH` is a reward model."""
+    """Names of the built-in rewards, sorted.
+
+    `format:REGEX` takes a pattern of your own, `gsm8k:POLICY,POLICY` and `math:…` say where the answer is looked for,
+    `code:OPTION=VALUE,…` what a program may take, `model:PATH` is a reward model.
+    """
     return sorted(_BUILTIN)
 
 
@@ -58,7 +65,7 @@ def resolve(name: "str | Reward | RewardFunction") -> Reward:
 def code_of(name: str) -> str | None:
     """The module or the file that a reward's name would import; None = policygrad's own, a pattern, a model. Imports nothing."""
     text, _ = _weighted(name)
-    if text in _BUILTIN or text.startswith(("format:", "model:")):
+    if text in _BUILTIN or text.partition(":")[0] in ("format", "model", "code", *_GRADERS):
         return None
     path, colon, _ = text.rpartition(":")
     if colon and path.endswith(".py"):
@@ -82,10 +89,17 @@ def _reward(name: str, function: RewardFunction, weight: float) -> Reward:
 def _function(name: str) -> RewardFunction:
     if name.startswith("format:"):
         return Format(name.removeprefix("format:"))
+    preset, _, options = name.partition(":")
+    if preset == "math":
+        math.check_installed()
+    if preset == "code":
+        programs = code.Code.of(options)
+        programs.reward_prepare()
+        return programs
     if name in _BUILTIN:
-        if name == "math":
-            math.check_installed()
         return _BUILTIN[name]
+    if preset in _GRADERS:
+        return _GRADERS[preset](tuple(policy.strip() for policy in options.split(",") if policy.strip()))
     if name.startswith("model:"):
         from policygrad.rewards.model import ModelReward  # which imports torch
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from policygrad.rewards.answers import Asked
 from policygrad.rewards.subprocess import WorkerProcess
+from policygrad.rewards.walled import NONE
 from policygrad.rewards.wire import Chunk, WorkerStart
 
 START_LIMIT = 120.0  # seconds for a worker to import what its functions need; not part of any sample's budget
@@ -90,13 +91,15 @@ def slots_for(
     memory: int | None,
     variables: Sequence[str],
     starter: Starter,
+    sandbox: str = NONE,
 ) -> list[Slot]:
-    """One for every function that wants to be `alone`, by number, and `count` that each load all the others."""
+    """One for every function that wants to be `alone`, by number, and `count` that each load all the others, behind a wall."""
     others = set(range(len(functions))).difference(alone)
 
-    def start(share: set[int], memory: int | None) -> WorkerStart:
+    def start(share: set[int], memory: int | None, sandbox: str = NONE) -> WorkerStart:
         each = ((name, code if f in share else None, p) for f, (name, code, p) in enumerate(functions))
-        return WorkerStart(tuple(each), memory)
+        return WorkerStart(tuple(each), memory, sandbox=sandbox)
 
     own = [Slot(start({f}, None), variables, ALONE_LIMIT, starter) for f in alone]
-    return own + [Slot(start(others, memory), variables, starter=starter) for _ in range(count if others else 0)]
+    shared = start(others, memory, sandbox)
+    return own + [Slot(shared, variables, starter=starter) for _ in range(count if others else 0)]

@@ -1,22 +1,20 @@
 """The parent's handle on one worker process: start it, talk to it without blocking, kill it."""
 
-import json
 import os
 import secrets
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from policygrad.rewards import family
+from policygrad.rewards import family, walled
 from policygrad.rewards.answers import NONCE, Inbox
 from policygrad.rewards.variables import chosen
 from policygrad.rewards.wire import Chunk, WorkerStart, frame
 
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from policygrad.rewards.worker import main; main(int(sys.argv[2]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from policygrad.rewards.walled import enter; "
+    "enter(sys.argv[3]); from policygrad.rewards.worker import main; main(int(sys.argv[2]))"
 )
 _PIECE = 1 << 20  # bytes per read
 
@@ -29,13 +27,15 @@ class WorkerProcess:
 
     def __init__(self, start: WorkerStart, variables: Sequence[str] = ()) -> None:
         self._token, nonce = secrets.token_hex(16), secrets.token_bytes(NONCE)
+        environment = {**chosen(os.environ, variables), family.TOKEN: self._token}
+        self._place = walled.start(start.sandbox, _BOOT, environment)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), str(os.getpid())],
+            self._place.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={**chosen(os.environ, variables), family.TOKEN: self._token},
+            env=self._place.environment,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -86,6 +86,7 @@ class WorkerProcess:
         """End the worker and what it started, at once. Returns how it had ended by itself, or "signal SIGKILL"."""
         family.end(self.pid, self._token, running=self._process.poll() is None)
         code = self._process.wait()
+        self._place.clear()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

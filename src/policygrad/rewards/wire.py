@@ -18,6 +18,7 @@ class WorkerStart:
     functions: tuple[tuple[str, bytes | None, bool], ...]
     memory: int | None = None  # bytes that it may take beyond what it has when everything is loaded; None = no limit
     nonce: bytes = b""  # begins every answer; the worker's own
+    sandbox: str = "none"  # the wall that it is started behind
 
     @property
     def names(self) -> str:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from policygrad.environments import EnvironmentFactory
-from policygrad.rewards.config import Rewarding
+from policygrad.rewards.config import Rewarding, Sandbox
 from policygrad.rewards.waits import Phase, nobody
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.rollouter import Rollout
@@ -58,13 +58,14 @@ def evaluate(
     dtype: str = "fp32",
     budget: float = 10.0,
     memory: str = "4GiB",
+    sandbox: Sandbox = "none",
     reward_environment: tuple[str, ...] = (),
     phase: Phase = nobody,
     sampler: Sampler | SamplerFactory | None = None,
     environment: EnvironmentFactory | None = None,
     trust_remote_code: bool = False,
 ) -> EvaluationResult:
-    """Scores of a model on a task's held-out problems, as `Run`'s options of these names say; budget, memory and
+    """Scores of a model on a task's held-out problems, as `Run`'s options of these names say; budget, memory, sandbox and
     reward_environment as `Rewarding`'s. phase: is told what rewards are waited for.
 
     Raises:
@@ -82,7 +83,7 @@ def evaluate(
             seed=seed,
             device=device,
             dtype=dtype,
-            rewards=Rewarding(budget=budget, memory=memory, environment=reward_environment),
+            rewards=Rewarding(budget=budget, memory=memory, sandbox=sandbox, environment=reward_environment),
             phase=phase,
             sampler=sampler,
             environment=environment,

@@ -143,6 +143,7 @@ def _pool(chosen: tuple[Reward, ...], needed: Needed) -> RewardPool:
         workers=asked.workers,
         budget=asked.budget,
         memory=asked.memory,
+        sandbox=asked.sandbox,
         environment=asked.environment,
         phase=needed.phase,
         patient=not asked.patience,

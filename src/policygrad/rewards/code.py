@@ -1,0 +1,96 @@
+"""Programs judged by their tests, behind a wall (policygrad.sandbox)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from policygrad.errors import ConfigError
+from policygrad.rewards.code_rows import exam_of, whole_program
+from policygrad.rewards.memory import size
+from policygrad.sandbox import Dialogue, Limits, converse, examine, standing
+
+_SPARE = 120.0  # seconds that a call may take beyond its program's: three interpreters have to start
+_LONGEST = 200_000  # characters of a program
+
+
+@dataclass(frozen=True)
+class Code:
+    """1.0 if the completion's program passes all tests of its row, else 0.0; None where the row has none.
+
+    Tests are `test` and `entry_point` (HumanEval), `test_list` (MBPP), `tests` (statements, or pairs of `input` and `output`),
+    `inputs` and `outputs`, or `input_output` (APPS, without `fn_name`). The program is the completion's last fenced block.
+    """
+
+    seconds: float = 8.0
+    """All tests of one program together, by the clock."""
+    memory: str = "1GiB"
+    """Address space of the program's process."""
+    share: bool = False
+    """The share of the tests that it passes, in place of all or nothing."""
+    wall: str = "auto"
+    """bubblewrap, landlock, or the first of them that stands."""
+
+    def __post_init__(self) -> None:
+        self._limits()
+
+    @property
+    def reward_options(self) -> dict[str, Any]:
+        return {"batched": False, "budget": self.seconds + _SPARE, "process_reward": False}
+
+    def reward_prepare(self) -> None:
+        """Find a wall that stands; raises ConfigError where there is none."""
+        standing(self.wall)
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float | None]:
+        rows = ({name: values[i] for name, values in columns.items()} for i in range(len(completions)))
+        return [self.score(prompt, text, row) for prompt, text, row in zip(prompts, completions, rows, strict=True)]
+
+    def score(self, prompt: Any, completion: str, row: dict[str, Any]) -> float | None:
+        """One completion's reward. Raises DataError for a row of no known form."""
+        tests = exam_of(prompt, row)
+        if tests is None:
+            return None
+        program = whole_program(prompt, completion, tests)
+        if not program.strip() or len(program) > _LONGEST:
+            return 0.0
+        judge = converse if isinstance(tests, Dialogue) else examine
+        points = judge(program, tests, self._limits(), self.wall).points  # type: ignore[arg-type]  # each has its kind
+        passed = sum(points) / len(points)
+        return passed if self.share else float(passed == 1.0)
+
+    @classmethod
+    def of(cls, options: str) -> "Code":
+        """`seconds=20,memory=2GiB,share=yes`. Raises ConfigError."""
+        known = {field.name: field.type for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for option in filter(None, (part.strip() for part in options.split(","))):
+            name, _, value = option.partition("=")
+            if name not in known:
+                raise ConfigError(
+                    f"reward 'code': there is no option {name!r}; write code:{','.join(f'{n}=…' for n in known)}"
+                )
+            values[name] = _READ.get(name, str)(value)
+        return cls(**values)
+
+    def _limits(self) -> Limits:
+        memory = size(self.memory, "reward 'code': memory")
+        if memory is None:
+            raise ConfigError("reward 'code': a program's memory has to be limited, such as memory=1GiB")
+        return Limits(seconds=self.seconds, memory=memory)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"reward 'code': seconds is a number, not {text!r}") from None
+
+
+def _yes(text: str) -> bool:
+    if text.lower() not in ("yes", "no", "true", "false"):
+        raise ConfigError(f"reward 'code': share is yes or no, not {text!r}")
+    return text.lower() in ("yes", "true")
+
+
+_READ = {"seconds": _number, "share": _yes}
+code = Code()

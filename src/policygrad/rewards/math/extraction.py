@@ -1,0 +1,124 @@
+"""Which part of a completion is its answer. Every search is linear in the text, whatever the text is.
+
+A policy names a mark; a preset tries several in turn, and the first whose mark is there decides. Of several marks of one kind the
+last counts: a model that corrects itself is taken at its last word.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+from policygrad.errors import ConfigError
+from policygrad.rewards.math.numbers import last_number
+
+TAIL = 20_000  # characters from the end in which a phrase, a formula or a number is looked for
+LONGEST = 1_000  # characters of an answer; what is longer is none
+
+_SAID = re.compile(
+    r"(?:^[ \t]*A\b[ \t]*[*_]{0,2}:|\banswer(?:[ \t]*[*_]{0,2}:|\s+(?:is|equals|=)(?![a-z])))[ \t]*[:*_]{0,3}[ \t]*",
+    re.IGNORECASE | re.MULTILINE,
+)
+_SENTENCE = re.compile(r"(?<!\\)[.;!?](?=\s|\Z)")
+_FORMULA = re.compile(
+    r"(?<!\\)\$\$?((?:[^$\\]|\\.){1,1000})\$|\\\[((?:[^\\]|\\[^\]]){1,1000})\\\]|\\\(((?:[^\\]|\\[^)]){1,1000})\\\)",
+    re.DOTALL,
+)
+_WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}")
+_FORMULA_WORDS = re.compile(
+    r"(?:and|arccos|arcsin|arctan|cos|cot|csc|exp|inf|infinity|ln|log|mod|oo|or|pi|sec|sin|"
+    r"sqrt|tan)",
+    re.IGNORECASE,
+)
+_BOXES = (r"\boxed{", r"\fbox{")
+
+
+def in_tags(text: str) -> str | None:
+    """Inside the last `<answer>…</answer>`."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return text[start + len("<answer>") : end] if start >= 0 else None
+
+
+def after_hashes(text: str) -> str | None:
+    """The line after the last `####`, as in GSM8K's solutions."""
+    _, mark, rest = text.rpartition("####")
+    return rest.lstrip(" \t#").partition("\n")[0] if mark else None
+
+
+def in_box(text: str) -> str | None:
+    """Inside the last `\\boxed{…}` with its braces balanced; None where they are not within LONGEST characters."""
+    start, mark = max((text.rfind(mark), mark) for mark in _BOXES)
+    if start < 0:
+        return None
+    start += len(mark)
+    depth, escaped = 1, False
+    for place, character in enumerate(text[start : start + LONGEST], start):
+        if not escaped:
+            depth += (character == "{") - (character == "}")
+        escaped = character == "\\" and not escaped
+        if depth == 0:
+            return text[start:place]
+    return None
+
+
+def after_phrase(text: str) -> str | None:
+    """What follows the last "answer is", "Answer:" or "A:", to the end of the sentence or line."""
+    tail = text[-TAIL:]
+    found = None
+    for found in _SAID.finditer(tail):  # noqa: B007 - the last is wanted
+        pass
+    rest = tail[found.end() :].partition("\n")[0].strip() if found else ""
+    return _SENTENCE.split(rest, maxsplit=1)[0] if rest else None
+
+
+def last_formula(text: str) -> str | None:
+    """The last `$…$`, `\\(…\\)` or `\\[…\\]`."""
+    found = None
+    for found in _FORMULA.finditer(text[-TAIL:]):  # noqa: B007
+        pass
+    return next((group for group in found.groups() if group is not None), None) if found else None
+
+
+def last(text: str) -> str | None:
+    """The last number."""
+    return last_number(text[-TAIL:])
+
+
+def whole(text: str) -> str | None:
+    """All of it, where it is one line, short, and no sentence."""
+    line = text.strip()
+    return line if line and "\n" not in line and len(line) <= LONGEST and not prose(line) else None
+
+
+def prose(text: str) -> bool:
+    """Whether a text has two words or more that are none of a formula's."""
+    return sum(not _FORMULA_WORDS.fullmatch(word) for word in _WORD.findall(text)) > 1
+
+
+POLICIES: dict[str, Callable[[str], str | None]] = {
+    "answer": in_tags,
+    "hashes": after_hashes,
+    "boxed": in_box,
+    "said": after_phrase,
+    "formula": last_formula,
+    "last": last,
+    "whole": whole,
+}
+"""The ways of finding an answer, by name."""
+
+
+def extract(text: str, policies: Sequence[str]) -> str | None:
+    """The answer by the first policy whose mark is there, without blanks around it; None = none of them is."""
+    for name in policies:
+        if (found := POLICIES[name](text)) is not None:
+            return found.strip()
+    return None
+
+
+def check_policies(policies: Sequence[str], reward: str) -> None:
+    """Raises ConfigError for a name that is no policy, or none at all."""
+    known = ", ".join(POLICIES)
+    if not policies:
+        raise ConfigError(f"reward {reward!r}: no extraction policy is named; there are {known}")
+    for name in policies:
+        if name not in POLICIES:
+            raise ConfigError(f"reward {reward!r}: unknown extraction policy {name!r}; there are {known}")

@@ -1,0 +1,119 @@
+"""Tests of a program: what it prints for an input, or what its functions return. The verdict is made where the program is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from policygrad.sandbox.limits import Limits
+from policygrad.sandbox.program import run
+from policygrad.sandbox.session import Confined, follow
+from policygrad.sandbox.walls import Wall, standing
+
+_VERDICT = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One point per test, 1.0 or 0.0, and what went wrong first."""
+
+    points: tuple[float, ...]
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Python statements that call a program's functions, `assert` among them.
+
+    tests: each is worth a point, which it has when it raises nothing. setup: run before them, in the tests' process; what it
+    defines, a program cannot replace. entry: the name that has to be defined, and that is the program's whatever else has it.
+    """
+
+    tests: tuple[str, ...]
+    setup: str = ""
+    entry: str | None = None
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """What a script is given on its standard input, and what it is to print: equal line by line, but for blanks at the ends."""
+
+    pairs: tuple[tuple[str, str], ...] = field(default=())
+
+
+def examine(source: str, tests: Examination, limits: Limits | None = None, wall: Wall | str = "auto") -> Verdict:
+    """Run the tests in one confined process and the program in another; they speak through pipes, in plain data.
+
+    What a test gives and gets is None, bool, numbers, text, bytes, lists, tuples, sets, dicts; other objects stay with the
+    program, can be given back to it, asked for attributes and gone through, and equal nothing. Raises ConfigError where no wall
+    stands, WallError where one falls.
+    """
+    limits = limits or Limits()
+    chosen = standing(wall) if isinstance(wall, str) else wall
+    (asked, ask), (answer, answered) = os.pipe(), os.pipe()
+    try:
+        task = {"role": "candidate", "source": source, "pipes": [asked, answered]}
+        with Confined(chosen, limits, task, {}, shared=(asked, answered)) as candidate:
+            questions = {"setup": tests.setup, "tests": list(tests.tests), "entry": tests.entry}
+            examiner = {"role": "examiner", "examination": questions, "pipes": [ask, answer]}
+            with Confined(chosen, limits, examiner, {"verdict": _VERDICT}, shared=(ask, answer)) as process:
+                for descriptor in (asked, answered, ask, answer):
+                    os.close(descriptor)
+                asked = -1
+                broken = follow([candidate, process], limits.seconds)
+                process.end()
+                return _verdict(bytes(process.pipes["verdict"].data), len(tests.tests), broken)
+    finally:
+        if asked >= 0:
+            for descriptor in (asked, answered, ask, answer):
+                os.close(descriptor)
+
+
+def converse(source: str, dialogue: Dialogue, limits: Limits | None = None, wall: Wall | str = "auto") -> Verdict:
+    """Run the script once for every input, with what is left of the time, and compare what it prints here, where it is not.
+
+    Raises as `examine`.
+    """
+    limits = limits or Limits()
+    points, said = list[float](), ""
+    start = time.monotonic()
+    for number, (given, wanted) in enumerate(dialogue.pairs):
+        left = limits.seconds - (time.monotonic() - start)
+        if left <= 0:
+            said = said or "more time than it may take"
+            break
+        outcome = run(source, given, replace(limits, seconds=left), wall)
+        right = outcome.succeeded and same_lines(outcome.stdout, wanted)
+        points.append(float(right))
+        if not right:
+            why = "it printed something else" if outcome.succeeded else outcome.said
+            said = said or f"input {number + 1}: {why}"
+    return Verdict(tuple(points + [0.0] * (len(dialogue.pairs) - len(points))), said)
+
+
+def same_lines(printed: str, wanted: str) -> bool:
+    """Equal line by line, without blanks at the ends of lines and empty lines at the end."""
+    return _lines(printed) == _lines(wanted)
+
+
+def _lines(text: str) -> Sequence[str]:
+    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _verdict(data: bytes, count: int, broken: str | None) -> Verdict:
+    nothing = (0.0,) * count
+    if broken:
+        return Verdict(nothing, f"more {broken} than it may take")
+    try:
+        match json.loads(data):
+            case [list() as points, str() as said] if len(points) == count and all(point in (0, 1) for point in points):
+                return Verdict(tuple(float(point) for point in points), said)
+    except ValueError:
+        pass
+    return Verdict(nothing, "the tests ended without a verdict")

@@ -1,0 +1,232 @@
+"""One confined process, as its parent knows it: started, listened to, ended. What it says is bytes, and not kept without end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import IO, Any, Self
+
+from policygrad.sandbox.limits import Limits
+from policygrad.sandbox.walls import PACKAGES, Wall, interpreter
+
+START_LIMIT = 60.0  # seconds until the wall stands; not part of a program's time
+_LOOK = 0.02  # seconds between looks at what it has written
+_MOST_FILES = 1000
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[2]); from policygrad.sandbox.inside import main; main(int(sys.argv[1]))"
+)
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONUTF8": "1",
+    "PYTHONSAFEPATH": "1",
+}
+
+
+class WallError(Exception):
+    """A process did not get as far as its program: the wall does not stand."""
+
+
+@dataclass
+class Pipe:
+    """What arrives from the process; `full` when it was more than `most` bytes."""
+
+    descriptor: int
+    most: int
+    data: bytearray = field(default_factory=bytearray)
+    open: bool = True
+    full: bool = False
+
+    def read(self) -> None:
+        piece = os.read(self.descriptor, 1 << 16)
+        self.open = bool(piece)
+        self.data += piece[: self.most - len(self.data)]
+        self.full = self.full or (len(self.data) >= self.most and bool(piece))
+
+    def text(self) -> str:
+        return self.data.decode("utf-8", "replace")
+
+
+class Confined:
+    """A Python process behind a wall; a context manager, which ends it. The first thing it says is that the wall stands.
+
+    task: what `inside.main` reads. listens: the pipes that the parent reads, stdout, stderr or verdict, each with its most bytes.
+    shared: descriptors of others that it gets.
+    """
+
+    def __init__(
+        self,
+        wall: Wall,
+        limits: Limits,
+        task: dict[str, Any],
+        listens: dict[str, int],
+        *,
+        shared: Sequence[int] = (),
+        stdin: str = "",
+    ) -> None:
+        self._limits = limits
+        self._kept: list[IO[bytes]] = []
+        self.folder = tempfile.mkdtemp(prefix="policygrad-") if wall.folder else None
+        self.pipes: dict[str, Pipe] = {}
+        writing: dict[str, int] = {}
+        for name, most in {"ready": 1000, **listens}.items():
+            reading, writing[name] = os.pipe()
+            os.set_blocking(reading, False)
+            self.pipes[name] = Pipe(reading, most)
+        readable = interpreter()
+        orders = wall.orders(readable, self.folder or "", alone=True)
+        bounds = {"memory": limits.memory, "seconds": limits.seconds, "file_size": limits.files}
+        whole = {**task, "orders": orders, "limits": bounds, "packages": PACKAGES, "ready": writing["ready"]}
+        whole |= {"verdict": writing.get("verdict")}
+        said = self._file(json.dumps(whole))
+        inner = [sys.executable, "-P", "-c", _BOOT, str(said.fileno()), PACKAGES]
+        self.started = time.monotonic()
+        try:
+            self.process = subprocess.Popen(
+                wall.command(inner, readable, limits.files),
+                stdin=self._file(stdin) if stdin else subprocess.DEVNULL,
+                stdout=writing.get("stdout", subprocess.DEVNULL),
+                stderr=writing.get("stderr", subprocess.DEVNULL),
+                env=_ENVIRONMENT
+                if self.folder is None
+                else {**_ENVIRONMENT, "HOME": self.folder, "TMPDIR": self.folder},
+                cwd=self.folder or "/",
+                start_new_session=True,
+                pass_fds=(
+                    said.fileno(),
+                    writing["ready"],
+                    *(writing[n] for n in ("verdict",) if n in writing),
+                    *shared,
+                ),
+            )
+        except OSError as error:
+            self._tidy()
+            raise WallError(f"it cannot be started: {error}") from error
+        finally:
+            for descriptor in writing.values():
+                os.close(descriptor)
+        self.exit = os.pidfd_open(self.process.pid)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.end()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the wall stands. Raises WallError where it never will."""
+        pipe = self.pipes["ready"]
+        if pipe.open:
+            return False
+        if bytes(pipe.data) == b"ready":
+            return True
+        said = (
+            pipe.text() or self.pipes["stderr"].text().strip().rpartition("\n")[2]
+            if "stderr" in self.pipes
+            else pipe.text()
+        )
+        raise WallError(said or "the process ended before it was confined")
+
+    @property
+    def overfull(self) -> bool:
+        """Whether it has said too much."""
+        return any(pipe.full for pipe in self.pipes.values())
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether it has written too much, where that is a folder of this machine's."""
+        if self.folder is None:
+            return False
+        used = count = 0
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                count += 1
+                with contextlib.suppress(OSError):
+                    used += entry.stat(follow_symlinks=False).st_blocks * 512
+                if used > self._limits.files or count > _MOST_FILES:
+                    return True
+        return False
+
+    def end(self) -> int:
+        """Kill it, if it still runs, and take away all that it left. Returns its exit code, -9 for killed."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        self._tidy()
+        return code
+
+    def _file(self, text: str) -> IO[bytes]:
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the rest
+        self._kept.append(file)
+        file.write(text.encode("utf-8", "surrogatepass"))
+        file.seek(0)
+        return file
+
+    def _tidy(self) -> None:
+        for file in self._kept:
+            file.close()
+        for pipe in self.pipes.values():
+            if pipe.descriptor >= 0:
+                os.close(pipe.descriptor)
+                pipe.descriptor = -1
+        if getattr(self, "exit", -1) >= 0:
+            os.close(self.exit)
+            self.exit = -1
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = None
+
+
+def follow(processes: Sequence[Confined], seconds: float) -> str | None:
+    """Listen until the last of the processes has ended by itself; else why they are to be ended: time, output or files.
+
+    The clock begins when all walls stand. Raises WallError where one does not.
+    """
+    main = processes[-1]
+    deadline, running = time.monotonic() + START_LIMIT, False
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            for pipe in process.pipes.values():
+                selector.register(pipe.descriptor, selectors.EVENT_READ, pipe)
+        selector.register(main.exit, selectors.EVENT_READ, None)
+        ended = False
+        while not (ended and not any(pipe.open for pipe in main.pipes.values())):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                if not running:
+                    raise WallError(f"it was not up after {START_LIMIT:.0f} s")
+                return "time"
+            for key, _ in selector.select(min(left, _LOOK)):
+                if key.data is None:
+                    ended = True
+                    selector.unregister(main.exit)
+                    continue
+                key.data.read()
+                if not key.data.open:
+                    selector.unregister(key.fd)
+            if not running and all(process.ready for process in processes):
+                running, deadline = True, time.monotonic() + seconds
+            if any(process.overfull for process in processes):
+                return "output"
+            if any(process.overwritten for process in processes):
+                return "files"
+    return None

@@ -1,0 +1,47 @@
+"""Python as a tool for a policy: code in, text out, behind a wall."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from policygrad.sandbox.limits import Limits
+from policygrad.sandbox.program import run
+
+_NOISE = ("sandbox/inside.py", "exec(compile(", "eval(compile(", "<string>")
+
+
+@dataclass(frozen=True)
+class PythonTool:
+    """`tool("2 ** 10")` is "1024\\n": what the code prints, the value of an expression at its end, and how it failed.
+
+    Every call is a new process: nothing is left of the one before. Raises ConfigError where no wall stands (docs/sandbox.md).
+    """
+
+    limits: Limits = Limits()
+    wall: str = "auto"
+    longest: int = 4000
+    """Characters of an answer; what is longer loses its middle."""
+
+    def __call__(self, code: str) -> str:
+        """Run the code; blocks until it has ended, `limits.seconds` at most."""
+        outcome = run(code, limits=self.limits, wall=self.wall, show=True)
+        text = outcome.stdout
+        if not outcome.succeeded:
+            failed = _trace(outcome.stderr) or outcome.said
+            text += ("\n" if text and not text.endswith("\n") else "") + failed
+            if outcome.ended != "by itself":
+                text += ("\n" if not text.endswith("\n") else "") + outcome.said
+        return _cut(text, self.longest)
+
+
+def _trace(stderr: str) -> str:
+    """A traceback without the lines that are the sandbox's own."""
+    kept = [line for line in stderr.rstrip().split("\n") if not any(word in line for word in _NOISE)]
+    return "\n".join(kept)
+
+
+def _cut(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half:,} characters …\n{text[len(text) - half :]}"

@@ -1,0 +1,261 @@
+"""`gsm8k` and `math`: every form that the page promises, real solutions with their labels, properties, and hostile answers."""
+
+import json
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policygrad.errors import ConfigError
+from policygrad.rewards import RewardPool, resolve
+from policygrad.rewards.math import Gsm8k, Math, gsm8k, intervals, math
+from policygrad.rewards.math.extraction import POLICIES, extract
+from policygrad.rewards.math.numbers import read
+from policygrad.rewards.math.units import unit_of
+from policygrad.rewards.resolve import code_of
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT.parent / "shared" / "data"
+PAGE = (ROOT / "docs" / "math-rewards.md").read_text(encoding="utf-8")
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="shared/data is not here")
+
+
+def forms():
+    rows = PAGE.partition("<!-- forms: begin -->")[2].partition("<!-- forms: end -->")[0].strip().splitlines()[2:]
+    for row in rows:
+        answer, completion, plain, formula, _ = (cell.strip() for cell in row.strip("|").split(" | "))
+        yield answer.strip("`"), completion.strip("`").replace(r"\n", "\n"), plain, formula
+
+
+def value(answer):
+    return json.loads(answer) if answer == "null" or answer.startswith(("[0", '["')) else answer
+
+
+@pytest.mark.parametrize(("answer", "completion", "plain", "formula"), list(forms()))
+def test_the_page_is_right(answer, completion, plain, formula):
+    expected = {"1": 1.0, "0": 0.0, "none": None}
+    assert gsm8k([""], [completion], answer=[value(answer)]) == [expected[plain]]
+    assert math([""], [completion], answer=[value(answer)]) == [expected[formula]]
+
+
+def test_the_page_names_every_policy_and_both_chains():
+    table = PAGE.partition("| policy |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(POLICIES)
+    for preset in (gsm8k, math):
+        assert f"`{','.join(preset.policies)}`" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("text", "policy", "found"),
+    [
+        ("a <answer>1</answer> <answer> 2 </answer>", "answer", "2"),
+        ("<answer><answer>4</answer>", "answer", "4"),
+        ("<answer>4", "answer", None),
+        ("#### 1\n#### 2 x\nrest", "hashes", "2 x"),
+        (r"\boxed{1} \boxed{\frac{1}{2}} {", "boxed", r"\frac{1}{2}"),
+        (r"\boxed{a\}b}", "boxed", r"a\}b"),
+        (r"\boxed{1", "boxed", None),
+        ("The answer is: **5**. I hope so.", "said", "**5**"),
+        ("ANSWER: 3.5\nmore", "said", "3.5"),
+        ("the answer is 6. No, the answer is 5.", "said", "5"),
+        ("plan A is 7\nA: 8", "said", "8"),
+        ("plan A is 7", "said", None),
+        ("the answer is:\n5", "said", None),
+        ("my answers are many", "said", None),
+        (r"$1$ and \(2\) and \[3\]", "formula", "3"),
+        ("it costs $5", "formula", None),
+        ("from 3 to -4.", "last", "-4"),
+        ("1,234.50 dollars", "last", "1,234.50"),
+        ("50 \\% of", "last", "50%"),
+        ("none", "last", None),
+        ("x + 1", "whole", "x + 1"),
+        ("two\nlines", "whole", None),
+        ("it is a sentence", "whole", None),
+    ],
+)
+def test_policies(text, policy, found):
+    assert extract(text, [policy]) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1,000", "1000"),
+        ("1,00", None),
+        ("1\u202f000", "1000"),
+        (r"1\,000", "1000"),
+        ("12,345,678.9", "123456789/10"),
+        (".5", "1/2"),
+        ("5.", "5"),
+        ("$-5", "-5"),
+        ("-$5", "-5"),
+        ("--5", None),
+        ("1/0", None),
+        ("1e400", None),
+        ("9" * 299, "9" * 299),
+        ("9" * 301, None),
+        ("5x", None),
+        ("5 pi", None),
+        ("5 or 6", None),
+        ("5 apples", "5"),
+        ("5 m/s", "5"),
+        ("5!", None),
+        ("", None),
+    ],
+)
+def test_numbers(text, number):
+    found = read(text)
+    assert (found and found.value) == (number and Fraction(number))
+
+
+@given(st.fractions(-(10**9), 10**9, max_denominator=10**4))
+def test_a_number_equals_itself_in_every_way_of_writing_it(number):
+    n, d = number.numerator, number.denominator
+    forms = [f"{n}/{d}", rf"\frac{{{n}}}{{{d}}}", rf"$\dfrac{{{n}}}{{{d}}}$", f"{n:,}/{d}"]
+    if d == 1:
+        forms += [f"{n}", f"{n:,}", f"{n}.00", f"${n:,}", f"{n:,}".replace(",", "{,}"), f"{n} eggs"]
+    whole, rest = divmod(abs(n), d)
+    if whole and rest:
+        forms += [f"{'-' * (n < 0)}{whole} {rest}/{d}", rf"{'-' * (n < 0)}{whole}\frac{{{rest}}}{{{d}}}"]
+    for form in forms:
+        for frame in ("#### {}", "<answer>{}</answer>", r"\boxed{{{}}}", "{}", "The answer is {}."):
+            if frame == "{}" and "{,}" in form:
+                continue  # without a mark it is LaTeX in a sentence, of which the last number is taken
+            text = frame.format(form)
+            assert gsm8k.score(text, f"{n}/{d}") == 1.0, text
+            assert gsm8k.score(text, f"{n + d}/{d}") == 0.0, text
+
+
+@given(st.text(alphabet=r"0123456789.,-+/*^${}\()[]<>#= %aexboxdfrcinty" + "\n", max_size=60))
+@settings(max_examples=300)
+def test_no_text_breaks_the_reading(text):
+    assert gsm8k.score(text, "5") in (0.0, 1.0)
+    assert gsm8k.score("5", text) in (0.0, 1.0, None)
+    for policy in POLICIES:
+        assert extract(text, [policy]) is None or isinstance(extract(text, [policy]), str)
+    assert intervals.read(text) is None or isinstance(intervals.read(text), tuple)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "same"),
+    [
+        ("1 mile", "5280 feet", True),
+        ("1 hour", "3600 s", True),
+        ("1 square foot", "144 in^2", True),
+        ("1 kg", "1 km", False),
+    ],
+)
+def test_units_convert(mine, theirs, same):
+    assert read(mine).equals(read(theirs)) is same
+
+
+def test_words_behind_a_number_are_a_unit_or_a_formula():
+    assert unit_of("small red apples") == (True, None)
+    assert unit_of("sin x") == (False, None)
+    assert unit_of("x", glued=True) == (False, None)
+
+
+@needs_data
+@pytest.mark.parametrize("function", [gsm8k, math])
+def test_reference_solutions_of_gsm8k_score_one_and_changed_ones_zero(function):
+    rows = [json.loads(line)["answer"] for line in (DATA / "gsm8k" / "test.jsonl").open()]
+    assert len(rows) == 1319
+    assert function(rows, rows, answer=rows) == [1.0] * 1319
+
+    def raised(found):
+        return f"#### {int(found[1].replace(',', '')) + 1}"
+
+    changed = [re.sub(r"#### *(-?[\d,]+)", raised, row) for row in rows]
+    assert all(a != b for a, b in zip(rows, changed, strict=True))
+    assert function(rows, changed, answer=rows) == [0.0] * 1319
+
+
+@needs_data
+@pytest.mark.parametrize("function", [gsm8k, math])
+def test_labels_of_real_solutions(function):
+    rows = [json.loads(line) for line in (DATA / "gsm8k" / "model_solutions.jsonl").open()]
+    cases = [(row["ground_truth"], row[key]) for row in rows for key in row if isinstance(row[key], dict)]
+    assert len(cases) == 2640
+    golds = [truth.rpartition("A:")[2].strip() for truth, _ in cases]
+    scores = function([""] * len(cases), [case["solution"] for _, case in cases], answer=golds)
+    wrong = [
+        (gold, case["solution"][-80:], score)
+        for gold, (_, case), score in zip(golds, cases, scores, strict=True)
+        if score != float(case["is_correct"])
+    ]
+    assert wrong == []  # the page says that there is none
+
+
+@needs_data
+@pytest.mark.parametrize("form", ["The answer is ${}$.", r"So it is \[ \boxed{{{}}} \]"])
+def test_references_of_math_equal_themselves(form):
+    golds = [json.loads(line)["answer"] for line in (DATA / "math" / "problems.jsonl").open()]
+    scores = math([""] * len(golds), [form.format(gold) for gold in golds], answer=golds)
+    assert [gold for gold, score in zip(golds, scores, strict=True) if score != 1.0] == []
+
+
+LONG = 2_000_000
+HOSTILE = [
+    "<answer>9**9**9**9</answer>",
+    r"\boxed{9^{9^{9^9}}}",
+    r"\boxed{10^{1000000000}}",
+    r"\boxed{(999999999)!}",
+    r"\boxed{9!!!!}",
+    r"\boxed{" * 200_000,
+    r"\boxed{" + "{" * 200_000,
+    r"\boxed{" + "{" * 100_000 + "}" * 100_001,
+    r"\boxed{" + r"\frac{1}{" * 1000 + "2" + "}" * 1001,
+    "x" * LONG,
+    "1" * LONG,
+    "$ " * (LONG // 2),
+    "-" * LONG,
+    "<answer>" * (LONG // 8),
+    "answer is " * (LONG // 10),
+    "1e999999999",
+    "\ud800",
+    "\0",
+]
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_hostile_answers_are_wrong_and_no_more(number):
+    assert gsm8k.score(HOSTILE[number], "7") == 0.0
+    assert math.score(HOSTILE[number], r"\sqrt{7}") == 0.0
+
+
+@pytest.mark.slow
+def test_an_answer_that_math_verify_does_not_get_done_with_costs_its_own_sample():
+    """No alarm comes through while one long number is computed: the pool's budget ends it, and the next sample is judged."""
+    texts = [r"\boxed{9^{\frac{9^{9999}}{1}}}", r"\boxed{\binom{999999999}{499999999}}", r"\boxed{\sqrt{7}}"]
+    with RewardPool(["math"], workers=1, budget=5.0) as pool:
+        scores = pool.score([""] * 3, texts, {"answer": [r"\sqrt{7}"] * 3})
+    assert scores.total[2] == 1.0
+    assert all(total in (0.0, None) for total in scores.total[:2])
+    assert sum(scores.failures.values()) == scores.total.count(None)
+
+
+def test_policies_of_ones_own_by_name():
+    assert resolve("gsm8k:hashes,last").function == Gsm8k(("hashes", "last"))
+    assert resolve("math:boxed*0.5").function == Math(("boxed",))
+    assert resolve("math:boxed*0.5").weight == 0.5
+    assert code_of("gsm8k:hashes") is None
+    assert resolve("gsm8k:boxed").function([""], ["#### 5"], answer=["5"]) == [0.0]
+    with pytest.raises(ConfigError, match="unknown extraction policy 'box'; there are answer, hashes"):
+        resolve("gsm8k:box")
+    with pytest.raises(ConfigError, match="no extraction policy is named"):
+        resolve("math:")
+
+
+def test_gsm8k_needs_neither_math_verify_nor_sympy():
+    code = (
+        "import sys; sys.modules['math_verify'] = sys.modules['sympy'] = None\n"
+        "from policygrad.rewards.math import gsm8k\n"
+        "print(gsm8k([''], ['#### 1,000'], answer=['1000']), 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[1.0] False\n"

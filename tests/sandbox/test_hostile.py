@@ -1,0 +1,383 @@
+"""Programs that mean harm, behind every wall that stands here: what each does costs itself, and the parent sees what it did."""
+
+import os
+import socket
+import threading
+
+import pytest
+
+from policygrad.errors import ConfigError
+from policygrad.sandbox import WALLS, Dialogue, Examination, Limits, WallError, converse, examine, run, standing, walls
+from policygrad.sandbox.session import Confined, follow
+
+
+def stands(name):
+    try:
+        standing(name)
+    except ConfigError:
+        return False
+    return True
+
+
+STANDING = [name for name in WALLS if stands(name)]
+behind = pytest.mark.parametrize("wall", STANDING)
+SHORT = Limits(seconds=2.0)
+EACH = """
+import os, sys
+def attempt(name, what):
+    try:
+        print(name, "done", what(), flush=True)
+    except BaseException as error:
+        print(name, type(error).__name__, flush=True)
+"""
+
+
+def attempts(wall, source, limits=None):
+    """What became of each `attempt`, by name."""
+    outcome = run(EACH + source, limits=limits, wall=wall)
+    assert outcome.succeeded, outcome
+    return dict(line.split(" ", 1) for line in outcome.stdout.splitlines())
+
+
+def test_some_wall_stands_here_or_this_test_says_so():
+    if not STANDING:
+        pytest.skip("no wall stands on this machine: the tests behind one do not run")
+
+
+@behind
+def test_a_program_runs_and_sees_its_input(wall):
+    outcome = run("import sys\nprint(input()[::-1])\nprint('x', file=sys.stderr)\nsys.exit(3)", "abc\n", wall=wall)
+    assert (outcome.ended, outcome.code, outcome.stdout, outcome.stderr) == ("by itself", 3, "cba\n", "x\n")
+    assert not outcome.succeeded
+
+
+@behind
+def test_fork_bombs_and_daemons_start_nothing(wall):
+    """By every way there is, threads too: a program is one process with one thread."""
+    done = attempts(
+        wall,
+        """
+import ctypes, subprocess, threading, multiprocessing
+libc = ctypes.CDLL(None, use_errno=True)
+def bomb():
+    while True:
+        os.fork()
+def daemon():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            while True: pass
+def raw(*numbers):
+    return [libc.syscall(*call, 0, 0, 0, 0) for call in numbers]
+attempt("bomb", bomb)
+attempt("daemon", daemon)
+attempt("popen", lambda: subprocess.Popen(["/bin/true"]))
+attempt("spawn", lambda: os.posix_spawn("/bin/true", ["true"], {}))
+attempt("thread", threading.Thread(target=print).start)
+attempt("raw", lambda: raw((56, 17), (57,), (58,), (435, 0), (220, 17)) if os.uname().machine == "x86_64" else [-1] * 5)
+""",
+    )
+    assert {done[name] for name in ("bomb", "daemon", "popen")} == {"PermissionError"}
+    assert not done["spawn"].startswith("done")
+    assert done["thread"] == "RuntimeError"
+    assert done["raw"].startswith("done [-1, -1, -1, -1,")
+
+
+@behind
+def test_what_is_ended_leaves_nothing_behind(wall, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Confined(
+        standing(wall), SHORT, {"role": "program", "source": "open('f', 'w')\nwhile True: pass", "show": False}, {}
+    ) as process:
+        pid = process.process.pid
+        assert follow([process], 0.3) == "time"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@behind
+def test_memory_hogs_are_refused_memory(wall):
+    done = attempts(
+        wall,
+        """
+import mmap
+def heap():
+    kept = []
+    while True:
+        kept.append(bytearray(64 << 20))
+attempt("heap", heap)
+attempt("shared", lambda: [mmap.mmap(-1, 128 << 20) for _ in range(10)])
+attempt("file", lambda: os.memfd_create("x"))
+""",
+        Limits(memory=256 << 20),
+    )
+    assert done == {"heap": "MemoryError", "shared": "OSError", "file": "PermissionError"}
+
+
+@behind
+@pytest.mark.parametrize(
+    "source",
+    [
+        "f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 20))",
+        "import itertools\nfor i in itertools.count(): open(str(i), 'wb').write(bytes(1 << 20))",
+    ],
+    ids=["one file", "many"],
+)
+def test_disk_fillers_write_no_more_than_they_may(wall, source, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    outcome = run(source, limits=Limits(files=8 << 20), wall=wall)
+    assert not outcome.succeeded
+    assert outcome.ended == "files" or outcome.stderr.strip().endswith(("No space left on device", "File too large"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@behind
+def test_an_endless_loop_is_ended_by_the_clock_and_an_endless_print_by_its_length(wall):
+    assert run("while True: pass", limits=Limits(seconds=0.5), wall=wall).ended == "time"
+    assert (
+        run(
+            (
+                "import signal, time\n"
+                "for s in range(1, 65):\n"
+                " try: signal.signal(s, signal.SIG_IGN)\n"
+                " except Exception: pass\n"
+                "time.sleep(99)"
+            ),
+            limits=Limits(seconds=0.5),
+            wall=wall,
+        ).ended
+        == "time"
+    )
+    outcome = run("while True: print('x' * 1000)", limits=Limits(output=10_000), wall=wall)
+    assert (outcome.ended, len(outcome.stdout)) == ("output", 10_000)
+
+
+@behind
+def test_there_is_no_network(wall, tmp_path):
+    place = str(tmp_path / "socket")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as local,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        local.bind(place)
+        local.listen()
+        abstract.bind(f"\0{place}")
+        abstract.listen()
+        done = attempts(
+            wall,
+            f"""
+import socket
+attempt("tcp", lambda: socket.create_connection(("127.0.0.1", {server.getsockname()[1]})))
+attempt("udp", lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", 53)))
+attempt("local", lambda: socket.socket(socket.AF_UNIX).connect({place!r}))
+attempt("abstract", lambda: socket.socket(socket.AF_UNIX).connect("\\0" + {place!r}))
+attempt("netlink", lambda: socket.socket(socket.AF_NETLINK))
+attempt("name", lambda: socket.getaddrinfo("example.org", 80))
+""",
+        )
+    assert not any(said.startswith("done") for said in done.values())
+    assert {done[name] for name in ("tcp", "udp", "local", "abstract", "netlink")} == {"PermissionError"}
+
+
+@behind
+def test_environments_are_nobodys(wall, monkeypatch):
+    monkeypatch.setenv("POLICYGRAD_TEST_SECRET", "hunter2")
+    outcome = run(
+        """
+import glob, os
+for path in glob.glob("/proc/[0-9]*/environ") + ["/proc/self/environ", "/proc/1/environ"]:
+    try:
+        print(open(path, "rb").read())
+    except OSError:
+        pass
+print(dict(os.environ))
+""",
+        wall=wall,
+    )
+    assert outcome.succeeded
+    assert "hunter2" not in outcome.stdout
+    assert "POLICYGRAD_TEST_SECRET" not in outcome.stdout
+
+
+@behind
+def test_the_parents_files_and_processes_are_out_of_reach(wall, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2")
+    secret.chmod(0o666)
+    done = attempts(
+        wall,
+        f"""
+import signal, resource
+path, parent = {str(secret)!r}, {os.getpid()}
+attempt("read", lambda: open(path).read())
+attempt("list", lambda: os.listdir({str(tmp_path)!r}))
+attempt("write", lambda: open(path, "a"))
+attempt("truncate", lambda: os.truncate(path, 0))
+attempt("remove", lambda: os.remove(path))
+attempt("rename", lambda: os.rename(path, path + "x"))
+attempt("link", lambda: os.link(path, "mine"))
+attempt("chmod", lambda: os.chmod(path, 0))
+attempt("times", lambda: os.utime(path, (0, 0)))
+attempt("shadow", lambda: open("/etc/shadow").read())
+attempt("memory", lambda: open(f"/proc/{{parent}}/mem", "rb"))
+attempt("open", lambda: os.listdir(f"/proc/{{parent}}/fd"))
+attempt("system", lambda: open("/usr/policygrad-test", "w"))
+attempt("package", lambda: open({walls.__file__!r}, "a"))
+attempt("signal", lambda: os.kill(parent, signal.SIGTERM))
+attempt("everybody", lambda: os.kill(-1, signal.SIGTERM))
+attempt("above", lambda: os.kill(os.getppid(), signal.SIGTERM))
+attempt("limit", lambda: resource.prlimit(parent, resource.RLIMIT_NOFILE, (4, 4)))
+""",
+    )
+    assert {name: said for name, said in done.items() if said.startswith("done")} == {}
+    assert secret.read_text() == "hunter2"
+    assert secret.stat().st_mode & 0o777 == 0o666
+
+
+@behind
+def test_privileges_are_gone(wall):
+    done = attempts(
+        wall,
+        """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+attempt("root", lambda: os.chroot("/"))
+attempt("namespace", lambda: 1 / (libc.unshare(0x10000000) + 1))
+attempt("mount", lambda: 1 / (libc.mount(b"x", b"/tmp", b"tmpfs", 0, None) + 1))
+attempt("trace", lambda: 1 / (libc.ptrace(16, os.getppid(), 0, 0) + 1))
+attempt("owner", lambda: os.setuid(12345))
+attempt("nice", lambda: os.nice(-5))
+""",
+    )
+    assert not any(said.startswith("done") for said in done.values()), done
+
+
+TESTS = Examination(
+    (
+        "assert double(2) == 4",
+        "assert double([1]) == [1, 1]",
+        "assert len(double('ab')) == 4",
+        "assert double(0.5) == 1.0",
+    )
+)
+FORGED = {
+    "exits": "import os\nos._exit(0)",
+    "exits when called": "def double(x):\n    import os\n    os._exit(0)",
+    "raises SystemExit": "def double(x):\n    raise SystemExit(0)",
+    "equals everything": (
+        "class Yes:\n"
+        "    def __eq__(self, other): return True\n"
+        "    def __len__(self): return 4\n"
+        "def double(x): return Yes()"
+    ),
+    "subclasses": "class Yes(int):\n    def __eq__(self, other): return True\ndef double(x): return Yes(7)",
+    "writes everywhere": (
+        "import os\n"
+        "def double(x):\n"
+        "    for fd in range(3, 64):\n"
+        "        try: os.write(fd, b'[[1,1,1,1],\"\"]')\n"
+        "        except OSError: pass"
+    ),
+    "prints": "print('[[1, 1, 1, 1], \"\"]')\nprint('OK: all tests passed')\ndef double(x): return None",
+    "patches built-ins": (
+        "import builtins\n"
+        "builtins.len = lambda x: 4\n"
+        "len = builtins.len\n"
+        "AssertionError = None\n"
+        "def double(x): return None"
+    ),
+    "looks into frames": (
+        "import sys\n"
+        "def double(x):\n"
+        "    f = sys._getframe()\n"
+        "    while f: f.f_globals.update(points=[1, 1, 1, 1]); f = f.f_back"
+    ),
+    "looks for the tests": (
+        "import gc\n"
+        "double = next((o['double'] for o in gc.get_objects() if isinstance(o, dict) and 'tests' in o), None)"
+    ),
+    "returns itself": "def double(x):\n    a = []\n    a.append(a)\n    return a",
+    "defines nothing": "x = 1",
+    "is no program": "def double(:",
+}
+
+
+@behind
+@pytest.mark.parametrize("name", FORGED)
+def test_verdicts_cannot_be_forged(wall, name):
+    assert examine(FORGED[name], TESTS, SHORT, wall).points == (0.0,) * 4
+
+
+@behind
+def test_a_program_that_hangs_fails_all_its_tests(wall):
+    verdict = examine("def double(x):\n    while True: pass", TESTS, Limits(seconds=0.5), wall)
+    assert verdict.points == (0.0,) * 4
+    assert verdict.said == "more time than it may take"
+
+
+@behind
+def test_a_program_that_is_gone_passes_nothing_whatever_tests_catch(wall):
+    tests = Examination(("try:\n    double(1)\nexcept Exception:\n    pass", "pass"))
+    assert examine("def double(x):\n    import os\n    os._exit(0)", tests, SHORT, wall).points == (0.0, 0.0)
+
+
+@behind
+def test_a_right_program_passes(wall):
+    assert examine("def double(x): return x + x", TESTS, wall=wall).points == (1.0,) * 4
+    assert converse(
+        "print(int(input()) * 2)", Dialogue((("1\n", "2\n"), ("2", "4"), ("3", "5"))), wall=wall
+    ).points == (1.0, 1.0, 0.0)
+
+
+@behind
+def test_walls_of_two_programs_at_once(wall):
+    found = []
+    threads = [
+        threading.Thread(target=lambda i=i: found.append(run(f"print({i})", wall=wall).stdout)) for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [f"{i}\n" for i in range(4)]
+
+
+def test_where_no_wall_stands_nothing_runs(monkeypatch):
+    monkeypatch.setattr("policygrad.sandbox.bubblewrap.program", lambda: None)
+    monkeypatch.setattr("policygrad.sandbox.landlock.version", lambda: 0)
+    standing.cache_clear()
+    try:
+        with pytest.raises(
+            ConfigError, match=r"bubblewrap: bwrap is not installed; landlock: the kernel has none\. Install"
+        ):
+            run("print(1)")
+        with pytest.raises(ConfigError, match=r"landlock: the kernel has none\. Install"):
+            standing("landlock")
+    finally:
+        standing.cache_clear()
+    with pytest.raises(ConfigError, match="choose auto, bubblewrap, landlock"):
+        standing("paper")
+
+
+def test_a_wall_that_falls_is_no_verdict(monkeypatch, tmp_path):
+    """A bwrap that fails is found out when it is tried, and said."""
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr("policygrad.sandbox.bubblewrap.program", lambda: str(broken))
+    with pytest.raises(WallError, match="No permissions to create new namespace"):
+        run("print(1)", wall=WALLS["bubblewrap"])
+    standing.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="bubblewrap: bwrap: No permissions to create new namespace"):
+            standing("bubblewrap")
+    finally:
+        standing.cache_clear()
+
+
+@pytest.mark.parametrize("wrong", [{"seconds": 0.0}, {"seconds": float("inf")}, {"memory": 1}, {"output": 0}])
+def test_limits_that_make_no_sense(wrong):
+    with pytest.raises(ConfigError, match="a sandbox's"):
+        Limits(**wrong)
