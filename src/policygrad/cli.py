@@ -29,6 +29,8 @@ with interchangeable parts
   policygrad reward-model --data FILE     a reward model from preferences, for
                                           train ... --reward model:RUN
   policygrad eval MODEL --task TASK       mean@k and pass@k on held-out problems
+  policygrad export RUN --merge           a trained adapter (--learner.lora) in
+                                          the weights of a whole model
   policygrad compare ROW ROW ...          algorithms against each other: seeds,
                                           learning rates, curves, what can be
                                           concluded

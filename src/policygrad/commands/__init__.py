@@ -5,6 +5,7 @@ COMMANDS = {  # the function of each, as module:name
     "sft": "policygrad.commands.sft:sft",
     "reward-model": "policygrad.commands.reward_model:reward_model",
     "eval": "policygrad.commands.evaluate:evaluate",
+    "export": "policygrad.commands.export:export",
     "compare": "policygrad.commands.compare:compare",
     "algorithms": "policygrad.commands.show:algorithms",
     "show": "policygrad.commands.show:show",

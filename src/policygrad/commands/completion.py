@@ -14,6 +14,7 @@ from policygrad.commands import COMMANDS
 from policygrad.commands.compare import CompareOptions
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.evaluate import EvalOptions
+from policygrad.commands.export import ExportOptions
 from policygrad.commands.lab import LabOptions
 from policygrad.commands.options import option_type, part_flags
 from policygrad.commands.supervised import flags as supervised_flags
@@ -39,6 +40,7 @@ SCRIPT = """# tab completion of policygrad; written by `policygrad completion {s
             train) words={train}; [ "$COMP_CWORD" -eq 2 ] && words="$words "{algorithms} ;;
             sft|reward-model) words={supervised} ;;
             eval) words={evaluate}; [ "$COMP_CWORD" -eq 2 ] && words="$words tiny" ;;
+            export) words={export} ;;
             compare) words={compare}" "{algorithms} ;;
             algorithms) words="--json --width --help" ;;
             show) words={names} ;;
@@ -110,6 +112,9 @@ def script(shell: str) -> str:
         algorithms=_quoted(ALGORITHMS),
         supervised=_quoted([*supervised_flags(SFTConfig), "--help"]),
         evaluate=_quoted([f"--{name.replace('_', '-')}" for name in evaluate] + ["--help"]),
+        export=_quoted(
+            [*(f"--{f.name.replace('_', '-')}" for f in fields(ExportOptions) if f.name != "run"), "--help"]
+        ),
         compare=_quoted(
             [*(f"--{f.name.replace('_', '-')}" for f in fields(CompareOptions) if f.name != "rows"), "--help"]
         ),

@@ -14,6 +14,7 @@ import tyro
 
 from policygrad.commands.words import refuse_empty
 from policygrad.errors import ConfigError, RewardError
+from policygrad.models.lora import holds_model
 from policygrad.rewards.config import Isolation
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.checks import check_seed
@@ -79,7 +80,7 @@ def evaluate(args: list[str]) -> int:
     refuse_empty(args, "--reward")
     options = tyro.cli(EvalOptions, args=args, prog="policygrad eval", config=_CONFIG)
     folder = Path(options.model)
-    if (folder / "run.toml").is_file() and not (folder / "model" / "config.json").is_file():
+    if (folder / "run.toml").is_file() and not holds_model(folder / "model"):
         raise ConfigError(f"the run in {folder} has no model yet: finish it first, policygrad train --resume {folder}")
     from policygrad.training.evaluation import evaluate as measure
 

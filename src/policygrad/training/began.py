@@ -26,6 +26,7 @@ SETTINGS = (
     "sampling.temperature",
     "learner.dtype",
     "learner.micro_tokens",
+    "learner.lora",
     "rewards.memory",
 )
 """Options, with a dot those of a group; of these, what a configuration has."""

@@ -13,6 +13,7 @@ from torch import nn
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.models.loading import load_model
+from policygrad.models.lora import Lora
 from policygrad.models.replica import replica
 from policygrad.models.routing import Routing
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
@@ -64,6 +65,8 @@ class Needed:
     apart: bool = False
     """Whether sampling goes on while the weights change, so that it has its own."""
     trust_remote_code: bool = False
+    lora: Lora | None = None
+    """Adapters to train."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +104,14 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     if chosen:  # its workers import meanwhile
         pool = stack.enter_context(_pool(chosen, needed))
     trust = needed.trust_remote_code
-    model = load_model(needed.model, dtype=needed.dtype, device=pick_device(needed.device), trust_remote_code=trust)
+    model = load_model(
+        needed.model,
+        dtype=needed.dtype,
+        device=pick_device(needed.device),
+        trust_remote_code=trust,
+        lora=needed.lora,
+        seed=needed.seed,
+    )
     tokenizer = policy_tokenizer(needed.model, needed.tokenizer, model, trust)
     known = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if len(tokenizer.hf) > known:
@@ -293,4 +303,5 @@ def needed_for(
         routing_replay=run.learner.routing_replay,
         apart=run.staleness > 0,
         trust_remote_code=run.trust_remote_code,
+        lora=run.learner.adapters,
     )

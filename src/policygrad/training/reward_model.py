@@ -12,16 +12,20 @@ from torch import Tensor, nn
 
 from policygrad.errors import ModelError
 from policygrad.learners.local.recompute import differentiating, recompute_activations
+from policygrad.models.adapters import adapt, adapters_of
 from policygrad.models.classifier import (
+    choose_padding,
     context_length,
     encode,
     forward,
+    heads,
     labels,
     load_classifier,
     load_tokenizer,
     micro_batches,
 )
-from policygrad.models.loading import resolve, without_dropout
+from policygrad.models.loading import origin, resolve, without_dropout
+from policygrad.models.lora import Lora, base_of, check_agrees, described
 from policygrad.models.precision import DTYPES
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.tasks.preferences import Pair, by_prompt, read_pairs, split_rows, without
@@ -188,24 +192,25 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
             f"{config.model!r} is a classifier with {count} labels: start from a causal language model, or from a reward model, "
             "which has one"
         )
+    if count == 0 and base_of(path) is not None:
+        raise ModelError(
+            f"{config.model!r} is an adapter of a language model, which a new head cannot stand on: `policygrad export "
+            f"{config.model} --merge` makes a whole model of it to start from"
+        )
+    if config.learner.adapters is not None and config.learner.adapters.bits is not None:
+        raise ModelError("a reward model is not trained in four bits: leave bits out of learner.lora")
     device = pick_device(config.learner.device)
     trust = config.trust_remote_code
     model = load_classifier(path, DTYPES[config.learner.dtype], device, new_head=count == 0, trust_remote_code=trust)
+    lora = config.learner.adapters
+    if adapters_of(model):
+        check_agrees(lora or Lora(), described(path), config.model)
+    else:
+        model.requires_grad_(True)
+        if lora is not None:
+            adapt(model, lora, base=origin(config.model), seed=config.seed, whole=heads(model))
     tokenizer = load_tokenizer(path, trust)
     for module in model.modules():
         without_dropout(module)
-    _choose_padding(model, tokenizer.hf)
-    return model.requires_grad_(True), replace(tokenizer, name=config.model, context=context_length(model))
-
-
-def _choose_padding(model: nn.Module, tokenizer: object) -> None:
-    """A padding token for whoever loads the model: what is scored is the last token that is no padding. The end token serves
-    where there is no other; the last token before it is then scored, in training as in use."""
-    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    if config.pad_token_id is None:
-        names = ("pad_token_id", "unk_token_id", "bos_token_id", "eos_token_id")
-        end = getattr(tokenizer, "eos_token_id", None)
-        ids = [getattr(tokenizer, name, None) for name in names]
-        config.pad_token_id = next((i for i in ids if i is not None and i != end), end)
-    if getattr(tokenizer, "pad_token_id", None) is None and config.pad_token_id is not None:
-        tokenizer.pad_token_id = config.pad_token_id  # type: ignore[attr-defined]
+    choose_padding(model, tokenizer.hf)
+    return model, replace(tokenizer, name=config.model, context=context_length(model))

@@ -80,6 +80,8 @@ class FineTuning:
             dtype=config.learner.dtype,
             device=pick_device(config.learner.device),
             trust_remote_code=config.trust_remote_code,
+            lora=config.learner.adapters,
+            seed=config.seed,
         )
         self.tokenizer = load_tokenizer(config.model, self.model, trust_remote_code=config.trust_remote_code)
         self.config, self.device = config, next(self.model.parameters()).device

@@ -17,6 +17,7 @@ from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.manager import Saved
 from policygrad.errors import CheckpointError, RunError
 from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
+from policygrad.models.adapters import words
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.trackers import RunInfo
 from policygrad.training.began import began, noticed
@@ -174,6 +175,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         facts = {
             "model": f"{config.model} ({count / 1e6:.2f}M parameters)",
             "data": f"{rows} rows, {epochs} epoch{'s' * (epochs > 1)} of {self.steps // epochs} steps",
+            **({"adapters": adapters} if (adapters := words(self.model)) else {}),
             **self.objective.facts,
             "run": str(self.folder),
         }

@@ -12,6 +12,7 @@ from policygrad.algorithms import DAPO
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.models.lora import RATE
 from policygrad.rewards.config import Rewarding
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.checks import check
@@ -93,7 +94,11 @@ class Options:
     samples_per_prompt: Annotated[int | None, optional("INT", "the algorithm's own")] = None
     """G, completions per prompt."""
     lr: Annotated[
-        float | None, optional("FLOAT", f"{LR_TINY:g}/√K for the tiny model, K updates a rollout; {LR:g} for any other")
+        float | None,
+        optional(
+            "FLOAT",
+            f"{LR_TINY:g}/√K for the tiny model, K updates a rollout; {LR:g} for any other, of adapters {LR * RATE:g}",
+        ),
     ] = None
     """Peak learning rate."""
     seed: int = 0
@@ -185,7 +190,9 @@ class Run(Draft):
             algorithm = replace(algorithm, step=replace(algorithm.step, minibatches=self.prompts_per_step))  # type: ignore[type-var]
         step = algorithm.step
         updates = step.updates if step.uses_lr else step.value_updates
-        usual = LR_TINY / updates**0.5 if isinstance(self.model, str) and self.model == "tiny" else LR
+        usual = (
+            LR_TINY / updates**0.5 if isinstance(self.model, str) and self.model == "tiny" else LR * self.learner.rate
+        )
         if algorithm.critic is not None and not algorithm.step.uses_lr:  # there is no policy's rate for it to follow
             algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.rate(usual)))
         default = usual if algorithm.step.uses_lr else None

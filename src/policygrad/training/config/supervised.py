@@ -10,6 +10,7 @@ import tyro
 
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.models.lora import RATE
 from policygrad.training.config.checks import check_seed
 from policygrad.training.config.run import Checkpointing, optional
 
@@ -40,7 +41,10 @@ class Supervised:
     """Passes over the data."""
     batch_size: int = 64
     """Rows per update."""
-    lr: Annotated[float | None, optional("FLOAT", f"{LR_TINY:g} for the tiny model, {LR:g} for any other")] = None
+    lr: Annotated[
+        float | None,
+        optional("FLOAT", f"{LR_TINY:g} for the tiny model, {LR:g} for any other, of adapters {LR * RATE:g}"),
+    ] = None
     """Peak learning rate."""
     seed: int = 0
     """Of the order of the rows, and of what is drawn at random."""
@@ -73,7 +77,7 @@ class Supervised:
         """
         if not self.data:
             raise ConfigError(f"{self.kind} needs data: --data FILE.jsonl")
-        lr = self.lr if self.lr is not None else LR_TINY if self.model == "tiny" else LR
+        lr = self.lr if self.lr is not None else LR_TINY if self.model == "tiny" else LR * self.learner.rate
         return replace(self, lr=lr)
 
 
