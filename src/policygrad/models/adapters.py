@@ -35,7 +35,7 @@ def words(model: nn.Module) -> str:
         )
         for config in adapters_of(model).values()
     ]
-    return f"{'; '.join(said)}: {trained / 1e6:.2f}M parameters train".lstrip(": ") if said else ""
+    return f"{'; '.join(said)}: {trained:,} parameters train".lstrip(": ") if said else ""
 
 
 def need_peft(what: str) -> None:
@@ -62,6 +62,39 @@ def quantisation(lora: Lora | None, dtype: torch.dtype) -> dict[str, Any]:
 
     options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
     return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **options)}  # type: ignore[no-untyped-call]
+
+
+def settle_bits(model: nn.Module) -> None:
+    """Makes sure of four bits that gradients pass through them.
+
+    bitsandbytes packs weights on some processors anew, for inference, when they are first read in evaluation mode, in which a
+    policy always is here; and what was packed gives wrong gradients without a word (seen with 0.50.2).
+
+    Raises:
+        ModelError: a layer whose way back is not the transpose of its way there.
+    """
+    layer: Any = None
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            layer = layer or module
+        layer = layer or (module if type(module).__name__ == "Linear4bit" else None)
+    if layer is None:
+        return
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    generator, device = torch.Generator().manual_seed(0), layer.weight.device
+    x, y = (torch.randn(3, n, generator=generator).to(device, dtype) for n in (layer.in_features, layer.out_features))
+    with torch.no_grad():
+        there = float(((layer(x) - layer(torch.zeros_like(x))).double() * y.double()).sum())
+    x.requires_grad_()
+    (pulled,) = torch.autograd.grad((layer(x) * y).sum(), x)
+    back = float((pulled.double() * x.detach().double()).sum())
+    size = float(y.double().norm() * layer(x).detach().double().norm())
+    if not abs(there - back) <= (0.02 if dtype == torch.bfloat16 else 1e-3) * size:
+        raise ModelError(
+            "learner.lora bits=4: this version of bitsandbytes gives wrong gradients on this device: take another one, or leave "
+            "bits out"
+        )
 
 
 def adapt(model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, whole: tuple[str, ...] = ()) -> nn.Module:
@@ -119,6 +152,12 @@ def _targets(model: nn.Module, targets: str) -> str | list[str]:
         if not any(full == name or full.endswith(f".{name}") for full in known):
             some = sorted({full.rpartition(".")[2] for full in known})
             raise ConfigError(f"learner.lora: the model has no layer {name!r} to adapt: it has {', '.join(some[:12])}")
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    for full, module in model.named_modules():
+        if full.rpartition(".")[2] in names and isinstance(module, nn.Linear) and module.weight is embedding:
+            raise ConfigError(
+                f"learner.lora: {full!r} shares the embedding's weights, so that an adapter on it could not be merged: leave it out"
+            )
     return names
 
 
@@ -144,6 +183,13 @@ def as_in_file(model: nn.Module, folder: str) -> None:
         target = own.get(names.get(name.removeprefix("base_model.model."), ""))
         if target is not None and target.shape == tensor.shape:
             target.copy_(tensor)
+
+
+def head_precision(folder: str) -> torch.dtype | str:
+    """Of what is in an adapter's file beside its low ranks, a head say, which trained in the precision of the whole."""
+    file = Path(folder) / WEIGHTS
+    kinds = {t.dtype for name, t in load_file(file).items() if "lora_" not in name} if file.is_file() else set()
+    return kinds.pop() if len(kinds) == 1 else "auto"
 
 
 def rebuilt(model: Any, build: Callable[[Any], nn.Module]) -> nn.Module:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policygrad.models.adapters import adapters_of, as_in_file, need_peft, only_they_train
+from policygrad.models.adapters import adapters_of, as_in_file, head_precision, need_peft, only_they_train
 from policygrad.models.chat import rendered_ids
 from policygrad.models.completeness import check_complete
 from policygrad.models.lora import base_of, config_of
@@ -146,6 +146,9 @@ def load_classifier(
     if base is not None:
         need_peft(f"the reward model {path!r}, which is an adapter,")
         refuse_pickles(base, f"the model {base!r}, which {path!r} adapts,")
+        dtype = (
+            head_precision(path) if dtype == "auto" else dtype
+        )  # the base's file may be in another than it was trained in
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     refuse_pickles(path, f"the reward model {path!r}")

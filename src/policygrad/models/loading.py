@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from policygrad.errors import ConfigError, ModelError
-from policygrad.models.adapters import adapt, adapters_of, as_in_file, need_peft, only_they_train, quantisation
+from policygrad.models.adapters import (
+    adapt,
+    adapters_of,
+    as_in_file,
+    need_peft,
+    only_they_train,
+    quantisation,
+    settle_bits,
+)
 from policygrad.models.completeness import check_complete, unreported
 from policygrad.models.hub import check_name, locate
 from policygrad.models.lora import FILE, Lora, base_of, check_agrees, described, holds_model
@@ -105,6 +113,8 @@ def _load(model: str, dtype: str, device: str, trust: bool, lora: Lora | None) -
     if base is not None:
         check_complete(*base, f"the model {model!r} adapts")
     check_complete(loaded, info, f"the model {model!r}")
+    if bits:
+        settle_bits(loaded)
     if not adapters_of(loaded):
         return loaded.requires_grad_(True) if not bits else loaded
     only_they_train(loaded)

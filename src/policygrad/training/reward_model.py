@@ -10,7 +10,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from policygrad.errors import ModelError
+from policygrad.errors import ConfigError, ModelError
 from policygrad.learners.local.recompute import differentiating, recompute_activations
 from policygrad.models.adapters import adapt, adapters_of
 from policygrad.models.classifier import (
@@ -183,7 +183,7 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
     """A causal model's weights with a new head of one output, or an existing reward model; and its tokenizer.
 
     Raises:
-        ModelError: no such model, a classifier of several labels, no tokenizer.
+        ModelError: no such model, a classifier of several labels, no tokenizer; ConfigError: adapters that it cannot have.
     """
     path = resolve(config.model)
     count, _ = labels(path, config.trust_remote_code)
@@ -198,7 +198,7 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
             f"{config.model} --merge` makes a whole model of it to start from"
         )
     if config.learner.adapters is not None and config.learner.adapters.bits is not None:
-        raise ModelError("a reward model is not trained in four bits: leave bits out of learner.lora")
+        raise ConfigError("a reward model is not trained in four bits: leave bits out of learner.lora")
     device = pick_device(config.learner.device)
     trust = config.trust_remote_code
     model = load_classifier(path, DTYPES[config.learner.dtype], device, new_head=count == 0, trust_remote_code=trust)
