@@ -25,11 +25,11 @@ HELP = (
 class ExportOptions:
     """Options of `policygrad export`."""
 
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN|ADAPTER")]
     """A run's folder, or an adapter's."""
     merge: bool = False
     """Merge; there is nothing else to export, and it makes a whole model of a small file."""
-    output: Annotated[str | None, optional("DIR", "RUN/merged")] = None
+    output: Annotated[str | None, optional("FOLDER", "RUN/merged")] = None
     """The new folder."""
     dtype: Annotated[str | None, optional("fp32|bf16", "what the run computed in")] = None
     """Of the merged weights, which are added up in float32."""

@@ -67,8 +67,7 @@ class LearnerConfig:
     trainable: str = ""
     """Regular expression: the parameters that train, by name; empty = all."""
     lora: str = ""
-    """Adapters that train in the place of the weights: rank=16,alpha=32,targets=all-linear (or q_proj+v_proj), and bits=4 for
-    frozen weights in four bits; empty = none. Needs peft."""
+    """Adapters train, not the weights: rank=16,alpha=32,targets=all-linear (or q_proj+v_proj), bits=4; empty = none."""
     routing_replay: bool = False
     """A mixture of experts sends every token to the experts that sampled it, also when it learns."""
     score_parameters: str = ""

@@ -85,8 +85,8 @@ class Options:
     steps: int = 16
     """Rollouts, each followed by the algorithm's updates."""
     staleness: int = 0
-    """Steps by which samples may be behind the weights: above 0 a later rollout is drawn, by weights of their own, while these are
-    updated, and what that changes is corrected for."""
+    """Steps by which samples may be behind the weights.
+    Above 0 a later rollout is drawn while these are updated, and what that changes is corrected for."""
     tokens: Annotated[int | None, optional("INT", "no budget")] = None
     """End earlier, after the step in which so many tokens have been sampled; a learning-rate schedule still counts steps."""
     prompts_per_step: int = 64
