@@ -36,11 +36,16 @@ class EvalOptions:
     trust_remote_code: bool = False
     """Let Python code in the model's folder or repository run; without it such a model is refused."""
     task: Annotated[str, tyro.conf.arg(metavar="NAME|FILE")] = "embedded"
-    """Where problems come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file."""
+    """Where problems come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
+    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
+    map: Annotated[str | None, optional("FILE:NAME", "none")] = None
+    """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
+    skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
+    """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
     reward: Annotated[tuple[str, ...], optional("NAME", "the task's own")] = ()
     """Reward functions by name or dotted path, each with an optional weight (format*0.5)."""
     held_out: Annotated[str | None, optional("FILE", "a sixteenth of the task")] = None
-    """A .jsonl file of held-out problems for a .jsonl task."""
+    """Data of held-out problems, for a task that is data."""
     problems: int = 256
     """How many held-out problems."""
     samples: int = 8
@@ -84,7 +89,20 @@ def evaluate(args: list[str]) -> int:
         raise ConfigError(f"the run in {folder} has no model yet: finish it first, policygrad train --resume {folder}")
     from policygrad.training.evaluation import evaluate as measure
 
-    names = ("reward", "held_out", "problems", "samples", "sampling", "seed", "device", "dtype", "budget", FLAG)
+    names = (
+        "reward",
+        "held_out",
+        "problems",
+        "samples",
+        "sampling",
+        "seed",
+        "device",
+        "dtype",
+        "budget",
+        FLAG,
+        "map",
+        "skip_bad_rows",
+    )
     outcome = measure(
         options.model,
         options.task,

@@ -23,7 +23,7 @@ from policygrad.training.folder import check_resumable
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 _FLAT = tyro.conf.arg(name="")
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
-_FIXED = ("data", "held_out", "model", "output", "epochs", "batch_size", "seed")
+_FIXED = ("data", "map", "skip_bad_rows", "held_out", "model", "output", "epochs", "batch_size", "seed")
 """What a resumed run cannot change: its rows, their order, its weights, its folder."""
 
 

@@ -26,6 +26,7 @@ from policygrad.models.trust import reading
 from policygrad.rewards.memory import resident, words
 from policygrad.tasks import load_task
 from policygrad.training.config.run import Run
+from policygrad.training.reading import row_reading
 from policygrad.training.resources import pick_device, policy_tokenizer
 
 LOOKED_AT = 64
@@ -69,7 +70,7 @@ def footprint(run: Run) -> Footprint:
     path = resolve(run.model)
     lora = run.learner.adapters or (described(path) if base_of(path) is not None else None)
     task, config = (
-        load_task(run.task, seed=run.seed, held_out=run.held_out),
+        load_task(run.task, seed=run.seed, held_out=run.held_out, reading=row_reading(run.map, run.skip_bad_rows)),
         AutoConfig.from_pretrained(base_of(path) or path, **reading(run.trust_remote_code)),
     )
     with torch.device("meta"):

@@ -29,6 +29,7 @@ from policygrad.samplers.local import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.types import Task
 from policygrad.training.config.run import Run
+from policygrad.training.reading import row_reading
 from policygrad.waiting import Waiter
 
 LOOKED_AT = 64
@@ -67,6 +68,9 @@ class Needed:
     trust_remote_code: bool = False
     lora: Lora | None = None
     """Adapters to train."""
+    map: Any = None
+    """What is made of each row of data, by name or a function."""
+    skip_bad_rows: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +93,8 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     Raises:
         PolicygradError: what does not exist or does not fit, with the way out.
     """
-    task = load_task(needed.task, seed=needed.seed, held_out=needed.held_out)
+    how = row_reading(needed.map, needed.skip_bad_rows)
+    task = load_task(needed.task, seed=needed.seed, held_out=needed.held_out, reading=how)
     if needed.environment is not None and (needed.step_end or "step_end" in (needed.needs or ())):
         raise ConfigError(
             "the algorithm looks at the reasoning steps of an answer, and an episode of an environment has turns: take a task of "
@@ -304,4 +309,6 @@ def needed_for(
         apart=run.staleness > 0,
         trust_remote_code=run.trust_remote_code,
         lora=run.learner.adapters,
+        map=run.map,
+        skip_bad_rows=run.skip_bad_rows,
     )

@@ -32,6 +32,7 @@ from policygrad.tasks.preferences import Pair, by_prompt, read_pairs, split_rows
 from policygrad.trackers import change
 from policygrad.training.config.supervised import RewardModelConfig
 from policygrad.training.lifecycle import Followers, Result
+from policygrad.training.reading import row_reading
 from policygrad.training.resources import pick_device
 from policygrad.training.sft import held_out_words
 from policygrad.training.supervised import Numbers, supervise
@@ -72,8 +73,9 @@ class Preferences:
     """
 
     def __init__(self, config: RewardModelConfig) -> None:
-        pairs = read_pairs(config.data)
-        others = read_pairs(config.held_out) if config.held_out else []
+        how = row_reading(config.map, config.skip_bad_rows)
+        pairs = read_pairs(config.data, how)
+        others = read_pairs(config.held_out, how) if config.held_out else []
         kept = without(pairs, others, config.data, str(config.held_out)) if others else pairs
         split = None if others else split_rows(kept)
         train = split.train if split else range(len(kept))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from policygrad.errors import CheckpointError, RunError
 from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
 from policygrad.models.adapters import words
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.tasks.source import digest
 from policygrad.trackers import RunInfo
 from policygrad.training.began import began, noticed
 from policygrad.training.config.supervised import Supervised
@@ -220,7 +220,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         return {"steps": progress.step, "before": dict(self.before or {}), "after": dict(after or {})}
 
 
-def _digest(config: Supervised) -> list[str]:
+def _digest(config: Supervised) -> list[str | None]:
     """sha256 of the data, so that a resumed run sees the same rows in the same order."""
     files = [config.data] + ([config.held_out] if config.held_out else [])
-    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
+    return [digest(file) for file in files]

@@ -73,15 +73,20 @@ class Options:
     trust_remote_code: bool = False
     """Let Python code in the folder or repository of model, tokenizer and reference run; without it such a model is refused."""
     task: Annotated[Any, named("NAME|FILE", str)] = "embedded"
-    """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file.
+    """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
+    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
     From Python also rows, each a dict with `prompt`."""
+    map: Annotated[Any, named("FILE:NAME", str, "none")] = None
+    """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
+    skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
+    """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
     reward: Annotated[tuple[Any, ...], named("NAME", tuple[str, ...], "the task's own")] = ()
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
     Each may have a weight (format*0.5)."""
     step_end: Annotated[str | None, optional("REGEX", "the task's own")] = None
     """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
     held_out: Annotated[Any, named("FILE", str, "a sixteenth of the task, chosen by a hash of the prompt")] = None
-    """A .jsonl file of held-out problems for a .jsonl task. From Python also rows."""
+    """Data of held-out problems, for a task that is data. From Python also rows."""
     steps: int = 16
     """Rollouts, each followed by the algorithm's updates."""
     staleness: int = 0
@@ -155,7 +160,7 @@ class Run(Draft):
     @property
     def objects(self) -> tuple[str, ...]:
         """The options that are given as objects, which a file cannot hold: such a run goes on from Python only."""
-        names = ("model", "tokenizer", "task", "held_out")
+        names = ("model", "tokenizer", "task", "map", "held_out")
         found = tuple(n for n in names if not isinstance(getattr(self, n), str | NoneType))
         return found + (() if all(isinstance(reward, str) for reward in self.reward) else ("reward",))
 

@@ -30,13 +30,17 @@ class Supervised:
     """The command's name, which is also that of the configuration file in the folder."""
 
     data: Annotated[str, optional("FILE", "required")] = ""
-    """The training data, a .jsonl file."""
+    """The training data, .jsonl, .jsonl.gz, .parquet or .arrow, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
+    map: Annotated[str | None, optional("FILE:NAME", "none")] = None
+    """A function that is given each row, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
     model: Annotated[str, tyro.conf.arg(metavar="ID|DIR")] = "tiny"
     """Directory or hub id of the model to start from; tiny = the base model inside the package."""
     trust_remote_code: bool = False
     """Let Python code in the model's folder or repository run; without it such a model is refused."""
     held_out: Annotated[str | None, optional("FILE", "a sixteenth of the data, chosen by a hash of the prompt")] = None
-    """A .jsonl file to measure on; training leaves its prompts out."""
+    """Data to measure on; training leaves its prompts out."""
     epochs: int = 1
     """Passes over the data."""
     batch_size: int = 64
