@@ -7,7 +7,6 @@ from typing import Any
 from policygrad.errors import ConfigError
 from policygrad.tasks.reading import Reading
 from policygrad.training.config.own import load_own
-from policygrad.training.config.run import OBJECT
 
 
 def row_reading(map: Any, skip_bad_rows: bool) -> Reading:
@@ -16,10 +15,6 @@ def row_reading(map: Any, skip_bad_rows: bool) -> Reading:
     Raises:
         ConfigError: no such file or function, or what is none.
     """
-    if isinstance(map, str) and map.startswith(OBJECT):
-        raise ConfigError(
-            f"map was {map.removeprefix(OBJECT)}, an object given in Python: go on from Python with the same one"
-        )
     found = load_own(map, "--map") if isinstance(map, str) else map
     if found is not None and not callable(found):
         raise ConfigError(f"--map {map} is no function: give one that takes a row, a dict, and returns a row or None")

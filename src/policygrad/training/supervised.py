@@ -21,6 +21,7 @@ from policygrad.models.tokenizer import Tokenizer
 from policygrad.tasks.source import digest
 from policygrad.trackers import RunInfo
 from policygrad.training.began import began, noticed
+from policygrad.training.config.allowed import named
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import load
 from policygrad.training.folder import check_resumable
@@ -119,7 +120,8 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         train_only(self.model, config.learner.trainable)
         self.optimizer = Optimizer(self.model, config.optimizer, config.lr, len(self.plan))
         self.digest = _digest(config)
-        self.began = began(replace(config, held_out=None), next(self.model.parameters()).device.type)
+        device = next(self.model.parameters()).device.type
+        self.began = began(replace(config, held_out=None), device, named({"map": config.map}))
 
     @property
     def version(self) -> int:

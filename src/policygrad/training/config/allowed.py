@@ -51,7 +51,7 @@ def check_allowed(data: Mapping[str, Any], file: Path, allowed: Allowed) -> None
         raise ConfigError(
             f"{file} names code of its own, {missing[0]}, which this command has not: a run folder with parts or rewards of one's "
             f"own is a program. If it is yours, or you have read it, add --allow {' '.join(missing)} (from Python "
-            f"allow={tuple(missing)})"
+            f"allow={tuple(missing)}); a map that is named again, --map FILE:NAME, needs no more"
         )
 
 
