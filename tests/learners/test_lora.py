@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import policygrad as pg
 from doubles.batches import float_batch, make_batch, naive_logp
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, ModelError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models import adapters
+from policygrad.models import adapters, four_bits
 from policygrad.models.adapters import adapt, adapters_of, merged, untouched
 from policygrad.models.loading import load_model
 from policygrad.models.lora import Lora, parse
@@ -248,12 +248,33 @@ def test_what_cannot_be_adapted_is_refused(random_model: Path, monkeypatch: pyte
         learner_for(load_model(str(random_model)), pg.GRPO, lora="rank=4")
     with pytest.raises(ConfigError, match="the model is an object"):
         load_model(load_model(str(random_model)), lora=Lora(bits=4))
-    monkeypatch.setattr(adapters, "find_spec", lambda name: None if name == "bitsandbytes" else object())
+    monkeypatch.setattr(four_bits, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"bits=4 needs bitsandbytes.*pip install bitsandbytes"):
         load_model(str(random_model), lora=Lora(bits=4))
     monkeypatch.setattr(adapters, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs peft.*pip install 'policygrad\[lora\]'"):
         load_model(str(random_model), lora=LORA)
+
+
+class Linear4bit(nn.Linear):
+    """Called as bitsandbytes' is; its way back leaves out a half."""
+
+    wrong = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = super().forward(x)
+        return whole.detach() / 2 + whole / 2 if self.wrong else whole
+
+
+def test_four_bits_with_a_wrong_way_back_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Linear4bit(8, 4))
+    with pytest.raises(ModelError, match="gives wrong gradients on this device"):
+        four_bits.settle_bits(model)
+    monkeypatch.setattr(Linear4bit, "wrong", False)
+    model[0].support_avx512bf16_for_cpu = True
+    four_bits.settle_bits(model)
+    assert model[0].support_avx512bf16_for_cpu is False
+    four_bits.settle_bits(nn.Sequential(nn.Linear(2, 2)))
 
 
 def test_a_model_of_pefts_own_is_taken_as_it_is(random_model: Path) -> None:

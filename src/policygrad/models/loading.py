@@ -18,10 +18,9 @@ from policygrad.models.adapters import (
     as_in_file,
     need_peft,
     only_they_train,
-    quantisation,
-    settle_bits,
 )
 from policygrad.models.completeness import check_complete, unreported
+from policygrad.models.four_bits import quantisation, settle_bits
 from policygrad.models.hub import check_name, locate
 from policygrad.models.lora import FILE, Lora, base_of, check_agrees, described, holds_model
 from policygrad.models.precision import DTYPES
