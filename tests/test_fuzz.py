@@ -18,8 +18,8 @@ from policygrad.commands.train import asked
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import PolicygradError
 from policygrad.tasks.conversations import read_demonstrations
-from policygrad.tasks.jsonl import read_jsonl
 from policygrad.tasks.preferences import read_pairs
+from policygrad.tasks.reading import read_examples as read_jsonl
 from policygrad.training.config.parts import part_names
 from policygrad.training.config.run import Draft, Options, Run
 from policygrad.training.config.supervised import SFTConfig

@@ -32,6 +32,8 @@ with interchangeable parts
   policygrad engine ENGINE --model M      a server that draws completions:
                                           starts it, or with --print says how
   policygrad engine check URL --model M   whether a server draws from a model
+  policygrad export RUN --merge           a trained adapter (--learner.lora) in
+                                          the weights of a whole model
   policygrad compare ROW ROW ...          algorithms against each other: seeds,
                                           learning rates, curves, what can be
                                           concluded

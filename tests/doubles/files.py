@@ -27,8 +27,9 @@ def untimed(path: Path) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Those of the model that a run has saved."""
-    return load_file(folder / "model" / "model.safetensors")
+    """Those of the model that a run has saved, or of the adapter."""
+    adapter = folder / "model" / "adapter_model.safetensors"
+    return load_file(adapter if adapter.exists() else folder / "model" / "model.safetensors")
 
 
 def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:

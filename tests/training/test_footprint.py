@@ -60,7 +60,7 @@ def test_every_model_of_a_run_is_counted() -> None:
     assert (
         half.static["copy of the state"] == plain["copy of the state"] == 3 * plain["weights"]
     )  # masters and two moments
-    assert _models(pg.Run(), 2**27, torch.float32)["copy of the state"] == 0  # of a large one none is kept
+    assert _models(pg.Run(), 2**27, None, torch.float32)["copy of the state"] == 0  # of a large one none is kept
     assert half.learning < found["dr_grpo"].learning
 
 

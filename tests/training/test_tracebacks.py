@@ -18,6 +18,7 @@ from policygrad.models.tokenizer import load_tokenizer
 from policygrad.rewards import Reward, resolve
 from policygrad.rewards.config import Rewarding
 from policygrad.tasks import jsonl
+from policygrad.tasks.reading import read_examples
 from policygrad.training.config.own import load_own
 
 Command = Callable[..., tuple[int, str, str]]
@@ -134,7 +135,7 @@ def test_json_that_is_none(tmp_path: Path, line: str, says: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "0", "x": 1}\n' + line + "\n")
     with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{says}"):
-        jsonl.read_jsonl(str(file))
+        read_examples(str(file))
 
 
 def test_a_line_that_never_ends_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +143,7 @@ def test_a_line_that_never_ends_is_refused_before_it_is_parsed(tmp_path: Path, m
     file.write_bytes(b'{"prompt": "' + b"x" * jsonl.LONGEST + b'"}\n')
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
     with pytest.raises(DataError, match=r"rows\.jsonl:1: a line of 16 MiB, more than 16 MiB"):
-        jsonl.read_jsonl(str(file))
+        read_examples(str(file))
 
 
 def test_code_of_ones_own_that_exits_does_not_end_the_process_in_silence(

@@ -15,13 +15,24 @@ from policygrad.errors import RunError
 
 def save_model(folder: Path, model: nn.Module, tokenizer: Any, resume: str = "") -> Path:
     """`folder/model`, which the AutoModel class it came from and AutoTokenizer load; whole and on the disk, or as it was before.
+    Of a model with adapters these alone, in PEFT's format.
 
     tokenizer: transformers' own. resume: what goes on with the run, for the message.
 
     Raises:
         RunError: a full disk, say; the checkpoint of the last step still holds the weights.
     """
-    final, temporary = folder / "model", folder / ".tmp-model"
+    then = f"then {resume or f'policygrad train --resume {folder}'}"
+    return write_model(folder / "model", model, tokenizer, ("the trained weights are in the last checkpoint: ", then))
+
+
+def write_model(final: Path, model: nn.Module, tokenizer: Any, left: tuple[str, str] = ("", "then again")) -> Path:
+    """The folder `final`, written as a whole. left: what stands before and behind the way out, for the message.
+
+    Raises:
+        RunError: a full disk, say.
+    """
+    temporary = final.with_name(f".tmp-{final.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     from transformers.utils import logging
 
@@ -37,9 +48,6 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any, resume: str = "")
         shutil.rmtree(temporary, ignore_errors=True)
         full = is_full(error)
         reason, first = ("the disk is full", "free some space") if full else (str(error), "see to the cause")
-        raise RunError(
-            f"{final} was not written: {reason}; the trained weights are in the last checkpoint: {first}, then "
-            f"{resume or f'policygrad train --resume {folder}'}"
-        ) from error
+        raise RunError(f"{final} was not written: {reason}; {left[0]}{first}, {left[1]}") from error
     shutil.rmtree(old, ignore_errors=True)
     return final

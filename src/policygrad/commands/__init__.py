@@ -6,6 +6,7 @@ COMMANDS = {  # the function of each, as module:name
     "reward-model": "policygrad.commands.reward_model:reward_model",
     "eval": "policygrad.commands.evaluate:evaluate",
     "engine": "policygrad.commands.engine:engine",
+    "export": "policygrad.commands.export:export",
     "compare": "policygrad.commands.compare:compare",
     "algorithms": "policygrad.commands.show:algorithms",
     "show": "policygrad.commands.show:show",

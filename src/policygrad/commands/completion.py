@@ -15,6 +15,7 @@ from policygrad.commands.compare import CompareOptions
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.engine import EngineOptions
 from policygrad.commands.evaluate import EvalOptions
+from policygrad.commands.export import ExportOptions
 from policygrad.commands.lab import LabOptions
 from policygrad.commands.options import option_type, part_flags
 from policygrad.commands.supervised import flags as supervised_flags
@@ -43,6 +44,7 @@ SCRIPT = """# tab completion of policygrad; written by `policygrad completion {s
             sft|reward-model) words={supervised} ;;
             eval) words={evaluate}; [ "$COMP_CWORD" -eq 2 ] && words="$words tiny" ;;
             engine) words={engine}; [ "$COMP_CWORD" -eq 2 ] && words="$words llama_cpp vllm sglang check" ;;
+            export) words={export} ;;
             compare) words={compare}" "{algorithms} ;;
             algorithms) words="--json --width --help" ;;
             show) words={names} ;;
@@ -169,6 +171,9 @@ def script(shell: str) -> str:
         supervised=_quoted([*supervised_flags(SFTConfig), "--help"]),
         evaluate=_quoted([f"--{name.replace('_', '-')}" for name in evaluate] + ["--help"]),
         engine=_quoted([*(f"--{f.name}" for f in fields(EngineOptions) if f.name not in ("what", "url")), "--help"]),
+        export=_quoted(
+            [*(f"--{f.name.replace('_', '-')}" for f in fields(ExportOptions) if f.name != "run"), "--help"]
+        ),
         compare=_quoted(
             [*(f"--{f.name.replace('_', '-')}" for f in fields(CompareOptions) if f.name != "rows"), "--help"]
         ),

@@ -14,6 +14,7 @@ import tyro
 
 from policygrad.commands.words import refuse_empty
 from policygrad.errors import ConfigError, RewardError
+from policygrad.models.lora import holds_model
 from policygrad.rewards.config import Isolation
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.checks import check_seed
@@ -35,11 +36,16 @@ class EvalOptions:
     trust_remote_code: bool = False
     """Let Python code in the model's folder or repository run; without it such a model is refused."""
     task: Annotated[str, tyro.conf.arg(metavar="NAME|FILE")] = "embedded"
-    """Where problems come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file."""
+    """Where problems come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
+    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
+    map: Annotated[str | None, optional("FILE:NAME", "none")] = None
+    """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
+    skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
+    """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
     reward: Annotated[tuple[str, ...], optional("NAME", "the task's own")] = ()
     """Reward functions by name or dotted path, each with an optional weight (format*0.5)."""
     held_out: Annotated[str | None, optional("FILE", "a sixteenth of the task")] = None
-    """A .jsonl file of held-out problems for a .jsonl task."""
+    """Data of held-out problems, for a task that is data."""
     problems: int = 256
     """How many held-out problems."""
     samples: int = 8
@@ -79,11 +85,24 @@ def evaluate(args: list[str]) -> int:
     refuse_empty(args, "--reward")
     options = tyro.cli(EvalOptions, args=args, prog="policygrad eval", config=_CONFIG)
     folder = Path(options.model)
-    if (folder / "run.toml").is_file() and not (folder / "model" / "config.json").is_file():
+    if (folder / "run.toml").is_file() and not holds_model(folder / "model"):
         raise ConfigError(f"the run in {folder} has no model yet: finish it first, policygrad train --resume {folder}")
     from policygrad.training.evaluation import evaluate as measure
 
-    names = ("reward", "held_out", "problems", "samples", "sampling", "seed", "device", "dtype", "budget", FLAG)
+    names = (
+        "reward",
+        "held_out",
+        "problems",
+        "samples",
+        "sampling",
+        "seed",
+        "device",
+        "dtype",
+        "budget",
+        FLAG,
+        "map",
+        "skip_bad_rows",
+    )
     outcome = measure(
         options.model,
         options.task,

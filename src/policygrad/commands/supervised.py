@@ -15,7 +15,7 @@ from policygrad.commands.foreign.answers import refuse_foreign
 from policygrad.commands.options import CommandOptions, printed_flags, without_leave
 from policygrad.errors import ConfigError
 from policygrad.models.trust import FLAG
-from policygrad.training.config.allowed import Allowed
+from policygrad.training.config.allowed import Allowed, from_words
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import dumps, load
 from policygrad.training.folder import check_resumable
@@ -23,7 +23,7 @@ from policygrad.training.folder import check_resumable
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 _FLAT = tyro.conf.arg(name="")
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
-_FIXED = ("data", "held_out", "model", "output", "epochs", "batch_size", "seed")
+_FIXED = ("data", "map", "skip_bad_rows", "held_out", "model", "output", "epochs", "batch_size", "seed")
 """What a resumed run cannot change: its rows, their order, its weights, its folder."""
 
 
@@ -35,7 +35,7 @@ def parse(kind: type[AnyConfig], args: list[str], words: tuple[str, ...]) -> tup
     """
     refuse_foreign(args, lambda: flags(kind), supervised=True)
     _, command = _parse(kind(), args, words)  # which files to read first
-    base, allowed = kind(), Allowed(remote_code=FLAG in args)
+    base, allowed = kind(), Allowed(tuple(from_words(args)), FLAG in args)
     if command.resume is not None:
         base = load(check_resumable(Path(command.resume), kind.kind) / f"{kind.kind}.toml", base, allowed)
     if command.config is not None:

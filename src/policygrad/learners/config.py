@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from policygrad.errors import ConfigError
+from policygrad.models.lora import RATE, Lora, parse
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -65,6 +66,8 @@ class LearnerConfig:
     """Recompute activations in the backward pass: less memory, more time."""
     trainable: str = ""
     """Regular expression: the parameters that train, by name; empty = all."""
+    lora: str = ""
+    """Adapters train, not the weights: rank=16,alpha=32,targets=all-linear (or q_proj+v_proj), bits=4; empty = none."""
     routing_replay: bool = False
     """A mixture of experts sends every token to the experts that sampled it, also when it learns."""
     score_parameters: str = ""
@@ -78,12 +81,26 @@ class LearnerConfig:
                 raise ConfigError(
                     f"learner.{name} {getattr(self, name)!r} is no regular expression: {error}"
                 ) from error
+        if parse(self.lora) is not None and self.trainable:
+            raise ConfigError(
+                "learner.lora says what trains, the adapters, and learner.trainable says it too: leave one of them empty"
+            )
         if self.dtype not in ("fp32", "bf16"):
             raise ConfigError(f"learner.dtype must be fp32 or bf16, not {self.dtype!r}")
         if self.micro_tokens < 0:
             raise ConfigError(
                 f"learner.micro_tokens must be at least 1, or 0 to leave it open, not {self.micro_tokens}"
             )
+
+    @property
+    def adapters(self) -> Lora | None:
+        """`lora`, read."""
+        return parse(self.lora)
+
+    @property
+    def rate(self) -> float:
+        """What the default learning rate of a large model is multiplied by."""
+        return RATE if self.lora else 1.0
 
     def tokens_at(self, device: object) -> int:
         """`micro_tokens`, or what suits a torch device where that is left open."""

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policygrad.models.adapters import adapters_of, as_in_file, head_precision, need_peft, only_they_train
 from policygrad.models.chat import rendered_ids
 from policygrad.models.completeness import check_complete
+from policygrad.models.lora import base_of, config_of
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.models.trust import cannot_load, reading, refuse_pickles, weights
 
@@ -140,9 +142,17 @@ def load_classifier(
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
+    base = base_of(path)
+    if base is not None:
+        need_peft(f"the reward model {path!r}, which is an adapter,")
+        refuse_pickles(base, f"the model {base!r}, which {path!r} adapts,")
+        dtype = (
+            head_precision(path) if dtype == "auto" else dtype
+        )  # the base's file may be in another than it was trained in
+
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     refuse_pickles(path, f"the reward model {path!r}")
-    options = weights(trust_remote_code) | ({"num_labels": 1} if new_head else {})
+    options = weights(trust_remote_code) | ({"num_labels": 1} if new_head or base is not None else {})
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of a new head the caller speaks, the rest is refused below
     try:
@@ -156,12 +166,40 @@ def load_classifier(
     body = f"{model.base_model_prefix}."
     head = lambda name: not name.startswith(body) or ".pooler." in name  # noqa: E731
     check_complete(model, info, f"the reward model {path!r}", new=head if new_head else lambda name: False)
+    if adapters_of(model):
+        only_they_train(model)
+        as_in_file(model, path)
+        choose_padding(
+            model, load_tokenizer(path, trust_remote_code).hf
+        )  # as in training: an adapter's folder has no config.json
     text = model.config.get_text_config()
     if getattr(text, "use_cache", False):
         text.use_cache = (
             False  # it reads a text once: keys and values kept for a next token would be memory for nothing
         )
     return model.to(device).eval()
+
+
+def choose_padding(model: nn.Module, tokenizer: object) -> None:
+    """A padding token for whoever loads the model: what is scored is the last token that is no padding. The end token serves
+    where there is no other; the last token before it is then scored, in training as in use."""
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    if config.pad_token_id is None:
+        names = ("pad_token_id", "unk_token_id", "bos_token_id", "eos_token_id")
+        end = getattr(tokenizer, "eos_token_id", None)
+        ids = [getattr(tokenizer, name, None) for name in names]
+        config.pad_token_id = next((i for i in ids if i is not None and i != end), end)
+    if getattr(tokenizer, "pad_token_id", None) is None and config.pad_token_id is not None:
+        tokenizer.pad_token_id = config.pad_token_id  # type: ignore[attr-defined]
+
+
+def heads(model: Any) -> tuple[str, ...]:
+    """The modules beside the body, which make a score of its states: a new one has to be learned whole."""
+    return tuple(
+        name
+        for name, module in model.named_children()
+        if name != model.base_model_prefix and any(True for _ in module.parameters())
+    )
 
 
 def labels(path: str, trust_remote_code: bool = False) -> tuple[int, list[str]]:
@@ -172,6 +210,11 @@ def labels(path: str, trust_remote_code: bool = False) -> tuple[int, list[str]]:
     """
     from transformers import AutoConfig
 
+    said = config_of(path)
+    if said is not None and said.get("task_type") == "SEQ_CLS":
+        return 1, [f"adapter of {said['base_model_name_or_path']} with a head that scores"]
+    if said is not None:
+        return 0, [f"adapter of {said['base_model_name_or_path']}"]
     try:
         config: Any = AutoConfig.from_pretrained(path, **reading(trust_remote_code))
     except Exception as error:  # likewise

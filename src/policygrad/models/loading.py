@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from policygrad.errors import ModelError
+from policygrad.errors import ConfigError, ModelError
+from policygrad.models.adapters import (
+    adapt,
+    adapters_of,
+    as_in_file,
+    need_peft,
+    only_they_train,
+)
 from policygrad.models.completeness import check_complete, unreported
+from policygrad.models.four_bits import quantisation, settle_bits
 from policygrad.models.hub import check_name, locate
+from policygrad.models.lora import FILE, Lora, base_of, check_agrees, described, holds_model
 from policygrad.models.precision import DTYPES
 from policygrad.models.trust import cannot_load, refuse_pickles, weights
 
@@ -29,42 +37,88 @@ def resolve(model: str) -> str:
         return str(Path(__file__).parents[1] / "models" / EMBEDDED)
     check_name(model)
     trained = Path(model) / "model"
-    return str(trained) if (trained / "config.json").is_file() else locate(model)
+    return str(trained) if holds_model(trained) else locate(model)
 
 
 def load_model(
-    model: str | nn.Module, *, dtype: str = "fp32", device: str = "cpu", trust_remote_code: bool = False
+    model: str | nn.Module,
+    *,
+    dtype: str = "fp32",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    lora: Lora | None = None,
+    seed: int = 0,
 ) -> nn.Module:
     """The model without dropout, in evaluation mode, so that an unchanged policy's ratio is 1.
 
-    A module in a name's place is used as it is, in its own precision and with the parameters that require a gradient in it.
-    trust_remote_code: whether Python code in the model's folder or repository may run.
+    A module in a name's place is used as it is, in its own precision and with the parameters that require a gradient in it. Of
+    the folder of an adapter, the model that it adapts with the adapter in it, which alone trains.
+    trust_remote_code: whether Python code in the model's folder or repository may run. lora: adapters to put in, where there are
+    none; their A is drawn by `seed`.
 
     Raises:
         ModelError: no such model, one that is a pickle or needs code that is not trusted, or an object that is no causal language
             model of transformers' kind.
+        ConfigError: adapters that cannot be put in, or are others than those that are there.
     """
-    loaded = _load(model, dtype, trust_remote_code) if isinstance(model, str) else _checked(model)
+    if isinstance(model, str):
+        loaded = _load(model, dtype, device, trust_remote_code, lora)
+    else:
+        loaded = _checked(model)
+        if lora is not None and lora.bits is not None:
+            raise ConfigError(
+                "learner.lora bits=4 reads the weights in four bits, and the model is an object: leave bits out"
+            )
+    if not getattr(loaded, "is_quantized", False):
+        loaded = loaded.to(device)
+    if lora is not None and not (isinstance(model, str) and adapters_of(loaded)):
+        loaded = adapt(loaded, lora, base=origin(model), seed=seed)
     for module in loaded.modules():
         without_dropout(module)
-    return loaded.to(device).eval()
+    return loaded.eval()
 
 
-def _load(model: str, dtype: str, trust: bool) -> nn.Module:
+def origin(model: str | nn.Module) -> str:
+    """What an adapter's folder is to name as the model it adapts: a hub id, or a folder wherever it is read from."""
+    name = resolve(model) if isinstance(model, str) else str(getattr(model, "name_or_path", ""))
+    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
+
+
+def _load(model: str, dtype: str, device: str, trust: bool, lora: Lora | None) -> nn.Module:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     path = resolve(model)
     refuse_pickles(path, f"the model {model!r}")
     _refuse_encoder_decoder(path, model)
+    adapted = base_of(path)
+    if adapted is not None:
+        need_peft(f"the model {model!r}, which is an adapter,")
+        check_agrees(lora or Lora(), described(path), model)
+        refuse_pickles(adapted, f"the model {adapted!r}, which {model!r} adapts,")
+    bits = quantisation(lora, DTYPES[dtype])
     try:
-        loaded, info, base = _pretrained(path, DTYPES[dtype], trust)
+        loaded, info, base = _pretrained(
+            path, DTYPES[dtype], trust, adapted, bits | ({"device_map": device} if bits else {})
+        )
     except Exception as error:  # of which class depends on what is wrong with which file
+        lost = adapted is not None and not Path(adapted).is_dir() and Path(adapted).is_absolute()
+        if lost:
+            raise ModelError(
+                f"{model!r} is an adapter of {adapted!r}, and there is no such folder: write where it is now into "
+                f"{Path(path) / FILE}, as base_model_name_or_path"
+            ) from error
         raise cannot_load(f"the model {model!r}", error, "config.json and safetensors", path) from error
     if base is not None:
         check_complete(*base, f"the model {model!r} adapts")
     check_complete(loaded, info, f"the model {model!r}")
-    return loaded.requires_grad_(True)
+    if bits:
+        settle_bits(loaded)
+    if not adapters_of(loaded):
+        return loaded.requires_grad_(True) if not bits else loaded
+    only_they_train(loaded)
+    as_in_file(loaded, path)
+    return loaded
 
 
 def _refuse_encoder_decoder(path: str, model: str) -> None:
@@ -92,7 +146,7 @@ def _checked(model: object) -> nn.Module:
 
 
 def _pretrained(
-    path: str, dtype: torch.dtype, trust: bool
+    path: str, dtype: torch.dtype, trust: bool, adapted: str | None, options: Mapping[str, Any]
 ) -> tuple[nn.Module, Loaded, tuple[nn.Module, Loaded] | None]:
     """The model and what was loaded of it; of an adapter alone also its base, without weights, and what would be loaded.
 
@@ -106,12 +160,12 @@ def _pretrained(
         output_loading_info=True,
         ignore_mismatched_sizes=True,
         **weights(trust),
+        **options,
     )
     with unreported():  # sizes that mismatch are refused by name, and not by transformers, which names none
-        adapter, base = Path(path) / "adapter_config.json", None
-        alone = adapter.is_file() and not (Path(path) / "config.json").is_file()
-        if alone and find_spec("peft"):  # transformers tells of the adapter only
-            base = load(json.loads(adapter.read_bytes())["base_model_name_or_path"], device_map="meta")
+        base = None
+        if adapted is not None and not options:  # transformers tells of the adapter only
+            base = load(adapted, device_map="meta")
         try:
             loaded, info = load(path, attn_implementation="sdpa")
         except ValueError as error:

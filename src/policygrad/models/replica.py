@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ModelError
+from policygrad.models.adapters import adapters_of, rebuilt, shared_with, twin
 from policygrad.models.loading import without_dropout
 
 Build = Callable[[], nn.Module]
@@ -19,7 +20,8 @@ _WAY_OUT = "pass build=, a function that makes another instance of the model (it
 
 def replica(model: nn.Module, build: Build | None = None) -> nn.Module:
     """The model once more: equal parameters and buffers of its own, tied where the model's are, no dropout, in evaluation mode
-    and frozen. No random number is drawn.
+    and frozen. No random number is drawn. Of a model with adapters the adapters alone: what stands still under them is the same
+    memory in both.
 
     build: makes the other instance; None = from the model's configuration, which a transformers model has, also under PEFT.
 
@@ -29,7 +31,7 @@ def replica(model: nn.Module, build: Build | None = None) -> nn.Module:
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         made = _built(model) if build is None else build().to(next(model.parameters()).device)
-    if {*map(id, model.parameters())} & {*map(id, made.parameters())}:
+    if ({*map(id, model.parameters())} & {*map(id, made.parameters())}) - shared_with(model):
         raise ModelError("build() gave back the model's own parameters: let it make another instance each time")
     other = {n: t.shape for n, t in _tensors(made)}
     wanted = {n: t.shape for n, t in _tensors(model)}
@@ -54,6 +56,8 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """
     found = dict(_tensors(target))
     for name, tensor in _tensors(source):
+        if found[name] is tensor:
+            continue
         if found[name].dtype != tensor.dtype:
             raise ModelError(f"{name} is {tensor.dtype} in the model and {found[name].dtype} in its copy")
         found[name].copy_(tensor)
@@ -66,9 +70,12 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _built(model: nn.Module) -> nn.Module:
     """From the configuration, without weights until there is a place for each, like the model's own in precision and device."""
+    shared = shared_with(model)
+    if getattr(model, "is_quantized", False):
+        return twin(model, shared)
     with torch.device("meta"):
-        made = _with_adapters(model) if hasattr(model, "get_base_model") else _from_config(model)
-    memo: dict[Tensor, Tensor] = {}
+        made = rebuilt(model, _from_config) if adapters_of(model) else _from_config(model)
+    memo: dict[Tensor, Tensor] = {p: p for p in model.parameters() if id(p) in shared}
     others = dict(made.named_modules())
     for name, module in model.named_modules():
         for kind in ("_parameters", "_buffers"):
@@ -93,17 +100,14 @@ def _from_config(model: Any) -> nn.Module:
     return made
 
 
-def _with_adapters(model: Any) -> nn.Module:
-    """A PEFT model: the base from its configuration, with the same adapters."""
-    from peft import get_peft_model
+def own(made: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a second model that are not the first one's memory too."""
+    theirs = {id(p) for p in model.parameters()}
+    return {name: p for name, p in made.named_parameters() if id(p) not in theirs}
 
-    if any(getattr(module, "merged", False) for module in model.modules()):
-        raise ModelError("the model's adapters are merged into its weights: call unmerge_adapter() first")
-    first, *rest = model.peft_config
-    base = _from_config(model.get_base_model())
-    made: Any = get_peft_model(base, copy.deepcopy(model.peft_config[first]), adapter_name=first)
-    for name in rest:
-        made.add_adapter(name, copy.deepcopy(model.peft_config[name]))
-    if rest:
-        made.base_model.set_adapter(list(model.active_adapters))
-    return made  # type: ignore[no-any-return]
+
+def let_train(made: nn.Module, model: nn.Module) -> nn.Module:
+    """The second model, all of whose own parameters train."""
+    for parameter in own(made, model).values():
+        parameter.requires_grad_(True)
+    return made

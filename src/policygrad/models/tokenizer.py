@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from policygrad.errors import ModelError
 from policygrad.models.chat import Message, Tools, continuation, prompt_ids
 from policygrad.models.loading import context_length, resolve
+from policygrad.models.lora import base_of
 from policygrad.models.shown import shown_answer
 from policygrad.models.trust import cannot_load, reading
 
@@ -82,8 +83,11 @@ def load_tokenizer(model: str | object, network: nn.Module, *, trust_remote_code
     """
     if isinstance(model, str):
         path = resolve(model)
-        tokenizer = _pretrained(path, model, trust_remote_code)
-        name, written = model, [*_written_ends(path), *_set_ends(network)]
+        base = base_of(path)
+        own = base is None or (Path(path) / "tokenizer_config.json").is_file()
+        tokenizer = _pretrained(path if own or base is None else base, model, trust_remote_code)
+        ends = [*_written_ends(path), *(_written_ends(base) if base else ())]
+        name, written = model, [*ends, *_set_ends(network)]
     else:
         tokenizer = _checked(model)
         name, written = str(getattr(model, "name_or_path", "") or type(model).__name__), _set_ends(network)

@@ -18,6 +18,7 @@ import torch
 from policygrad.errors import ConfigError, ModelError
 from policygrad.models.classifier import context_length, encode, labels, load_classifier, load_tokenizer, score
 from policygrad.models.hub import check_name, locate
+from policygrad.models.lora import holds_model
 
 BUDGET = 600.0
 """Seconds for one batch of completions."""
@@ -97,7 +98,7 @@ def find(model: str) -> str:
                 "tiny, the model inside the package, is a causal language model and gives no reward: `policygrad reward-model "
                 "--data pairs.jsonl` makes a reward model of it"
             )
-        path = str(trained) if (trained / "config.json").is_file() else locate(model)
+        path = str(trained) if holds_model(trained) else locate(model)
     except ModelError as error:
         raise ModelError(f"reward 'model:{model}': {error}") from error
     return str(Path(path).resolve()) if Path(path).is_dir() else path

@@ -1,19 +1,19 @@
 """Prompts and datasets: a task hands out training examples by number and fixed held-out examples.
 
 A task is named by "embedded" (the mix that the shipped model knows), "embedded_steps" (what of it takes several steps),
-by reasoning-gym datasets ("gcd+2*chain_sum:max_digits=1"), or by the path of a JSONL file. A list of rows is a task without a name.
+by reasoning-gym datasets ("gcd+2*chain_sum:max_digits=1"), or as data: a JSONL, Parquet or Arrow file, a folder of `datasets`, a
+data set of the hub. A list of rows, or a `datasets.Dataset`, is a task without a name.
 """
 
 import difflib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from policygrad.errors import DataError
 from policygrad.tasks.embedded import MIX, STEPS, Component
-from policygrad.tasks.jsonl import read_jsonl
+from policygrad.tasks.reading import Reading, examples, source_of
 from policygrad.tasks.reasoning_gym import ReasoningGymTask, dataset_names
-from policygrad.tasks.rows import RowsTask, read_rows
+from policygrad.tasks.rows import RowsTask
 from policygrad.tasks.spec import parse_mix
 from policygrad.tasks.types import Example, Prompt, Task
 
@@ -34,24 +34,32 @@ def load_task(
     *,
     seed: int = 0,
     held_out: str | Sequence[Mapping[str, Any] | Example] | None = None,
+    reading: Reading | None = None,
 ) -> Task:
     """The task called `name`, the rows given in its place, or a Task as it is; `seed` orders training, never evaluation.
 
-    held_out: rows to evaluate on, or a second JSONL file, only for a task made of rows or of such a file.
+    held_out: rows to evaluate on, or other data, only for a task made of rows or of data. reading: what is done with each row.
 
     Raises:
-        DataError: what cannot be used, where, and the way out.
+        DataError: what cannot be used, where, and the way out; ConfigError: a library that is not installed.
     """
-    if isinstance(name, str) and not (name.endswith(".jsonl") or _is_file(name)):
-        return _generated(name, seed, held_out)
-    if not isinstance(name, (str, Sequence)):
-        return _own(name, held_out)
-    title, rows = (name, read_jsonl(name)) if isinstance(name, str) else ("rows", read_rows(name))
-    return RowsTask.of(title, rows, seed, None if held_out is None else _held_out(held_out))
-
-
-def _held_out(given: str | Sequence[Mapping[str, Any] | Example]) -> tuple[str, list[Example]]:
-    return (given, read_jsonl(given)) if isinstance(given, str) else ("held_out", read_rows(given, "held-out row"))
+    reading = reading or Reading()
+    source = source_of(name)
+    if source is None:
+        if reading != Reading():
+            raise DataError(
+                "a map, and leaving out bad rows, are for data, and this task makes its own examples: leave them out"
+            )
+        return _generated(name, seed, held_out) if isinstance(name, str) else _own(name, held_out)  # type: ignore[arg-type]
+    title = name if isinstance(name, str) else "rows"
+    others = None
+    if held_out is not None:
+        other = source_of(held_out, "held-out row")
+        if other is None:
+            raise DataError(f"held_out={held_out!r} is no data: give a file, such as held_out.jsonl, or rows")
+        title_of = held_out if isinstance(held_out, str) else "held_out"
+        others = title_of, examples(other, reading, title_of)
+    return RowsTask.of(title, examples(source, reading, title), seed, others)
 
 
 def _own(task: Task, held_out: object) -> Task:
@@ -78,13 +86,6 @@ def _generated(name: str, seed: int, held_out: object) -> Task:
     for component in components:
         _check_name(component.name)
     return ReasoningGymTask(name, components, seed=seed)
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except (OSError, ValueError):  # too long for a file name, or a NUL in it
-        return False
 
 
 def _check_name(name: str) -> None:

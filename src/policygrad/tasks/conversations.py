@@ -1,4 +1,4 @@
-"""Demonstrations as JSONL: {"messages": […]}, or {"prompt", "completion"}."""
+"""Demonstrations as rows: {"messages": […]}, or {"prompt", "completion"}."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from policygrad.errors import DataError
-from policygrad.tasks.jsonl import read_objects
-from policygrad.tasks.preferences import parse_text
+from policygrad.tasks.preferences import parse_text, read
+from policygrad.tasks.reading import Reading
 from policygrad.tasks.rows import parse_message, parse_prompt
+from policygrad.tasks.source import Row
 from policygrad.tasks.types import Prompt
 
 EXAMPLE = '{"prompt": "1+1=", "completion": "2"} or {"messages": [{"role": "user", "content": "1+1="}, …]}'
@@ -28,15 +29,16 @@ class Demonstration:
     """Where it stands, e.g. `chats.jsonl:12`, for error messages."""
 
 
-def read_demonstrations(path: str) -> list[Demonstration]:
-    """Every demonstration of a JSONL file; columns besides those are left alone.
+def read_demonstrations(path: str, reading: Reading | None = None) -> list[Demonstration]:
+    """Every demonstration of a file; columns besides those are left alone.
 
     Raises DataError naming file and line for what is missing, of a wrong type, or has no turn of the assistant.
     """
-    return [_parse(row, where) for where, row in read_objects(path, EXAMPLE)]
+    return read(path, _parse, EXAMPLE, reading)
 
 
-def _parse(row: dict[str, Any], where: str) -> Demonstration:
+def _parse(found: Row) -> Demonstration:
+    where, row = found
     if "messages" in row and "completion" in row:
         raise DataError(f"{where}: both 'messages' and 'completion'; keep one of them")
     if "messages" in row:

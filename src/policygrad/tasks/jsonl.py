@@ -1,45 +1,96 @@
-"""JSONL: one JSON object per line."""
+"""JSONL: one JSON object per line, plain or packed by gzip."""
 
+from __future__ import annotations
+
+import gzip
 import json
-from collections.abc import Iterator
+import shutil
+import tempfile
+import zlib
+from array import array
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import IO, Any
 
 from policygrad.errors import DataError
-from policygrad.tasks.rows import to_examples
-from policygrad.tasks.types import Example
 
 _UTF8_BOM = b"\xef\xbb\xbf"
 LONGEST = 16 * 2**20
 """Bytes of a line: more than any model reads, and what takes long to parse."""
+HELD = 64 * 2**20
+"""Bytes of a file whose rows are kept in memory; those of a larger one are read when they are asked for."""
 _OTHER_BOMS = (b"\xff\xfe", b"\xfe\xff")  # UTF-16 in both orders; UTF-32 little-endian begins like the first
 
 
-def read_jsonl(path: str) -> list[Example]:
-    """Every row of a JSONL file. Blank lines are skipped; everything else that is not a row is a DataError with file and line."""
-    return to_examples(read_objects(path, '{"prompt": "1+1=", "answer": "2"}'))
+class JsonLines:
+    """The lines of a file that are not blank, each parsed when it is asked for; where each begins is known (12 bytes a line)."""
+
+    def __init__(self, path: str, example: str) -> None:
+        """example: a line as it should be, for messages.
+
+        Raises:
+            DataError: no such file, one without rows, or one that is no text in UTF-8.
+        """
+        self.path, self._example = path, example
+        self._begins, self._numbers = array("Q"), array("L")
+        self._file, self._reading = _opened(path), Lock()  # a later rollout may be drawn beside an evaluation
+        try:
+            self._find()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        if not self._begins:
+            raise DataError(f"{path}: no rows; write one JSON object per line, as in {example}")
+
+    @property
+    def held(self) -> bool:
+        """Whether it is small enough for its rows to be kept in memory."""
+        return self._size <= HELD
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:
+        where = f"{self.path}:{self._numbers[index]}"
+        with self._reading:
+            self._file.seek(self._begins[index])
+            line = self._file.readline(LONGEST + 2).removesuffix(b"\n")
+        return where, _parse_object(line, where, self._example)
+
+    def _find(self) -> None:
+        """Where each line begins that is not blank. A line is never held whole beyond the longest that is read."""
+        if self._file.read(2) in _OTHER_BOMS:
+            raise DataError(
+                f"{self.path}:1: this is UTF-16 text; JSONL is UTF-8: iconv -f UTF-16 -t UTF-8 {self.path} > new.jsonl"
+            )
+        self._file.seek(0)
+        begin = len(_UTF8_BOM) if self._file.read(3) == _UTF8_BOM else 0
+        self._file.seek(begin)
+        number = 1
+        while piece := self._file.readline(LONGEST + 2):
+            blank, length = not piece.strip(), len(piece)
+            while not piece.endswith(b"\n") and (piece := self._file.readline(LONGEST)):
+                length += len(piece)
+            if not blank:
+                self._begins.append(begin)
+                self._numbers.append(number)
+            begin, number = begin + length, number + 1
+        self._size = begin
 
 
-def read_objects(path: str, example: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(`file:line`, object) of every line of a JSONL file that is not blank; `example` is a line as it should be.
-
-    Raises DataError naming file and line, a file without rows, or one that is not there.
-    """
+def _opened(path: str) -> IO[bytes]:
+    """The file; of a packed one what is in it, in a temporary file, as no line of it can be read without all before."""
     try:
-        data = Path(path).read_bytes()
+        if not path.endswith(".gz"):
+            return Path(path).open("rb")
+        unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the rows are read
+        with gzip.open(path) as packed:
+            shutil.copyfileobj(packed, unpacked, 2**20)
+        unpacked.seek(0)
+        return unpacked
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; a relative path starts at the current folder") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    if data.startswith(_OTHER_BOMS):
-        raise DataError(f"{path}:1: this is UTF-16 text; JSONL is UTF-8: iconv -f UTF-16 -t UTF-8 {path} > new.jsonl")
-    empty = True
-    for number, line in enumerate(data.removeprefix(_UTF8_BOM).split(b"\n"), start=1):
-        if line.strip():
-            empty = False
-            yield f"{path}:{number}", _parse_object(line, f"{path}:{number}", example)
-    if empty:
-        raise DataError(f"{path}: no rows; write one JSON object per line, as in {example}")
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _no_number(word: str) -> None:

@@ -1,14 +1,15 @@
-"""Preferences as JSONL: {"prompt", "chosen", "rejected"}, and the split that no prompt straddles."""
+"""Preferences as rows: {"prompt", "chosen", "rejected"}, and the split that no prompt straddles."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from policygrad.errors import DataError
-from policygrad.tasks.jsonl import read_objects
+from policygrad.tasks.reading import Reading, parsed, source_of
 from policygrad.tasks.rows import HOLD_OUT_FROM, parse_message, parse_prompt, prompt_key
+from policygrad.tasks.source import Row, open_source
 from policygrad.tasks.split import is_held_out
 from policygrad.tasks.types import Prompt
 
@@ -34,26 +35,35 @@ class Prompted(Protocol):
 
 
 AnyRow = TypeVar("AnyRow", bound=Prompted)
+T = TypeVar("T")
 
 
-def read_pairs(path: str) -> list[Pair]:
-    """Every pair of a JSONL file; columns besides the three are left alone.
+def read_pairs(path: str, reading: Reading | None = None) -> list[Pair]:
+    """Every pair of a file; columns besides the three are left alone.
 
     A side is text, or the assistant's message ({"role": "assistant", "content": …}, alone or as a list of one).
     Raises DataError naming file and line for a missing or empty side, two equal sides, or a wrong type.
     """
-    pairs = []
-    for where, row in read_objects(path, EXAMPLE):
-        for name in ("prompt", "chosen", "rejected"):
-            if name not in row:
-                have = ", ".join(map(repr, row)) or "nothing"
-                raise DataError(f"{where}: no column {name!r} (it has {have}); a line is {EXAMPLE}")
-        prompt = parse_prompt(row["prompt"], where)
-        chosen, rejected = (_side(row[name], prompt, f"{where}: {name!r}") for name in ("chosen", "rejected"))
-        if chosen == rejected:
-            raise DataError(f"{where}: 'chosen' and 'rejected' are equal, which says nothing; remove the line")
-        pairs.append(Pair(prompt, chosen, rejected, where))
-    return pairs
+    return read(path, _parse, EXAMPLE, reading)
+
+
+def read(path: str, parse: Callable[[Row], T], example: str, reading: Reading | None) -> list[T]:
+    """Every row of the data of that name, parsed. Raises DataError."""
+    source = source_of(path, example=example) or open_source(path, example)
+    return [row for _, row in parsed(source, reading or Reading(), parse, path)]
+
+
+def _parse(found: Row) -> Pair:
+    where, row = found
+    for name in ("prompt", "chosen", "rejected"):
+        if name not in row:
+            have = ", ".join(map(repr, row)) or "nothing"
+            raise DataError(f"{where}: no column {name!r} (it has {have}); a line is {EXAMPLE}")
+    prompt = parse_prompt(row["prompt"], where)
+    chosen, rejected = (_side(row[name], prompt, f"{where}: {name!r}") for name in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise DataError(f"{where}: 'chosen' and 'rejected' are equal, which says nothing; remove the line")
+    return Pair(prompt, chosen, rejected, where)
 
 
 def _side(value: Any, prompt: Prompt, where: str) -> str:

@@ -1,12 +1,15 @@
-"""Rows in memory as a task: each has a `prompt`; every other column reaches the reward."""
+"""Rows as a task: each has a `prompt`; every other column reaches the reward. They may stay where they are."""
+
+from __future__ import annotations
 
 import json
+import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from random import Random
-from typing import Any
+from typing import Any, overload
 
 from policygrad.errors import DataError
 from policygrad.tasks.split import is_held_out
@@ -16,8 +19,48 @@ HOLD_OUT_FROM = 32  # rows; with fewer, training uses them all and evaluation re
 _RESERVED = ("prompts", "completions")  # what a reward function is given besides the columns
 
 
+class View(Sequence[Example]):
+    """Some of other rows, by their numbers, each fetched when it is asked for."""
+
+    def __init__(self, rows: Sequence[Example], places: Sequence[int]) -> None:
+        self._rows, self._places = rows, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> View: ...
+    def __getitem__(self, index: int | slice) -> Example | View:
+        if isinstance(index, slice):
+            return View(self._rows, self._places[index])
+        return self._rows[self._places[index]]
+
+
+class Chained(Sequence[Example]):
+    """One sequence of rows behind another."""
+
+    def __init__(self, first: Sequence[Example], second: Sequence[Example]) -> None:
+        self._parts = first, second
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        first, second = self._parts
+        index = range(len(self))[index]
+        return first[index] if index < len(first) else second[index - len(first)]
+
+
 class RowsTask:
-    """Rows in memory, shuffled anew each epoch by (seed, epoch).
+    """Rows shuffled anew each epoch by (seed, epoch).
 
     Held out are the rows whose prompt's hash says so (1 in 16), or those given as held out, whose prompts
     are then left out of training. With fewer than 32 rows, or when the hash picks none or all of them, training uses
@@ -31,17 +74,21 @@ class RowsTask:
         self.name = name
         self.seed = seed
         self.held_out_is_train = not held_out
-        self._train = tuple(train)
-        self._held_out = tuple(
-            sorted(held_out or train, key=lambda row: sha256(prompt_key(row.prompt).encode()).digest())
-        )
-        self.rows = (*self._train, *held_out)
+        self._train = train
+        measured = held_out or train
+        keys = [sha256(prompt_key(row.prompt).encode()).digest() for row in measured]
+        self._held_out = View(measured, sorted(range(len(keys)), key=keys.__getitem__))
+        self.rows: Sequence[Example] = Chained(train, held_out)
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     @classmethod
     def of(
-        cls, name: str, rows: list[Example], seed: int, held_out: tuple[str, list[Example]] | None = None
-    ) -> "RowsTask":
+        cls,
+        name: str,
+        rows: Sequence[Example],
+        seed: int,
+        held_out: tuple[str, Sequence[Example]] | None = None,
+    ) -> RowsTask:
         """Splits the rows, or takes the held-out ones with their name. Raises DataError where columns or prompts do not fit."""
         if held_out is not None:
             other, others = held_out
@@ -50,8 +97,8 @@ class RowsTask:
         chosen = [is_held_out(prompt_key(row.prompt)) for row in rows]
         if len(rows) < HOLD_OUT_FROM or not any(chosen) or all(chosen):
             return cls(name, rows, (), seed=seed)
-        train = [row for row, out in zip(rows, chosen, strict=True) if not out]
-        return cls(name, train, [row for row, out in zip(rows, chosen, strict=True) if out], seed=seed)
+        places = [[i for i, out in enumerate(chosen) if out is side] for side in (False, True)]
+        return cls(name, View(rows, places[0]), View(rows, places[1]), seed=seed)
 
     def train(self, index: int) -> Example:
         if index < 0:
@@ -74,35 +121,11 @@ def prompt_key(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
 
 
-def to_examples(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Example]:
-    """(where it stands, row) for every row, checked. Raises DataError that says where."""
-    examples: list[Example] = []
-    for where, row in rows:
-        examples.append(_to_example(dict(row), where))
-        _check_columns(examples[0], examples[-1])
-    return examples
-
-
-def read_rows(rows: Sequence[Any], name: str = "row") -> list[Example]:
-    """Rows of Python's own: dicts with `prompt` and columns, or Examples, checked like those of a file.
-
-    Raises:
-        DataError: no rows, or one that cannot be used, as `row 12`, counted from 1.
-    """
-    found: list[tuple[str, Mapping[str, Any]]] = []
-    for number, row in enumerate(rows, start=1):
-        where = f"{name} {number}"
-        if isinstance(row, Example):
-            if "prompt" in row.columns:
-                raise DataError(f"{where}: a column may not be called 'prompt', the example has one; rename it")
-            found.append((row.source or where, {"prompt": row.prompt, **row.columns}))
-        elif isinstance(row, Mapping):
-            found.append((where, row))
-        else:
-            raise DataError(f"{where}: a dict with 'prompt' or an Example is needed, got {type(row).__name__}")
-    if not found:
-        raise DataError(f"no {name}s: a task needs at least one prompt, as in [{{'prompt': '1+1=', 'answer': '2'}}]")
-    return to_examples(found)
+def to_example(row: Mapping[str, Any], where: str, first: Example | None = None) -> Example:
+    """A row, checked, against the first one too: all have the same columns. Raises DataError that says where."""
+    example = _to_example(dict(row), where)
+    _check_columns(first or example, example)
+    return example
 
 
 def _to_example(row: dict[str, Any], where: str) -> Example:
@@ -149,8 +172,8 @@ def parse_message(message: Any, where: str) -> dict[str, str]:
 
 def _check_columns(first: Example, row: Example) -> None:
     """All rows have the same columns, since each column reaches the reward as one list."""
-    file, _, line = first.source.rpartition(":")
-    where, other = row.source, f"line {line}" if file else first.source
+    line = re.search(r":(\d+)$", first.source)
+    where, other = row.source, f"line {line[1]}" if line else first.source
     for name in first.columns:
         if name not in row.columns:
             raise DataError(f"{where}: no column {name!r}, which {other} has; write null where there is no value")
@@ -159,17 +182,17 @@ def _check_columns(first: Example, row: Example) -> None:
             raise DataError(f"{where}: column {name!r} is not in {other}; give every row the same columns")
 
 
-def _same_columns(path: str, rows: list[Example], other: str, others: list[Example]) -> None:
+def _same_columns(path: str, rows: Sequence[Example], other: str, others: Sequence[Example]) -> None:
     if missing := sorted(set(rows[0].columns) ^ set(others[0].columns)):
         raise DataError(
             f"{other}: its columns differ from those of {path} in {', '.join(missing)}; rewards need them all"
         )
 
 
-def _without(rows: list[Example], others: list[Example], path: str, other: str) -> list[Example]:
+def _without(rows: Sequence[Example], others: Sequence[Example], path: str, other: str) -> Sequence[Example]:
     """Training rows whose prompt is not evaluated on."""
     evaluated = {prompt_key(row.prompt) for row in others}
-    kept = [row for row in rows if prompt_key(row.prompt) not in evaluated]
+    kept = [i for i, row in enumerate(rows) if prompt_key(row.prompt) not in evaluated]
     if not kept:
         raise DataError(
             f"{other}: holds every prompt of {path}, so none is left to train on; give another held_out file"
@@ -177,4 +200,4 @@ def _without(rows: list[Example], others: list[Example], path: str, other: str) 
     if len(kept) < len(rows):
         count = len(rows) - len(kept)
         warnings.warn(f"{path}: {count} rows left out of training, {other} evaluates their prompts", stacklevel=4)
-    return kept
+    return View(rows, kept)

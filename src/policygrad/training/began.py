@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from policygrad.errors import RunError
+from policygrad.tasks.source import digest
 
 PACKAGES = ("policygrad", "torch", "transformers", "reasoning-gym", "peft")
 SETTINGS = (
@@ -27,6 +28,7 @@ SETTINGS = (
     "learner.dtype",
     "learner.micro_tokens",
     "sampler.engine",
+    "learner.lora",
     "rewards.memory",
 )
 """Options, with a dot those of a group; of these, what a configuration has."""
@@ -37,7 +39,7 @@ def began(config: Any, device: str, code: Iterable[str] = ()) -> dict[str, dict[
     """By kind: files and code by their sha256, settings, versions. code: modules and files of one's own, loaded by now."""
     data = {name: getattr(config, name, None) for name in ("task", "held_out")}
     return {
-        "files": {name: sha for name, path in data.items() if (sha := _sha(path))},
+        "files": {name: sha for name, path in data.items() if (sha := digest(path))},
         "code": {name: sha for name in code if (sha := _sha(_source(name)))},
         "settings": {name: value for name in SETTINGS if (value := _option(config, name)) is not None},
         "versions": {**{name: found for name in PACKAGES if (found := _version(name))}, "device": device},

@@ -64,6 +64,8 @@ def evaluate(
     sampler: Sampler | SamplerFactory | None = None,
     environment: EnvironmentFactory | None = None,
     trust_remote_code: bool = False,
+    map: Any = None,
+    skip_bad_rows: bool = False,
 ) -> EvaluationResult:
     """Scores of a model on a task's held-out problems, as `Run`'s options of these names say; budget, memory, sandbox and
     reward_environment as `Rewarding`'s. phase: is told what rewards are waited for.
@@ -88,6 +90,8 @@ def evaluate(
             sampler=sampler,
             environment=environment,
             trust_remote_code=trust_remote_code,
+            map=map,
+            skip_bad_rows=skip_bad_rows,
         )
         found = load(stack, needed)
         return found.rollouter.evaluate(found.task.held_out(problems), samples, sampling, progress)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from policygrad.learners.base import Learner
 from policygrad.learners.local.learner import LocalLearner
+from policygrad.models.adapters import words as adapters_words
 from policygrad.samplers.config import LOCAL
 from policygrad.training.config.run import Run
 from policygrad.training.resources import Resources
@@ -16,8 +17,10 @@ def facts(run: Run, resources: Resources, learner: Learner, folder: Path, measur
     batch = f"{run.prompts_per_step} prompts × {run.group_size} samples, {run.steps} steps"
     budget = "" if run.tokens is None else f" or {run.tokens:,} tokens, whichever is first"
     ahead = f", sampled {run.staleness} ahead of the weights" if run.staleness else ""
+    adapters = adapters_words(resources.model)
     told = {
         "model": f"{run.named('model')} ({sum(p.numel() for p in resources.model.parameters()) / 1e6:.2f}M parameters)",
+        **({"adapters": adapters} if adapters else {}),
         "batch": batch + budget + ahead,
         "reward": ", ".join(resources.rewards),
         "run": str(folder),

@@ -19,12 +19,15 @@ from policygrad.checkpoint.manager import KEPT
 from policygrad.errors import PolicygradError
 from policygrad.learners.local.activations import kept_bytes
 from policygrad.learners.local.head import BUFFER, BUFFER_ACCELERATOR
+from policygrad.models.adapters import adapt
 from policygrad.models.loading import resolve
+from policygrad.models.lora import base_of, described
 from policygrad.models.precision import DTYPES
 from policygrad.models.trust import reading
 from policygrad.rewards.memory import resident, words
 from policygrad.tasks import load_task
 from policygrad.training.config.run import Run
+from policygrad.training.reading import row_reading
 from policygrad.training.resources import pick_device, policy_tokenizer
 
 LOOKED_AT = 64
@@ -65,19 +68,23 @@ def footprint(run: Run) -> Footprint:
     device = pick_device(run.learner.device)
     if not isinstance(run.model, str):
         raise PolicygradError("the model is an object: its memory is taken already")
+    path = resolve(run.model)
+    lora = run.learner.adapters or (described(path) if base_of(path) is not None else None)
     task, config = (
-        load_task(run.task, seed=run.seed, held_out=run.held_out),
-        AutoConfig.from_pretrained(resolve(run.model), **reading(run.trust_remote_code)),
+        load_task(run.task, seed=run.seed, held_out=run.held_out, reading=row_reading(run.map, run.skip_bad_rows)),
+        AutoConfig.from_pretrained(base_of(path) or path, **reading(run.trust_remote_code)),
     )
     with torch.device("meta"):
         model: Any = cast(Any, AutoModelForCausalLM).from_config(config, **reading(run.trust_remote_code))
+        whole = sum(p.numel() for p in model.parameters())
+        trained = whole if lora is None else sum(p.numel() for p in adapt(model, lora).parameters() if p.requires_grad)
     tokenizer = policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
     lengths = [len(tokenizer.encode(task.train(i).prompt, run.sampling.max_tokens)) for i in range(LOOKED_AT)]
     prompt, libraries = round(statistics.fmean(lengths)), resident() if device == "cpu" else 0
     dtype, tokens = DTYPES[run.learner.dtype], run.learner.tokens_at(device)
     completion = run.sampling.max_tokens
     try:
-        kept = kept_bytes(config, dtype, tokens, prompt, completion, run.group_size)
+        kept = kept_bytes(config, dtype, tokens, prompt, completion, run.group_size, lora)
     except Exception as error:  # whatever an architecture says to tensors without memory
         raise PolicygradError(f"nothing can be counted on {type(model).__name__}: {error}") from error
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
@@ -85,31 +92,48 @@ def footprint(run: Run) -> Footprint:
     rows = min(run.sampling.decode_rows, run.prompts_per_step * run.group_size)
     cache = rows * (max(lengths) + completion) * _cache_width(config) * dtype.itemsize
     return Footprint(
-        {"libraries": libraries, **_models(run, sum(p.numel() for p in model.parameters()), dtype)},
+        {"libraries": libraries, **_models(run, whole, trained if lora is not None else None, dtype)},
         learning=kept + logits,
         sampling=cache + rows * vocabulary * 24,
         tokens=tokens,
     )
 
 
-def _models(run: Run, parameters: int, dtype: torch.dtype) -> dict[str, int]:
-    """Weights, gradients and Adam's moments of all that trains, the copy that undoes a failed step, and the models beside it."""
+def _models(run: Run, parameters: int, adapters: int | None, dtype: torch.dtype) -> dict[str, int]:
+    """Weights, gradients and Adam's moments of all that trains, the copy that undoes a failed step, and the models beside it.
+    adapters: parameters that train, in float32, on weights that all models have in common; None = all weights do."""
     algorithm, weight = run.algorithm, dtype.itemsize
     masters = 0 if dtype == torch.float32 else 4
     trained = (
         1 + (algorithm.critic is not None and algorithm.critic.features == "own") + (algorithm.reward_model is not None)
     )
     frozen = ("logp_ref" in algorithm.needs) + ("kl_old" in algorithm.forward_needs) + (run.staleness > 0)
-    weights = parameters * trained * (weight + masters)
-    moments = parameters * trained * 8 if algorithm.step.uses_lr else 0
-    state = parameters * trained * 4 + moments  # of bf16 weights the masters
-    return {
-        "weights": weights,
-        "gradients": parameters * trained * 4,
-        "optimiser": moments or parameters * 6 * 4,
+    moving = parameters if adapters is None else adapters
+    moments = moving * trained * 8 if algorithm.step.uses_lr else 0
+    state = moving * trained * 4 + moments  # of bf16 weights the masters
+    learned = {
+        "gradients": moving * trained * 4,
+        "optimiser": moments or moving * 6 * 4,
         "copy of the state": state if state <= KEPT else 0,
-        "other models": parameters * frozen * weight,
     }
+    if adapters is None:
+        return {
+            "weights": parameters * trained * (weight + masters),
+            **learned,
+            "other models": parameters * frozen * weight,
+        }
+    named = algorithm.reference is not None and algorithm.reference.model is not None
+    base = parameters // 2 + parameters // 16 if _bits(run) else parameters * weight  # NF4, with its scales
+    return {
+        "weights": base,
+        "adapters": adapters * trained * 4,
+        **learned,
+        "other models": adapters * (frozen - named) * 4 + parameters * named * weight,
+    }
+
+
+def _bits(run: Run) -> bool:
+    return run.learner.adapters is not None and run.learner.adapters.bits is not None
 
 
 def _cache_width(config: Any) -> int:

@@ -11,6 +11,7 @@ from policygrad.checkpoint.format import Checkpoint
 from policygrad.errors import ConfigError, RunError
 from policygrad.learners.base import Learner
 from policygrad.learners.local.learner import LocalLearner
+from policygrad.models.adapters import adapt, adapters_of
 from policygrad.models.reference import load_reference
 from policygrad.training.config.run import Run
 from policygrad.training.resources import made, policy_tokenizer
@@ -33,6 +34,10 @@ def local_learner(model: nn.Module, run: Run) -> LocalLearner:
         reference = load_reference(
             named, tokenizer, dtype=run.learner.dtype, device=device, trust_remote_code=run.trust_remote_code
         )
+        if run.learner.adapters is not None and run.algorithm.reward_model is not None and not adapters_of(reference):
+            reference = adapt(reference, run.learner.adapters, seed=run.seed).requires_grad_(
+                False
+            )  # what learns begins as it
     return LocalLearner(
         model,
         run.algorithm,

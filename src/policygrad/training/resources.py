@@ -13,6 +13,7 @@ from torch import nn
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.models.loading import load_model
+from policygrad.models.lora import Lora
 from policygrad.models.replica import replica
 from policygrad.models.routing import Routing
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
@@ -29,6 +30,7 @@ from policygrad.tasks import load_task
 from policygrad.tasks.types import Task
 from policygrad.training.config.run import Run
 from policygrad.training.engines import engine_of
+from policygrad.training.reading import row_reading
 from policygrad.waiting import Waiter
 
 LOOKED_AT = 64
@@ -67,6 +69,11 @@ class Needed:
     apart: bool = False
     """Whether sampling goes on while the weights change, so that it has its own."""
     trust_remote_code: bool = False
+    lora: Lora | None = None
+    """Adapters to train."""
+    map: Any = None
+    """What is made of each row of data, by name or a function."""
+    skip_bad_rows: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +96,8 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     Raises:
         PolicygradError: what does not exist or does not fit, with the way out.
     """
-    task = load_task(needed.task, seed=needed.seed, held_out=needed.held_out)
+    how = row_reading(needed.map, needed.skip_bad_rows)
+    task = load_task(needed.task, seed=needed.seed, held_out=needed.held_out, reading=how)
     if needed.environment is not None and (needed.step_end or "step_end" in (needed.needs or ())):
         raise ConfigError(
             "the algorithm looks at the reasoning steps of an answer, and an episode of an environment has turns: take a task of "
@@ -104,7 +112,14 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     if chosen:  # its workers import meanwhile
         pool = stack.enter_context(_pool(chosen, needed))
     trust = needed.trust_remote_code
-    model = load_model(needed.model, dtype=needed.dtype, device=pick_device(needed.device), trust_remote_code=trust)
+    model = load_model(
+        needed.model,
+        dtype=needed.dtype,
+        device=pick_device(needed.device),
+        trust_remote_code=trust,
+        lora=needed.lora,
+        seed=needed.seed,
+    )
     tokenizer = policy_tokenizer(needed.model, needed.tokenizer, model, trust)
     known = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if len(tokenizer.hf) > known:
@@ -308,4 +323,7 @@ def needed_for(
         routing_replay=run.learner.routing_replay,
         apart=run.staleness > 0,
         trust_remote_code=run.trust_remote_code,
+        lora=run.learner.adapters,
+        map=run.map,
+        skip_bad_rows=run.skip_bad_rows,
     )

@@ -10,24 +10,29 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from policygrad.errors import ModelError
+from policygrad.errors import ConfigError, ModelError
 from policygrad.learners.local.recompute import differentiating, recompute_activations
+from policygrad.models.adapters import adapt, adapters_of
 from policygrad.models.classifier import (
+    choose_padding,
     context_length,
     encode,
     forward,
+    heads,
     labels,
     load_classifier,
     load_tokenizer,
     micro_batches,
 )
-from policygrad.models.loading import resolve, without_dropout
+from policygrad.models.loading import origin, resolve, without_dropout
+from policygrad.models.lora import Lora, base_of, check_agrees, described
 from policygrad.models.precision import DTYPES
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.tasks.preferences import Pair, by_prompt, read_pairs, split_rows, without
 from policygrad.trackers import change
 from policygrad.training.config.supervised import RewardModelConfig
 from policygrad.training.lifecycle import Followers, Result
+from policygrad.training.reading import row_reading
 from policygrad.training.resources import pick_device
 from policygrad.training.sft import held_out_words
 from policygrad.training.supervised import Numbers, supervise
@@ -68,8 +73,9 @@ class Preferences:
     """
 
     def __init__(self, config: RewardModelConfig) -> None:
-        pairs = read_pairs(config.data)
-        others = read_pairs(config.held_out) if config.held_out else []
+        how = row_reading(config.map, config.skip_bad_rows)
+        pairs = read_pairs(config.data, how)
+        others = read_pairs(config.held_out, how) if config.held_out else []
         kept = without(pairs, others, config.data, str(config.held_out)) if others else pairs
         split = None if others else split_rows(kept)
         train = split.train if split else range(len(kept))
@@ -179,7 +185,7 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
     """A causal model's weights with a new head of one output, or an existing reward model; and its tokenizer.
 
     Raises:
-        ModelError: no such model, a classifier of several labels, no tokenizer.
+        ModelError: no such model, a classifier of several labels, no tokenizer; ConfigError: adapters that it cannot have.
     """
     path = resolve(config.model)
     count, _ = labels(path, config.trust_remote_code)
@@ -188,24 +194,25 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
             f"{config.model!r} is a classifier with {count} labels: start from a causal language model, or from a reward model, "
             "which has one"
         )
+    if count == 0 and base_of(path) is not None:
+        raise ModelError(
+            f"{config.model!r} is an adapter of a language model, which a new head cannot stand on: `policygrad export "
+            f"{config.model} --merge` makes a whole model of it to start from"
+        )
+    if config.learner.adapters is not None and config.learner.adapters.bits is not None:
+        raise ConfigError("a reward model is not trained in four bits: leave bits out of learner.lora")
     device = pick_device(config.learner.device)
     trust = config.trust_remote_code
     model = load_classifier(path, DTYPES[config.learner.dtype], device, new_head=count == 0, trust_remote_code=trust)
+    lora = config.learner.adapters
+    if adapters_of(model):
+        check_agrees(lora or Lora(), described(path), config.model)
+    else:
+        model.requires_grad_(True)
+        if lora is not None:
+            adapt(model, lora, base=origin(config.model), seed=config.seed, whole=heads(model))
     tokenizer = load_tokenizer(path, trust)
     for module in model.modules():
         without_dropout(module)
-    _choose_padding(model, tokenizer.hf)
-    return model.requires_grad_(True), replace(tokenizer, name=config.model, context=context_length(model))
-
-
-def _choose_padding(model: nn.Module, tokenizer: object) -> None:
-    """A padding token for whoever loads the model: what is scored is the last token that is no padding. The end token serves
-    where there is no other; the last token before it is then scored, in training as in use."""
-    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    if config.pad_token_id is None:
-        names = ("pad_token_id", "unk_token_id", "bos_token_id", "eos_token_id")
-        end = getattr(tokenizer, "eos_token_id", None)
-        ids = [getattr(tokenizer, name, None) for name in names]
-        config.pad_token_id = next((i for i in ids if i is not None and i != end), end)
-    if getattr(tokenizer, "pad_token_id", None) is None and config.pad_token_id is not None:
-        tokenizer.pad_token_id = config.pad_token_id  # type: ignore[attr-defined]
+    choose_padding(model, tokenizer.hf)
+    return model, replace(tokenizer, name=config.model, context=context_length(model))

@@ -24,6 +24,7 @@ from policygrad.tasks.preferences import split_rows, without
 from policygrad.trackers import change
 from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.lifecycle import Followers, Result
+from policygrad.training.reading import row_reading
 from policygrad.training.resources import pick_device
 from policygrad.training.supervised import Numbers, supervise
 
@@ -72,14 +73,17 @@ class FineTuning:
     """L = −Σ log π(o_t) / (number of o_t), over the tokens that the assistant is to say, of the whole update."""
 
     def __init__(self, config: SFTConfig) -> None:
-        rows = read_demonstrations(config.data)
-        others = read_demonstrations(config.held_out) if config.held_out else []
+        how = row_reading(config.map, config.skip_bad_rows)
+        rows = read_demonstrations(config.data, how)
+        others = read_demonstrations(config.held_out, how) if config.held_out else []
         kept = without(rows, others, config.data, str(config.held_out)) if others else rows
         self.model: nn.Module = load_model(
             config.model,
             dtype=config.learner.dtype,
             device=pick_device(config.learner.device),
             trust_remote_code=config.trust_remote_code,
+            lora=config.learner.adapters,
+            seed=config.seed,
         )
         self.tokenizer = load_tokenizer(config.model, self.model, trust_remote_code=config.trust_remote_code)
         self.config, self.device = config, next(self.model.parameters()).device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,9 +16,12 @@ from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.manager import Saved
 from policygrad.errors import CheckpointError, RunError
 from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
+from policygrad.models.adapters import words
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.tasks.source import digest
 from policygrad.trackers import RunInfo
 from policygrad.training.began import began, noticed
+from policygrad.training.config.allowed import named
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import load
 from policygrad.training.folder import check_resumable
@@ -118,7 +120,8 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         train_only(self.model, config.learner.trainable)
         self.optimizer = Optimizer(self.model, config.optimizer, config.lr, len(self.plan))
         self.digest = _digest(config)
-        self.began = began(replace(config, held_out=None), next(self.model.parameters()).device.type)
+        device = next(self.model.parameters()).device.type
+        self.began = began(replace(config, held_out=None), device, named({"map": config.map}))
 
     @property
     def version(self) -> int:
@@ -174,6 +177,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         facts = {
             "model": f"{config.model} ({count / 1e6:.2f}M parameters)",
             "data": f"{rows} rows, {epochs} epoch{'s' * (epochs > 1)} of {self.steps // epochs} steps",
+            **({"adapters": adapters} if (adapters := words(self.model)) else {}),
             **self.objective.facts,
             "run": str(self.folder),
         }
@@ -218,7 +222,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         return {"steps": progress.step, "before": dict(self.before or {}), "after": dict(after or {})}
 
 
-def _digest(config: Supervised) -> list[str]:
+def _digest(config: Supervised) -> list[str | None]:
     """sha256 of the data, so that a resumed run sees the same rows in the same order."""
     files = [config.data] + ([config.held_out] if config.held_out else [])
-    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
+    return [digest(file) for file in files]

@@ -356,7 +356,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
     @property
     def _own(self) -> dict[str, Any]:
         """The options that may name code of one's own."""
-        return {"algorithm": algorithm_to_dict(self.config.algorithm), "reward": list(self.config.reward)}
+        mapped = {"map": self.config.map} if isinstance(self.config.map, str) else {}
+        return {"algorithm": algorithm_to_dict(self.config.algorithm), "reward": list(self.config.reward), **mapped}
 
     @property
     def _leave(self) -> str:

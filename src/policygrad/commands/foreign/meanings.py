@@ -40,7 +40,7 @@ PROMPT_LENGTH = Ours("", "prompts are never cut: one that leaves no room for --m
 DEVICES = Ours("", "a run is one process on --learner.device")
 ENGINE = Ours("", "another sampler than this process is given from Python: pg.train(run, sampler=…)")
 TRACKER = Ours("", "every run writes metrics.jsonl; another tracker is given from Python: pg.train(run, trackers=[…])")
-LORA = Ours("", "there are no adapters; --learner.trainable says by a pattern which parameters train")
+LORA = Ours("--learner.lora rank=16,alpha=32,targets=all-linear", "one option, of which any part may be left out")
 REWARD_MODEL = Ours("--reward model:DIR", "a reward model that `policygrad reward-model` trained")
 METHOD = Ours(
     "ALGORITHM, the first word after `train`", "`policygrad algorithms` lists them; --algorithm.FIELD changes a part"

@@ -12,8 +12,8 @@ SUPERVISED = {  # where `policygrad sft` and `reward-model` say something else t
     ),
     "train_batch_size": Ours("--batch-size", "rows per update"),
     "gradient_accumulation_steps": Ours("--learner.micro-tokens", "tokens per pass: what does not fit is accumulated"),
-    "dataset_name": Ours("--data", "a .jsonl file"),
-    "dataset": Ours("--data", "a .jsonl file"),
+    "dataset_name": Ours("--data", "a file, or hf:REPOSITORY:CONFIG:SPLIT"),
+    "dataset": Ours("--data", "a file, or hf:REPOSITORY:CONFIG:SPLIT"),
     "actor_learning_rate": Ours("--lr"),
     "save_steps": Ours("--checkpoint.every", "in updates"),
 }

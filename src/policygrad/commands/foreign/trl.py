@@ -105,7 +105,7 @@ TRL = {
     "reward_model_path": REWARD_MODEL,
     "model_name_or_path": Ours("--model"),
     "sft_model_path": Ours("--model"),
-    "dataset_name": Ours("--task", "a .jsonl file or a built-in task, not a hub data set"),
+    "dataset_name": Ours("--task", "a file, a built-in task, or hf:REPOSITORY:CONFIG:SPLIT"),
     "output_dir": Ours("--output"),
     "resume_from_checkpoint": Ours("--resume RUN", "the run's folder"),
     "save_steps": Ours("--checkpoint.every", "in rollouts"),

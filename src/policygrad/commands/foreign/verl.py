@@ -26,8 +26,8 @@ from policygrad.commands.foreign.meanings import (
 )
 
 VERL = {
-    "data.train_files": Ours("--task", "a .jsonl file with `prompt` and `answer`"),
-    "data.val_files": Ours("--held-out", "a .jsonl file"),
+    "data.train_files": Ours("--task", "the same .parquet file, whose columns are read as verl does"),
+    "data.val_files": Ours("--held-out", "data, as --task"),
     "data.train_batch_size": Ours("--prompts-per-step"),
     "data.max_prompt_length": PROMPT_LENGTH,
     "data.max_response_length": Ours("--max-tokens"),

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,8 @@ from policygrad.core.batch import Batch
 from policygrad.learners.local.network import Network
 from policygrad.learners.local.packing import Pack, pack
 from policygrad.learners.local.tree import Block, Tree, take_branches
+from policygrad.models.adapters import adapt
+from policygrad.models.lora import Lora
 
 
 @contextmanager
@@ -32,23 +35,44 @@ def counting(held: dict[int, int], model: nn.Module) -> Iterator[None]:
         yield
 
 
-def kept_bytes(config: Any, dtype: torch.dtype, tokens: int, prompt: int, completion: int, group: int) -> int:
+def kept_bytes(
+    config: Any, dtype: torch.dtype, tokens: int, prompt: int, completion: int, group: int, lora: Lora | None = None
+) -> int:
     """Of one micro-batch of about so many tokens, through the backbone of the architecture `config`: `group` completions to a
-    prompt. Nothing is loaded, and nothing computed."""
+    prompt. lora: the adapters that train alone. Nothing is loaded, and nothing computed."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoModelForCausalLM
 
     part = _made_up(tokens, prompt, completion, group)
+    make: Any = partial(
+        cast(Any, AutoModelForCausalLM).from_config, copy.deepcopy(config), dtype=dtype, trust_remote_code=False
+    )
+    adapted: Any = None
+    if lora is not None:  # PEFT moves what it makes, which tensors without memory do not let it
+        with torch.device("meta"):
+            adapted = adapt(make(), lora)
     with FakeTensorMode() as mode:
-        model: Any = cast(Any, AutoModelForCausalLM).from_config(
-            copy.deepcopy(config), dtype=dtype, trust_remote_code=False
-        )
+        model = make() if adapted is None else _in_shape(adapted)
         model.eval()
         network, held = Network(model, split_head=True, branches=take_branches(model)), dict[int, int]()
         with counting(held, model):
             states = network.hidden(_fake(part, mode))
         del states
     return sum(held.values())
+
+
+def _in_shape(model: nn.Module) -> nn.Module:
+    """The model with tensors of the kind that are made here, in the place of those on the meta device."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in kinds:
+            for name, x in held.items():
+                if x is not None and x not in made:
+                    new = torch.empty(x.shape, dtype=x.dtype)
+                    made[x] = nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else new
+                held[name] = None if x is None else made[x]
+    return model
 
 
 def _made_up(tokens: int, prompt: int, completion: int, group: int) -> Pack:

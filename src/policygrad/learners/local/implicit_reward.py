@@ -15,7 +15,7 @@ from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.packing import pack
 from policygrad.learners.local.recompute import differentiating, recompute_activations
-from policygrad.models.replica import Build, replica
+from policygrad.models.replica import Build, let_train, replica
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class ImplicitRewardModel:
         build: Build | None = None,
     ) -> ImplicitRewardModel:
         """One that starts as the reference, so that r_φ = 0. `lr`: the policy's; `updates`: of the whole run, for the schedule."""
-        model = replica(reference.model, build).requires_grad_(True)
+        model = let_train(replica(reference.model, build), reference.model)
         if config.gradient_checkpointing:
             recompute_activations(model)
         return cls(part, reference.under(model), Optimizer(model, adam, part.rate(lr), updates), config)

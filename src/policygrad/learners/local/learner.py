@@ -24,7 +24,8 @@ from policygrad.learners.local.optimizer import Optimizer, check_moments, train_
 from policygrad.learners.local.recompute import recompute_activations
 from policygrad.learners.local.score_norms import ScoreNorms
 from policygrad.learners.local.value_model import ValueModel, measure_values
-from policygrad.models.replica import Build, copy_weights, replica
+from policygrad.models.adapters import adapters_of, switch, untouched
+from policygrad.models.replica import Build, copy_weights, own, replica
 from policygrad.models.routing import Routing
 from policygrad.weight_sync.base import Published
 
@@ -63,6 +64,11 @@ class LocalLearner:
             )
         config, adam = config or LearnerConfig(), optimizer or OptimizerConfig()
         self.model, self.config, self.build, self.rollouts = model, config, build, 0
+        if config.lora and not adapters_of(model):
+            raise ConfigError(
+                "learner.lora trains adapters, and this model has none: put them in first (peft.get_peft_model), or let "
+                "policygrad.train load the model"
+            )
         if config.gradient_checkpointing:
             recompute_activations(model)
         train_only(model, config.trainable)
@@ -107,7 +113,10 @@ class LocalLearner:
                 "LocalLearner(…, reference=policygrad.load_reference(name, tokenizer)), or neither"
             )
         if given is None:
-            return self.evaluator.under(replica(self.model, build))
+            made = replica(self.model, build)
+            if untouched(made):  # what it began as is the base alone
+                switch(made, False)
+            return self.evaluator.under(made)
         found = probe(given.requires_grad_(False), self.evaluator.temperature)
         widths = [int(m.get_output_embeddings().weight.shape[0]) for m in (given, self.model)]  # type: ignore[operator]
         if "kl_ref" in algorithm.forward_needs and widths[0] != widths[1]:
@@ -119,8 +128,8 @@ class LocalLearner:
 
     @property
     def reference_parameters(self) -> int:
-        """Of the reference in memory; 0 without one."""
-        return 0 if self.reference is None else sum(p.numel() for p in self.reference.model.parameters())
+        """Of the reference in memory, beside the policy's; 0 without one."""
+        return 0 if self.reference is None else sum(p.numel() for p in own(self.reference.model, self.model).values())
 
     @property
     def version(self) -> int:
@@ -184,7 +193,7 @@ class LocalLearner:
         self.rollouts += 1
         if algorithm.reference is not None and self.reference is not None and algorithm.reference.due(self.rollouts):
             copy_weights(self.model, self.reference.model)
-            self.refreshed = True
+            self._renewed(self.reference.model)
             if algorithm.reference.reset:
                 self.optimizer.forget()
             metrics |= {"reference/refreshed": Sum(1.0)}
@@ -208,6 +217,12 @@ class LocalLearner:
         else:
             copy_weights(self.model, self.networks.old.model)
 
+    def _renewed(self, reference: nn.Module) -> None:
+        """The reference is no longer what training began with."""
+        self.refreshed = True
+        if adapters_of(reference):
+            switch(reference, True)
+
     def publish(self) -> Published:
         """The model's own tensors: a sampler that decodes with the same model copies nothing."""
         return Published(self.version, dict(self.model.named_parameters()))
@@ -216,7 +231,7 @@ class LocalLearner:
         tensors, values = self.optimizer.state()
         state = {"rollouts": self.rollouts, "refreshed": self.refreshed, "optimizer": values}
         if self.refreshed and self.reference is not None:
-            tensors |= {f"reference/{n}": p.detach() for n, p in self.reference.model.named_parameters()}
+            tensors |= {f"reference/{n}": p.detach() for n, p in own(self.reference.model, self.model).items()}
         if self.critic is not None:
             more, state["critic"] = self.critic.optimizer.state()
             tensors |= {f"critic/{name}": tensor for name, tensor in more.items()}
@@ -227,14 +242,15 @@ class LocalLearner:
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         if self.critic is not None:
-            own = {n.removeprefix("critic/"): t for n, t in tensors.items() if n.startswith("critic/")}
-            self.critic.optimizer.restore(own, values["critic"])
+            mine = {n.removeprefix("critic/"): t for n, t in tensors.items() if n.startswith("critic/")}
+            self.critic.optimizer.restore(mine, values["critic"])
         if self.reward_model is not None:
-            own = {n.removeprefix("reward_model/"): t for n, t in tensors.items() if n.startswith("reward_model/")}
-            self.reward_model.optimizer.restore(own, values["reward_model"])
+            mine = {n.removeprefix("reward_model/"): t for n, t in tensors.items() if n.startswith("reward_model/")}
+            self.reward_model.optimizer.restore(mine, values["reward_model"])
         if values["refreshed"] and self.reference is not None:
-            for name, parameter in self.reference.model.named_parameters():
+            for name, parameter in own(self.reference.model, self.model).items():
                 parameter.data.copy_(tensors[f"reference/{name}"])
+            self._renewed(self.reference.model)
         mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(BESIDE)}
         trained = {name.removeprefix("weights/") for name in mine if name.startswith("weights/")}
         if trained != set(self.optimizer.masters):

@@ -19,7 +19,7 @@ from policygrad.learners.local.network import backbone
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.packing import Pack, pack
 from policygrad.learners.local.recompute import recompute_activations
-from policygrad.models.replica import Build, replica
+from policygrad.models.replica import Build, let_train, replica
 
 
 class ValueNetwork(nn.Module):
@@ -36,7 +36,7 @@ class ValueNetwork(nn.Module):
             whole = replica(policy.model, build)
             if recompute:
                 recompute_activations(whole)
-            self.backbone = backbone(whole).requires_grad_(True)
+            self.backbone = let_train(backbone(whole), policy.model)
             dtype, own = first.dtype, self.backbone
             self.states: Callable[[Pack], Tensor] = lambda part: policy.reading(part).hidden(part, own)
         else:  # a head is small: bf16 would save nothing

@@ -51,7 +51,7 @@ def check_allowed(data: Mapping[str, Any], file: Path, allowed: Allowed) -> None
         raise ConfigError(
             f"{file} names code of its own, {missing[0]}, which this command has not: a run folder with parts or rewards of one's "
             f"own is a program. If it is yours, or you have read it, add --allow {' '.join(missing)} (from Python "
-            f"allow={tuple(missing)})"
+            f"allow={tuple(missing)}); a map that is named again, --map FILE:NAME, needs no more"
         )
 
 
@@ -83,6 +83,9 @@ def named(data: Mapping[str, Any]) -> Iterator[str]:
     for name in rewards if isinstance(rewards, list) else [rewards]:
         if isinstance(name, str) and (code := code_of(name)):
             yield code
+    mapped = data.get("map")
+    if isinstance(mapped, str) and is_own(mapped):
+        yield mapped.rpartition(":")[0] or mapped
     algorithm = data.get("algorithm")
     if isinstance(algorithm, Mapping):
         for key, value in algorithm.items():

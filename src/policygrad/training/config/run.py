@@ -12,6 +12,7 @@ from policygrad.algorithms import DAPO
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.models.lora import RATE
 from policygrad.rewards.config import Rewarding
 from policygrad.samplers.base import Sampling
 from policygrad.samplers.config import SamplerConfig
@@ -73,20 +74,25 @@ class Options:
     trust_remote_code: bool = False
     """Let Python code in the folder or repository of model, tokenizer and reference run; without it such a model is refused."""
     task: Annotated[Any, named("NAME|FILE", str)] = "embedded"
-    """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or a .jsonl file.
+    """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
+    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
     From Python also rows, each a dict with `prompt`."""
+    map: Annotated[Any, named("FILE:NAME", str, "none")] = None
+    """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
+    skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
+    """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
     reward: Annotated[tuple[Any, ...], named("NAME", tuple[str, ...], "the task's own")] = ()
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
     Each may have a weight (format*0.5)."""
     step_end: Annotated[str | None, optional("REGEX", "the task's own")] = None
     """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
     held_out: Annotated[Any, named("FILE", str, "a sixteenth of the task, chosen by a hash of the prompt")] = None
-    """A .jsonl file of held-out problems for a .jsonl task. From Python also rows."""
+    """Data of held-out problems, for a task that is data. From Python also rows."""
     steps: int = 16
     """Rollouts, each followed by the algorithm's updates."""
     staleness: int = 0
-    """Steps by which samples may be behind the weights: above 0 a later rollout is drawn while these are updated.
-    What that changes is corrected for."""
+    """Steps by which samples may be behind the weights.
+    Above 0 a later rollout is drawn while these are updated, and what that changes is corrected for."""
     tokens: Annotated[int | None, optional("INT", "no budget")] = None
     """End earlier, after the step in which so many tokens have been sampled; a learning-rate schedule still counts steps."""
     prompts_per_step: int = 64
@@ -94,7 +100,11 @@ class Options:
     samples_per_prompt: Annotated[int | None, optional("INT", "the algorithm's own")] = None
     """G, completions per prompt."""
     lr: Annotated[
-        float | None, optional("FLOAT", f"{LR_TINY:g}/√K for the tiny model, K updates a rollout; {LR:g} for any other")
+        float | None,
+        optional(
+            "FLOAT",
+            f"{LR_TINY:g}/√K for the tiny model, K updates a rollout; {LR:g} for any other, of adapters {LR * RATE:g}",
+        ),
     ] = None
     """Peak learning rate."""
     seed: int = 0
@@ -155,7 +165,7 @@ class Run(Draft):
     @property
     def objects(self) -> tuple[str, ...]:
         """The options that are given as objects, which a file cannot hold: such a run goes on from Python only."""
-        names = ("model", "tokenizer", "task", "held_out")
+        names = ("model", "tokenizer", "task", "map", "held_out")
         found = tuple(n for n in names if not isinstance(getattr(self, n), str | NoneType))
         return found + (() if all(isinstance(reward, str) for reward in self.reward) else ("reward",))
 
@@ -190,7 +200,9 @@ class Run(Draft):
             algorithm = replace(algorithm, step=replace(algorithm.step, minibatches=self.prompts_per_step))  # type: ignore[type-var]
         step = algorithm.step
         updates = step.updates if step.uses_lr else step.value_updates
-        usual = LR_TINY / updates**0.5 if isinstance(self.model, str) and self.model == "tiny" else LR
+        usual = (
+            LR_TINY / updates**0.5 if isinstance(self.model, str) and self.model == "tiny" else LR * self.learner.rate
+        )
         if algorithm.critic is not None and not algorithm.step.uses_lr:  # there is no policy's rate for it to follow
             algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.rate(usual)))
         default = usual if algorithm.step.uses_lr else None

@@ -10,6 +10,7 @@ import tyro
 
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.models.lora import RATE
 from policygrad.trackers.services import check_services
 from policygrad.training.config.checks import check_seed
 from policygrad.training.config.run import Checkpointing, optional
@@ -30,18 +31,25 @@ class Supervised:
     """The command's name, which is also that of the configuration file in the folder."""
 
     data: Annotated[str, optional("FILE", "required")] = ""
-    """The training data, a .jsonl file."""
+    """The training data, .jsonl, .jsonl.gz, .parquet or .arrow, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
+    map: Annotated[str | None, optional("FILE:NAME", "none")] = None
+    """A function that is given each row, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
     model: Annotated[str, tyro.conf.arg(metavar="ID|DIR")] = "tiny"
     """Directory or hub id of the model to start from; tiny = the base model inside the package."""
     trust_remote_code: bool = False
     """Let Python code in the model's folder or repository run; without it such a model is refused."""
     held_out: Annotated[str | None, optional("FILE", "a sixteenth of the data, chosen by a hash of the prompt")] = None
-    """A .jsonl file to measure on; training leaves its prompts out."""
+    """Data to measure on; training leaves its prompts out."""
     epochs: int = 1
     """Passes over the data."""
     batch_size: int = 64
     """Rows per update."""
-    lr: Annotated[float | None, optional("FLOAT", f"{LR_TINY:g} for the tiny model, {LR:g} for any other")] = None
+    lr: Annotated[
+        float | None,
+        optional("FLOAT", f"{LR_TINY:g} for the tiny model, {LR:g} for any other, of adapters {LR * RATE:g}"),
+    ] = None
     """Peak learning rate."""
     seed: int = 0
     """Of the order of the rows, and of what is drawn at random."""
@@ -77,7 +85,7 @@ class Supervised:
         """
         if not self.data:
             raise ConfigError(f"{self.kind} needs data: --data FILE.jsonl")
-        lr = self.lr if self.lr is not None else LR_TINY if self.model == "tiny" else LR
+        lr = self.lr if self.lr is not None else LR_TINY if self.model == "tiny" else LR * self.learner.rate
         return replace(self, lr=lr)
 
 

@@ -1,0 +1,232 @@
+"""Adapters in a model, by PEFT; the one file that imports it, and only where there are any (that takes seconds)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from policygrad.errors import ConfigError, ModelError
+from policygrad.models.lora import ALPHA, RANK, TARGETS, Lora
+
+WEIGHTS = "adapter_model.safetensors"
+_EXTRA = "policygrad[lora]"
+
+
+def adapters_of(model: nn.Module) -> dict[str, Any]:
+    """PEFT's configurations by name, in a model of PEFT's own and in one of transformers that has adapters; {} of any other."""
+    return dict(getattr(model, "peft_config", None) or {})
+
+
+def words(model: nn.Module) -> str:
+    """What trains of a model with adapters, for people; "" without any."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    said = [
+        ", ".join(
+            f"{name} {getattr(config, key)}"
+            for name, key in (("rank", "r"), ("alpha", "lora_alpha"))
+            if hasattr(config, key)
+        )
+        for config in adapters_of(model).values()
+    ]
+    return f"{'; '.join(said)}: {trained:,} parameters train".lstrip(": ") if said else ""
+
+
+def need_peft(what: str) -> None:
+    """Raises ConfigError where PEFT is not installed."""
+    if find_spec("peft") is None:
+        raise ConfigError(f"{what} needs peft, which is not installed: pip install '{_EXTRA}'")
+
+
+def adapt(model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, whole: tuple[str, ...] = ()) -> nn.Module:
+    """The model with new adapters, in place; they train, and nothing else but the modules `whole`. It says what it said before.
+
+    base: the folder or hub id that the adapters' own folder is to name. seed: of A. whole: modules that train whole, by name (a
+    new head).
+
+    Raises:
+        ConfigError: no PEFT; a model that has adapters already, or is none of transformers'; targets that it does not have.
+    """
+    need_peft("learner.lora")
+    from peft import LoraConfig
+    from transformers.integrations.peft import PeftAdapterMixin
+
+    if adapters_of(model):
+        raise ConfigError(
+            "learner.lora would put adapters into a model that has some, which train already: leave it empty"
+        )
+    if not isinstance(model, PeftAdapterMixin):
+        raise ConfigError(
+            f"learner.lora: {type(model).__name__} is no model of transformers': put adapters into it yourself "
+            "(peft.get_peft_model), and leave learner.lora empty"
+        )
+    config = LoraConfig(
+        r=lora.rank or RANK,
+        lora_alpha=_whole(lora.alpha or ALPHA),
+        target_modules=_targets(model, lora.targets or TARGETS),
+        modules_to_save=list(whole) or None,
+        task_type="SEQ_CLS" if whole else "CAUSAL_LM",
+    )
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        torch.manual_seed(seed)
+        model.add_adapter(config)
+    config.base_model_name_or_path = base
+    config.target_modules = sorted(config.target_modules or ())  # a set, whose order is another in every process
+    only_they_train(model)
+    return model.eval()
+
+
+def _whole(alpha: float) -> Any:
+    """As an integer where it is one: some engines read no other."""
+    return int(alpha) if alpha == int(alpha) else alpha
+
+
+def _targets(model: nn.Module, targets: str) -> str | list[str]:
+    if targets == TARGETS:
+        return targets
+    names = targets.split("+")
+    known = [
+        n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding) or type(m).__name__ == "Conv1D"
+    ]
+    for name in names:
+        if not any(full == name or full.endswith(f".{name}") for full in known):
+            some = sorted({full.rpartition(".")[2] for full in known})
+            raise ConfigError(f"learner.lora: the model has no layer {name!r} to adapt: it has {', '.join(some[:12])}")
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    for full, module in model.named_modules():
+        if full.rpartition(".")[2] in names and isinstance(module, nn.Linear) and module.weight is embedding:
+            raise ConfigError(
+                f"learner.lora: {full!r} shares the embedding's weights, so that an adapter on it could not be merged: leave it out"
+            )
+    return names
+
+
+def only_they_train(model: nn.Module) -> None:
+    """The active adapters train, in float32 also beside bf16 weights, and the base does not."""
+    model.requires_grad_(False)
+    for module in _tuned(model):
+        module.set_adapter(module.active_adapters if hasattr(module, "active_adapters") else module.active_adapter)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_" in name and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+
+
+@torch.no_grad()
+def as_in_file(model: nn.Module, folder: str) -> None:
+    """Gives adapters in float32 what their file holds, where loading has rounded it to the base's precision."""
+    file = Path(folder) / WEIGHTS
+    own = dict(model.named_parameters())
+    names = {
+        name.replace(f".{adapter}.", "."): name for adapter in adapters_of(model) for name in own if "lora_" in name
+    }
+    for name, tensor in load_file(file).items() if file.is_file() else ():
+        target = own.get(names.get(name.removeprefix("base_model.model."), ""))
+        if target is not None and target.shape == tensor.shape:
+            target.copy_(tensor)
+
+
+def head_precision(folder: str) -> torch.dtype | str:
+    """Of what is in an adapter's file beside its low ranks, a head say, which trained in the precision of the whole."""
+    file = Path(folder) / WEIGHTS
+    kinds = {t.dtype for name, t in load_file(file).items() if "lora_" not in name} if file.is_file() else set()
+    return kinds.pop() if len(kinds) == 1 else "auto"
+
+
+def rebuilt(model: Any, build: Callable[[Any], nn.Module]) -> nn.Module:
+    """A second one with the same adapters, on what `build` makes of the model without them.
+
+    Raises:
+        ModelError: adapters that are merged into the weights.
+    """
+    if any(getattr(module, "merged", False) for module in model.modules()):
+        raise ModelError("the model's adapters are merged into its weights: call unmerge_adapter() first")
+    configs = adapters_of(model)
+    if hasattr(model, "get_base_model"):
+        from peft import get_peft_model
+
+        first, *rest = configs
+        made: Any = get_peft_model(build(model.get_base_model()), copy.deepcopy(configs[first]), adapter_name=first)
+        for name in rest:
+            made.add_adapter(name, copy.deepcopy(configs[name]))
+        if rest:
+            made.base_model.set_adapter(list(model.active_adapters))
+        return made  # type: ignore[no-any-return]
+    made = build(model)
+    for name, config in configs.items():
+        made.add_adapter(copy.deepcopy(config), name)
+    made.set_adapter(model.active_adapters())
+    return made  # type: ignore[no-any-return]
+
+
+def untouched(model: nn.Module) -> bool:
+    """Whether the adapters add nothing yet: every B is 0, so that without them the model says the same, bit for bit."""
+    found = [p for name, p in model.named_parameters() if "lora_B." in name or "lora_embedding_B." in name]
+    lora = all(getattr(config.peft_type, "value", "") == "LORA" for config in adapters_of(model).values())
+    return bool(found) and lora and not any(bool(p.any()) for p in found)
+
+
+def switch(model: nn.Module, on: bool) -> None:
+    """Lets the model speak with its adapters, or without; what trains stays as it is."""
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    for module in _tuned(model):
+        module.enable_adapters(on)
+    for name, p in model.named_parameters():
+        p.requires_grad_(trained[name])
+
+
+def _tuned(model: nn.Module) -> Iterator[Any]:
+    """PEFT's own modules: layers with adapters, and what trains whole."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    return (m for m in model.modules() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper))
+
+
+def merged(model: nn.Module) -> nn.Module:
+    """The model with its adapters in its weights, W + (α/r)·B·A for W, and no longer one of PEFT's; in place.
+
+    Raises:
+        ModelError: a sum that is not finite.
+    """
+    for module in list(_tuned(model)):
+        name = next(name for name, found in model.named_modules() if found is module)
+        above, _, last = name.rpartition(".")
+        if hasattr(module, "get_base_layer"):
+            try:
+                module.merge(safe_merge=True)
+            except ValueError as error:
+                raise ModelError(f"{name} cannot be merged: {error}") from error
+            plain = module.get_base_layer()
+        else:
+            plain = module.modules_to_save[module.active_adapters[0]]
+        setattr(model.get_submodule(above), last, plain)
+    model._hf_peft_config_loaded = False  # type: ignore[assignment]
+    model._weight_conversions = None  # type: ignore[assignment]  # of an adapter's names, by which saving would go
+    del model.peft_config
+    return model
+
+
+def shared_with(model: nn.Module) -> set[int]:
+    """ids of the parameters that a second model may have in common with this one: under adapters, the weights that stand still."""
+    if not adapters_of(model):
+        return set()
+    beside = {
+        id(p)
+        for module in _tuned(model)
+        for name, p in module.named_parameters()
+        if not name.startswith(("base_layer.", "original_module."))
+    }
+    return {id(p) for p in model.parameters() if not p.requires_grad} - beside
+
+
+def twin(model: nn.Module, shared: set[int]) -> nn.Module:
+    """A deep copy but for the shared tensors: of a quantised model, which no configuration builds."""
+    memo: dict[int, Tensor] = {id(p): p for p in model.parameters() if id(p) in shared}
+    return copy.deepcopy(model, memo)

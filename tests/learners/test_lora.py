@@ -1,0 +1,303 @@
+"""Adapters: their gradient is that of the whole weights by the chain rule, and all second models stand on one base."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+import policygrad as pg
+from doubles.batches import float_batch, make_batch, naive_logp
+from policygrad.errors import ConfigError, ModelError
+from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.models import adapters, four_bits
+from policygrad.models.adapters import adapt, adapters_of, merged, untouched
+from policygrad.models.loading import load_model
+from policygrad.models.lora import Lora, parse
+from policygrad.models.replica import own, replica
+
+pytest.importorskip("peft")
+
+LORA = Lora(rank=3, alpha=6.0)
+SCALE = 2.0
+
+
+def adapted(folder: Path, dtype: torch.dtype = torch.float32, lora: Lora = LORA, *, moved: bool = True) -> nn.Module:
+    model = adapt(load_model(str(folder)).to(dtype), lora)
+    for name, parameter in model.named_parameters():
+        if moved and "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+def learner_for(model: nn.Module, algorithm: pg.Algorithm, lr: float | None = 1e-2, **options: Any) -> LocalLearner:
+    return LocalLearner(model, algorithm, lr=lr, steps=4, config=LearnerConfig(**options))
+
+
+def gradients(model: nn.Module, algorithm: pg.Algorithm, batch: pg.Batch, **options: Any) -> dict[str, Tensor]:
+    learner = learner_for(model, algorithm, **options)
+    batch = learner.evaluate(batch, algorithm.needs)
+    learner.problem(batch, algorithm.advantages(batch), algorithm).accumulate()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "algorithm", [pg.DR_GRPO, replace(pg.GRPO, terms=(pg.KLToReference(0.1), pg.ExactEntropy(0.1)))]
+)
+def test_the_gradient_is_that_of_the_weights_by_the_chain_rule(
+    random_model: Path, algorithm: pg.Algorithm, recompute: bool
+) -> None:
+    """W' = W + sBA: ∂/∂B = s G Aᵀ and ∂/∂A = s Bᵀ G with G = ∂/∂W' of the merged model, all of which trains."""
+    batch = make_batch(0)
+    algorithm = replace(algorithm, reference=pg.Reference() if algorithm.reference else None)
+    ours = adapted(random_model, torch.float64)
+    whole = merged(adapted(random_model, torch.float64)).requires_grad_(True)
+    found = gradients(ours, algorithm, batch, gradient_checkpointing=recompute)
+    full = gradients(whole, algorithm, batch)
+    assert {name.split("lora_")[-1] for name in found} == {"A.default.weight", "B.default.weight"}
+    layers = {name: m for name, m in ours.named_modules() if hasattr(m, "lora_A")}
+    assert len(layers) == 14
+    assert all(f"{name}.lora_A.default.weight" in found for name in layers)
+    for name, layer in layers.items():
+        a, b, g = layer.lora_A["default"].weight, layer.lora_B["default"].weight, full[f"{name}.weight"]  # type: ignore[index, union-attr]
+        assert float(g.norm()) > 1e-6
+        assert torch.allclose(found[f"{name}.lora_B.default.weight"], SCALE * g @ a.T, rtol=1e-8, atol=1e-12)
+        assert torch.allclose(found[f"{name}.lora_A.default.weight"], SCALE * b.T @ g, rtol=1e-8, atol=1e-12)
+
+
+def test_an_evaluation_is_the_models_own_with_adapters_and_the_short_cuts_stay(random_model: Path) -> None:
+    model = adapted(random_model, torch.float64)
+    learner = learner_for(model, pg.GRPO)
+    assert learner.evaluator.network.split_head
+    assert learner.evaluator.network.branches
+    batch = make_batch(1)
+    found = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
+    assert found is not None
+    with torch.no_grad():
+        truth = naive_logp(model, batch, 1.0)
+    assert torch.allclose(found[batch.mask], truth[batch.mask], atol=1e-9)
+
+
+def test_the_reference_is_the_model_without_adapters_and_no_second_one(random_model: Path) -> None:
+    model, plain, batch = adapted(random_model, moved=False), load_model(str(random_model)), float_batch()
+    learner = learner_for(model, pg.GRPO)
+    assert learner.reference is not None
+    assert {p.data_ptr() for p in model.parameters() if not p.requires_grad} <= {
+        p.data_ptr() for p in learner.reference.model.parameters()
+    }
+    assert learner.reference_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    truth = learner_for(plain, pg.DR_GRPO).evaluate(batch, frozenset({"logp_old"})).logp_old
+    for _ in range(3):
+        scored = learner.evaluate(batch, pg.GRPO.needs)
+        assert torch.equal(scored.logp_ref, truth)  # type: ignore[arg-type]
+        learner.update(scored, pg.GRPO.advantages(scored), pg.GRPO)
+    assert not untouched(model)
+    assert not torch.equal(learner.evaluate(batch, frozenset({"logp_old"})).logp_old, truth)  # type: ignore[arg-type]
+    base = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(parameter, base[name.replace(".base_layer", "")])
+
+
+def test_a_reference_that_is_taken_anew_and_a_checkpoint_hold_adapters_only(random_model: Path) -> None:
+    algorithm = replace(pg.ITERATIVE_GRPO, reference=pg.Reference(every=2))
+    batch = float_batch()
+
+    def step(learner: LocalLearner) -> None:
+        scored = learner.evaluate(batch, algorithm.needs)
+        learner.update(scored, algorithm.advantages(scored), algorithm)
+
+    learner = learner_for(adapted(random_model, moved=False), algorithm)
+    for _ in range(3):
+        step(learner)
+    tensors, values = learner.state()
+    assert all("lora_" in name for name in tensors)
+    assert any(name.startswith("reference/") for name in tensors)
+    again = learner_for(adapted(random_model, moved=False), algorithm)
+    again.restore(tensors, values)
+    for both in (learner, again):
+        step(both)
+    needs = frozenset({"logp_old", "logp_ref"})
+    ours, theirs = (x.evaluate(batch, needs) for x in (learner, again))
+    assert torch.equal(ours.logp_old, theirs.logp_old)  # type: ignore[arg-type]
+    assert torch.equal(ours.logp_ref, theirs.logp_ref)  # type: ignore[arg-type]
+
+
+def test_a_critic_and_a_reward_model_train_adapters_and_a_head_of_their_own(random_model: Path) -> None:
+    model = adapted(random_model, moved=False)
+    base = {id(p) for p in model.parameters() if not p.requires_grad}
+    critic = learner_for(model, pg.PPO).critic
+    assert critic is not None
+    trained = {n: p for n, p in critic.network.named_parameters() if p.requires_grad}
+    assert {n.split(".")[0] for n in trained} == {"backbone", "head"}
+    assert all("lora_" in n for n in trained if n.startswith("backbone"))
+    assert trained.keys() == critic.optimizer.masters.keys()
+    assert not {id(p) for p in trained.values()} & {id(p) for p in model.parameters()}
+    assert {id(p) for p in critic.network.parameters() if not p.requires_grad} <= base
+    algorithm, batch = replace(pg.PPO, shaping=()), float_batch()
+    learner = learner_for(model, algorithm)
+    before = {n: p.detach().clone() for n, p in learner.critic.network.named_parameters()}  # type: ignore[union-attr]
+    for _ in range(2):  # A has a gradient once B is not 0
+        scored = algorithm.with_targets(learner.evaluate(batch, algorithm.needs))
+        learner.update(scored, algorithm.advantages(scored), algorithm)
+    moved = {n for n, p in learner.critic.network.named_parameters() if not torch.equal(p, before[n])}  # type: ignore[union-attr]
+    assert moved == trained.keys()
+    prime = learner_for(adapted(random_model, moved=False), pg.PRIME).reward_model
+    assert prime is not None
+    assert all("lora_" in name for name in prime.optimizer.masters)
+    assert not prime.evaluator.model.model.layers[0].self_attn.q_proj.disable_adapters  # type: ignore[union-attr, index]
+
+
+def test_a_second_model_has_adapters_of_its_own(random_model: Path) -> None:
+    model = adapted(random_model)
+    made = replica(model)
+    assert own(made, model).keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    ids = torch.arange(4, 12)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        assert torch.equal(made(input_ids=ids).logits, before)
+        for parameter in own(made, model).values():
+            parameter.add_(0.1)
+        assert torch.equal(model(input_ids=ids).logits, before)
+        assert not torch.equal(made(input_ids=ids).logits, before)
+
+
+def test_the_draw_of_new_adapters_is_the_seeds_and_takes_no_other_number(random_model: Path) -> None:
+    random = torch.get_rng_state()
+    first, again, other = (adapt(load_model(str(random_model)), LORA, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), random)
+    a, b, c = (
+        dict(m.named_parameters())["model.layers.0.self_attn.q_proj.lora_A.default.weight"]
+        for m in (first, again, other)
+    )
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    ids = torch.arange(4, 12)[None]
+    assert untouched(first)
+    assert torch.equal(first(input_ids=ids).logits, load_model(str(random_model))(input_ids=ids).logits)
+
+
+def test_adapters_are_in_float32_beside_weights_in_bfloat16(random_model: Path) -> None:
+    model = adapted(random_model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    learner, batch = learner_for(model, pg.GRPO), float_batch()
+    assert learner.optimizer.masters == learner.optimizer.parameters
+    scored = learner.evaluate(batch, pg.GRPO.needs)
+    metrics = learner.update(scored, pg.GRPO.advantages(scored), pg.GRPO)
+    assert metrics["updates/taken"].value == 1
+
+
+def test_layers_by_name_and_the_head_too(random_model: Path) -> None:
+    lora = Lora(rank=2, targets="q_proj+lm_head")
+    with pytest.raises(ConfigError, match="'lm_head' shares the embedding's weights"):
+        adapt(load_model(str(random_model)), lora)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = tf.LlamaConfig(vocab_size=40, **shape, tie_word_embeddings=False, initializer_range=0.2)
+    model = adapt(tf.LlamaForCausalLM(config).eval(), lora)
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, std=0.2) if "lora_B" in name else None
+    names = {n.rpartition(".lora_")[0].rpartition(".")[2] for n, p in model.named_parameters() if p.requires_grad}
+    assert names == {"q_proj", "lm_head"}
+    batch = make_batch(2)
+    found = learner_for(model, pg.DR_GRPO).evaluate(batch, frozenset({"logp_old"})).logp_old
+    assert found is not None
+    with torch.no_grad():
+        assert torch.allclose(found[batch.mask], naive_logp(model, batch, 1.0)[batch.mask], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("rank", "'rank' says nothing"),
+        ("rnk=4", r"did you mean rank=…\?"),
+        ("rank=4,rank=8", "once each"),
+        ("rank=four", "rank must be a number, not 'four'"),
+        ("rank=0", "rank must be at least 1"),
+        ("alpha=nan", "alpha must be above 0"),
+        ("targets=q_proj++v_proj", r"names with \+ between them"),
+        ("bits=8", "bits must be 4"),
+    ],
+)
+def test_words_that_say_nothing_are_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LearnerConfig(lora=text)
+
+
+def test_what_cannot_be_adapted_is_refused(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse("") is None
+    assert parse("rank=8, alpha=16,targets=q_proj+v_proj,bits=4") == Lora(8, 16.0, "q_proj+v_proj", 4)
+    with pytest.raises(ConfigError, match=r"no layer 'query'.*down_proj"):
+        adapt(load_model(str(random_model)), Lora(targets="query"))
+    with pytest.raises(ConfigError, match="has some, which train already"):
+        adapt(adapted(random_model), LORA)
+    with pytest.raises(ConfigError, match="no model of transformers'"):
+        adapt(nn.Linear(2, 2), LORA)
+    with pytest.raises(ConfigError, match="leave one of them empty"):
+        LearnerConfig(lora="rank=4", trainable="lm_head")
+    with pytest.raises(ConfigError, match="this model has none"):
+        learner_for(load_model(str(random_model)), pg.GRPO, lora="rank=4")
+    with pytest.raises(ConfigError, match="the model is an object"):
+        load_model(load_model(str(random_model)), lora=Lora(bits=4))
+    monkeypatch.setattr(four_bits, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"bits=4 needs bitsandbytes.*pip install bitsandbytes"):
+        load_model(str(random_model), lora=Lora(bits=4))
+    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs peft.*pip install 'policygrad\[lora\]'"):
+        load_model(str(random_model), lora=LORA)
+
+
+class Linear4bit(nn.Linear):
+    """Called as bitsandbytes' is; its way back leaves out a half."""
+
+    wrong = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = super().forward(x)
+        return whole.detach() / 2 + whole / 2 if self.wrong else whole
+
+
+def test_four_bits_with_a_wrong_way_back_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Linear4bit(8, 4))
+    with pytest.raises(ModelError, match="gives wrong gradients on this device"):
+        four_bits.settle_bits(model)
+    monkeypatch.setattr(Linear4bit, "wrong", False)
+    model[0].support_avx512bf16_for_cpu = True
+    four_bits.settle_bits(model)
+    assert model[0].support_avx512bf16_for_cpu is False
+    four_bits.settle_bits(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_a_model_of_pefts_own_is_taken_as_it_is(random_model: Path) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = load_model(peft.get_peft_model(load_model(str(random_model)), config))
+    learner = learner_for(model, pg.GRPO)
+    assert adapters_of(model).keys() == {"default"}
+    assert all("lora_" in name for name in learner.optimizer.masters)
+    assert learner.reference_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_only_one_file_imports_peft_and_only_when_asked() -> None:
+    """It takes seconds to import."""
+    source = Path(pg.__file__).parent
+    found = set()
+    for file in source.rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            if any(name.partition(".")[0] == "peft" for name in names):
+                found.add(file.relative_to(source).as_posix())
+                assert node not in tree.body
+    assert found == {"models/adapters.py"}

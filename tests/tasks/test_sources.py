@@ -1,0 +1,274 @@
+"""The same rows from every kind of place, refused or skipped by where they stand, and fetched again where they are many."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doubles.files import write_rows
+from policygrad.errors import ConfigError, DataError
+from policygrad.tasks import hub, jsonl, load_task
+from policygrad.tasks.conversations import read_demonstrations
+from policygrad.tasks.preferences import read_pairs
+from policygrad.tasks.reading import Fetched, Reading, read_examples
+from policygrad.tasks.source import Table, digest, open_source
+
+pa = pytest.importorskip("pyarrow")
+datasets = pytest.importorskip("datasets")
+import pyarrow.parquet as pq  # noqa: E402
+
+ROWS: list[dict[str, Any]] = [{"prompt": f"{i} + 1 =\n", "answer": str(i + 1), "level": i} for i in range(200)]
+VERL = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "system", "content": "Add.", "name": "calc"}, {"role": "user", "content": f"{i} + 1"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+        "extra_info": {"split": "train", "index": i},
+    }
+    for i in range(3)
+]
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=64)
+    return str(path)
+
+
+def arrow(path: Path, rows: list[dict[str, Any]], write: Callable[..., Any]) -> str:
+    table = pa.Table.from_pylist(rows)
+    with write(str(path), table.schema) as out:
+        out.write_table(table, max_chunksize=50)
+    return str(path)
+
+
+def packed(path: Path, rows: list[dict[str, Any]]) -> str:
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def saved(path: Path, rows: list[dict[str, Any]]) -> str:
+    datasets.Dataset.from_list(rows).save_to_disk(path)
+    return str(path)
+
+
+KINDS: dict[str, Callable[[Path, list[dict[str, Any]]], str]] = {
+    "rows.jsonl.gz": packed,
+    "rows.parquet": parquet,
+    "file.arrow": lambda path, rows: arrow(path, rows, pa.ipc.new_file),
+    "stream.arrow": lambda path, rows: arrow(path, rows, pa.ipc.new_stream),
+    "rows.feather": lambda path, rows: arrow(path, rows, pa.ipc.new_file),
+    "folder": saved,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_the_task_that_the_lines_are(tmp_path: Path, kind: str) -> None:
+    """Order, held-out rows and what comes in later epochs."""
+    name = KINDS[kind](tmp_path / kind, ROWS)
+    lines, found = load_task(write_rows(tmp_path / "lines.jsonl", ROWS), seed=3), load_task(name, seed=3)
+    assert [found.train(i) for i in range(500)] == [lines.train(i) for i in range(500)]
+    assert found.held_out(100) == lines.held_out(100)
+    assert 0 < len(found.held_out(100)) < 50
+    assert len(found.rows) == 200
+    assert found.rows[7:9] == lines.rows[7:9]
+    assert name in found.rows[0].source
+    before = digest(name)
+    assert before is not None
+    assert before == digest(name)
+    other = tmp_path / "other"
+    other.mkdir()
+    assert digest(KINDS[kind](other / kind, ROWS[1:])) != before
+
+
+def test_rows_of_large_data_are_fetched_when_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = write_rows(tmp_path / "lines.jsonl", ROWS)
+    held = load_task(name)
+    monkeypatch.setattr(jsonl, "HELD", 100)
+    rows = read_examples(name)
+    assert isinstance(rows, Fetched)
+    assert rows[5] is not rows[5]
+    assert rows[5].columns["level"] == 5
+    found = load_task(name)
+    assert [found.train(i) for i in range(300)] == [held.train(i) for i in range(300)]
+    read: list[int] = []
+    parse = jsonl._parse_object
+    monkeypatch.setattr(jsonl, "_parse_object", lambda *args: (read.append(1), parse(*args))[1])
+    found.train(400)
+    assert len(read) == 1
+
+
+def test_a_table_is_read_by_the_block() -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Counted:
+        def __len__(self) -> int:
+            return 150
+
+        def rows(self, start: int, end: int) -> list[dict[str, Any]]:
+            asked.append((start, end))
+            return [{"prompt": str(i)} for i in range(start, end)]
+
+    table = Table(Counted(), "t")
+    assert [table[i][1]["prompt"] for i in range(150)] == [str(i) for i in range(150)]
+    assert asked == [(0, 64), (64, 128), (128, 150)]
+    assert table[149][0] == "t, row 150"
+
+
+def test_verls_columns(tmp_path: Path) -> None:
+    """Messages without the keys that a table gives all of them; what is right is the answer too."""
+    for example, row in zip(read_examples(parquet(tmp_path / "train.parquet", VERL)), VERL, strict=True):
+        assert list(example.prompt) == row["prompt"]
+        assert example.columns["answer"] == row["reward_model"]["ground_truth"]
+        assert {k: v for k, v in example.columns.items() if k != "answer"} == {
+            k: v for k, v in row.items() if k != "prompt"
+        }
+    own = read_examples(write_rows(tmp_path / "own.jsonl", [{**VERL[0], "answer": "mine"}]))
+    assert own[0].columns["answer"] == "mine"
+
+
+def test_a_map_changes_rows_and_leaves_some_out(tmp_path: Path) -> None:
+    def even(row: dict[str, Any]) -> dict[str, Any] | None:
+        return {"prompt": f"Q: {row['prompt']}", "answer": row["answer"]} if row["level"] % 2 == 0 else None
+
+    for name in (write_rows(tmp_path / "a.jsonl", ROWS), parquet(tmp_path / "a.parquet", ROWS)):
+        rows = read_examples(name, Reading(even))
+        assert len(rows) == 100
+        assert rows[1].prompt == "Q: 2 + 1 =\n"
+        assert rows[1].columns == {"answer": "3"}
+        assert rows[1].source.endswith(("a.jsonl:3", "a.parquet, row 3"))
+    task = load_task(ROWS, reading=Reading(even), held_out=[{**ROWS[0], "prompt": "new"}])
+    assert task.held_out(9)[0].prompt == "Q: new"
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the map raised KeyError: 'nothing'"):
+        read_examples(str(tmp_path / "a.jsonl"), Reading(lambda row: row["nothing"]))
+    with pytest.raises(DataError, match=r"row 1: the map returned str: return a row"):
+        read_examples(str(tmp_path / "a.parquet"), Reading(lambda row: "text"))  # type: ignore[arg-type, return-value]
+    with pytest.raises(DataError, match=r"none of its 200 rows is left: 200 by the map"):
+        read_examples(str(tmp_path / "a.jsonl"), Reading(lambda row: None))
+    asked = iter([*[{"prompt": "a"}] * 200, None])
+    fickle = read_examples(str(tmp_path / "a.parquet"), Reading(lambda row: next(asked)))
+    with pytest.raises(DataError, match="let it say the same each time"):
+        fickle[0]
+
+
+def test_bad_rows_are_refused_by_place_or_skipped_and_counted(tmp_path: Path) -> None:
+    lines = [json.dumps(row) for row in ROWS[:4]]
+    text = "\n".join([lines[0], "{broken", lines[1], json.dumps({"question": "x"}), '"text"', lines[2], lines[3]])
+    file = tmp_path / "some.jsonl"
+    file.write_text(text)
+    with pytest.raises(DataError, match=r"some\.jsonl:2: not JSON"):
+        load_task(str(file))
+    with pytest.warns(UserWarning, match=r"3 of 7 rows skipped, the first: .*some\.jsonl:2: not JSON"):
+        task = load_task(str(file), reading=Reading(skip_bad=True))
+    assert [row.prompt for row in task.rows] == [row["prompt"] for row in ROWS[:4]]
+    odd = parquet(tmp_path / "some.parquet", [*ROWS[:2], {"prompt": None, "answer": "1", "level": 1}])
+    with pytest.raises(DataError, match=r"some\.parquet, row 3: 'prompt' must be text"):
+        load_task(odd)
+    with pytest.warns(UserWarning, match="1 of 3 rows skipped"):
+        assert len(load_task(odd, reading=Reading(skip_bad=True)).rows) == 2
+    with pytest.raises(DataError, match="none of its 1 rows is left: 0 by the map, 1 that cannot be used"):
+        load_task(write_rows(tmp_path / "bad.jsonl", [{"x": 1}]), reading=Reading(skip_bad=True))
+
+
+def test_what_is_no_such_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str, content: bytes, says: str) -> None:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=says):
+            load_task(str(tmp_path / name))
+
+    refused("a.parquet", b"PAR1 nothing", r"a\.parquet: cannot be read as Parquet")
+    refused("a.arrow", b"nothing", r"a\.arrow: cannot be read as Arrow")
+    refused("a.jsonl.gz", b"nothing", r"a\.jsonl\.gz: cannot be read")
+    refused("cut.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:-12], r"cut\.jsonl\.gz: cannot be read")
+    with pytest.raises(DataError, match=r"gone\.parquet: no such file"):
+        load_task(str(tmp_path / "gone.parquet"))
+    with pytest.raises(DataError, match=r"empty\.parquet: no rows"):
+        load_task(parquet_of_nothing(tmp_path / "empty.parquet"))
+    with pytest.raises(DataError, match="this task makes its own examples"):
+        load_task("embedded", reading=Reading(skip_bad=True))
+    with pytest.raises(DataError, match="is no data: give a file"):
+        load_task(ROWS, held_out="embedded")
+    monkeypatch.setattr("policygrad.tasks.arrow.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs pyarrow.*pip install 'policygrad\[data\]'"):
+        load_task(str(tmp_path / "a.parquet"))
+
+
+def parquet_of_nothing(path: Path) -> str:
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
+    return str(path)
+
+
+def test_a_folder_of_splits(tmp_path: Path) -> None:
+    both = {"train": datasets.Dataset.from_list(ROWS[:9]), "test": datasets.Dataset.from_list(ROWS[9:12])}
+    datasets.DatasetDict(both).save_to_disk(tmp_path / "splits")
+    task = load_task(str(tmp_path / "splits"), held_out=f"{tmp_path / 'splits'}:test")
+    assert [row.prompt for row in task.rows] == [row["prompt"] for row in ROWS[:12]]
+    assert {row.prompt for row in task.held_out(9)} == {row["prompt"] for row in ROWS[9:12]}
+    with pytest.raises(DataError, match=r"no split 'validation'; it has train, test"):
+        load_task(f"{tmp_path / 'splits'}:validation")
+    saved(tmp_path / "one", ROWS[:3])
+    with pytest.raises(DataError, match="it has no splits: leave 'test' out"):
+        load_task(f"{tmp_path / 'one'}:test")
+
+
+def test_a_data_set_of_the_hub_by_repository_configuration_and_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the real library, from files that stand for the hub's."""
+    for split, rows in (("train", ROWS[:40]), ("test", ROWS[40:50])):
+        write_rows(tmp_path / f"{split}.jsonl", rows)
+    asked: list[tuple[str, str | None]] = []
+    real = datasets.load_dataset
+
+    def from_files(repository: str, config: str | None = None) -> Any:
+        asked.append((repository, config))
+        if repository != "openai/gsm8k":
+            raise ConnectionError(f"Couldn't reach {repository!r} on the Hub")
+        files = {split: str(tmp_path / f"{split}.jsonl") for split in ("train", "test")}
+        return real("json", data_files=files, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", from_files)
+    hub._loaded.cache_clear()
+    task = load_task("hf:openai/gsm8k:main", held_out="hf:openai/gsm8k:main:test")
+    assert asked == [("openai/gsm8k", "main")] * 2
+    assert [dict(row.columns) for row in task.rows] == [
+        {k: v for k, v in row.items() if k != "prompt"} for row in ROWS[:50]
+    ]
+    assert task.rows[0].source == "hf:openai/gsm8k:main, row 1"
+    assert digest("hf:openai/gsm8k:main") == digest("hf:openai/gsm8k:main")
+    assert digest("hf:openai/gsm8k:main") != digest("hf:openai/gsm8k:main:test")
+    with pytest.raises(DataError, match=r"hf:nobody/nothing: cannot be loaded: Couldn't reach 'nobody/nothing'"):
+        load_task("hf:nobody/nothing")
+    with pytest.raises(DataError, match="is hf:REPOSITORY"):
+        load_task("hf:a:b:c:d")
+    hub._loaded.cache_clear()
+    monkeypatch.setattr(hub, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs datasets.*pip install 'policygrad\[data\]'"):
+        load_task("hf:openai/gsm8k:main")
+
+
+def test_objects_of_the_library_are_rows(tmp_path: Path) -> None:
+    task = load_task(datasets.Dataset.from_list(ROWS[:9]), held_out=datasets.Dataset.from_list(ROWS[9:12]))
+    assert [row.prompt for row in task.rows] == [row["prompt"] for row in ROWS[:12]]
+    assert task.rows[0].source == "row, row 1"
+
+
+def test_demonstrations_and_preferences_come_from_the_same_places(tmp_path: Path) -> None:
+    shown = [
+        {"messages": [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "!"}]} for i in range(3)
+    ]
+    assert len(read_demonstrations(parquet(tmp_path / "d.parquet", shown))) == 3
+    pairs = [{"prompt": str(i), "chosen": "a", "rejected": "b"} for i in range(3)]
+    assert len(read_pairs(packed(tmp_path / "p.jsonl.gz", pairs))) == 3
+    worse = write_rows(tmp_path / "p.jsonl", [*pairs, {"prompt": "x", "chosen": "a", "rejected": "a"}])
+    with pytest.warns(UserWarning, match="1 of 4 rows skipped"):
+        assert len(read_pairs(worse, Reading(skip_bad=True))) == 3
+    assert open_source(worse, "").held
