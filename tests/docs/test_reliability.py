@@ -101,7 +101,7 @@ def test_a_soak_that_broke_says_so() -> None:
 @pytest.mark.slow
 def test_every_test_that_is_named_is_collected() -> None:
     files = sorted({test.partition("::")[0] for test in ALL})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-o", "addopts=-q", "-p", "no:cacheprovider", *files]
     child = subprocess.run(command, cwd=reliability.TESTS, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stdout[-2000:]
     collected = {line.partition("[")[0].removeprefix("tests/") for line in child.stdout.splitlines()}
