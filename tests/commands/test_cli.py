@@ -298,7 +298,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("show zzz", "`policygrad show` lists them"),
         ("algorithms --width 20", "--width must be at least 40"),
         ("algorithms --jsn", "--json"),
-        ("completion fish", "bash"),
+        ("completion tcsh", "bash"),
         ("engine", "ENGINE|check"),
         ("engine check", "policygrad engine check http://127.0.0.1:8000 --model M"),
         ("engine check http://127.0.0.1:1", "http://127.0.0.1:1 does not answer"),
