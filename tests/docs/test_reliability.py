@@ -16,7 +16,7 @@ ALL = [test for item in reliability.faults() for _, _, *tests in item["fault"] f
 
 def test_every_item_of_what_may_go_wrong_is_there() -> None:
     items = reliability.faults()
-    assert len(items) == 16
+    assert len(items) == 18
     assert all(len(row) >= 3 for item in items for row in item["fault"])
     faults = [(item["title"], row[0]) for item in items for row in item["fault"]]
     assert len(faults) == len(set(faults)) > 90
