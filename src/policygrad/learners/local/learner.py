@@ -64,11 +64,7 @@ class LocalLearner:
             )
         config, adam = config or LearnerConfig(), optimizer or OptimizerConfig()
         self.model, self.config, self.build, self.rollouts = model, config, build, 0
-        if config.lora and not adapters_of(model):
-            raise ConfigError(
-                "learner.lora trains adapters, and this model has none: put them in first (peft.get_peft_model), or let "
-                "policygrad.train load the model"
-            )
+        _check_adapters(model, config)
         if config.gradient_checkpointing:
             recompute_activations(model)
         train_only(model, config.trainable)
@@ -268,6 +264,15 @@ def check_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Non
     for beside in ("critic", "reward_model"):
         if beside in values:
             check_moments(tensors, values[beside], f"{beside}/")
+
+
+def _check_adapters(model: nn.Module, config: LearnerConfig) -> None:
+    """Raises ConfigError where adapters are to train, and there are none."""
+    if config.lora and not adapters_of(model):
+        raise ConfigError(
+            "learner.lora trains adapters, and this model has none: put them in first (peft.get_peft_model), or let "
+            "policygrad.train load the model"
+        )
 
 
 def _check_replay(algorithm: Algorithm) -> None:
