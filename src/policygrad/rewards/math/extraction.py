@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.math.numbers import last_number
+from policygrad.rewards.math.numbers import last_match, last_number
 
 TAIL = 20_000  # characters from the end in which a phrase, a formula or a number is looked for
 LONGEST = 1_000  # characters of an answer; what is longer is none
@@ -63,18 +63,14 @@ def in_box(text: str) -> str | None:
 def after_phrase(text: str) -> str | None:
     """What follows the last "answer is", "Answer:" or "A:", to the end of the sentence or line."""
     tail = text[-TAIL:]
-    found = None
-    for found in _SAID.finditer(tail):  # noqa: B007 - the last is wanted
-        pass
+    found = last_match(_SAID, tail)
     rest = tail[found.end() :].partition("\n")[0].strip() if found else ""
     return _SENTENCE.split(rest, maxsplit=1)[0] if rest else None
 
 
 def last_formula(text: str) -> str | None:
     """The last `$…$`, `\\(…\\)` or `\\[…\\]`."""
-    found = None
-    for found in _FORMULA.finditer(text[-TAIL:]):  # noqa: B007
-        pass
+    found = last_match(_FORMULA, text[-TAIL:])
     return next((group for group in found.groups() if group is not None), None) if found else None
 
 

@@ -4,6 +4,7 @@ Nothing is evaluated, only read: a number has at most DIGITS digits and an expon
 """
 
 import re
+from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -83,11 +84,14 @@ def read(text: str) -> Quantity | None:
     return Quantity(value * factor, value, len(decimals) >= PLACES, unit)
 
 
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The last place in a text that a pattern fits."""
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
+
+
 def last_number(text: str) -> str | None:
     """The last number in a text as it stands there, with its sign, where that is no subtraction, and a percent sign."""
-    found = None
-    for found in _FIGURE.finditer(text):  # noqa: B007 - the last is wanted
-        pass
+    found = last_match(_FIGURE, text)
     return found and _shown(text, found)
 
 
