@@ -1,10 +1,12 @@
-"""From code that calls to code that awaits: one event loop for many calls, also below somebody else's (a notebook's)."""
+"""From code that calls to code that awaits: one event loop for many calls, also below somebody else's (a notebook's); and
+threads that compute as the one that starts them."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -69,7 +71,7 @@ def _in_thread(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) ->
         for task in asyncio.all_tasks(loop):
             task.cancel()
 
-    thread = threading.Thread(target=target, daemon=True)
+    thread = threading.Thread(target=computing(target), daemon=True)
     thread.start()
     try:
         thread.join()
@@ -79,3 +81,21 @@ def _in_thread(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) ->
     if raised:
         raise raised[0]
     return found[0]
+
+
+def computing(target: Callable[[], None]) -> Callable[[], None]:
+    """`target` for a thread of its own, where torch is to compute with as many threads as in this one.
+
+    OpenMP keeps that number per thread, and a new one begins with the machine's: its products would be summed in another order,
+    and be in the way of what it runs beside.
+    """
+    torch = sys.modules.get("torch")  # a reward worker may do without
+    if torch is None:
+        return target
+    threads = torch.get_num_threads()
+
+    def with_threads() -> None:
+        torch.set_num_threads(threads)
+        target()
+
+    return with_threads

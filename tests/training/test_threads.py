@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
+
 import pytest
 import torch
 from torch import nn
 
+from policygrad.rollout.ahead import beside
 from policygrad.training.threads import SMALL, few_threads
+from policygrad.waiting import Waiter
 
 
 def test_one_thread_for_a_small_model_and_as_it_was_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,5 +29,35 @@ def test_one_thread_for_a_small_model_and_as_it_was_afterwards(monkeypatch: pyte
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
         with few_threads(small):
             assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+@pytest.mark.parametrize("notebook", [False, True])
+def test_what_is_done_beside_has_no_more_threads_than_what_it_is_beside(notebook: bool) -> None:
+    """With more its products are summed in another order, and a run is not bitwise the one that was never stopped."""
+    before = torch.get_num_threads()
+    square = torch.ones(1024, 1024)
+
+    def work() -> int:
+        (square @ square).sum()
+        return len(os.listdir("/proc/self/task"))
+
+    def next_to() -> int:
+        with beside(work, here=False) as result:
+            return result()
+
+    async def below() -> int:
+        async def asked() -> int:
+            return work()
+
+        return waiter(asked())
+
+    torch.set_num_threads(1)
+    try:
+        alone = work()
+        with Waiter() as waiter:
+            assert (asyncio.run(below()) if notebook else next_to()) == alone + 1
     finally:
         torch.set_num_threads(before)

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import Group
+from policygrad.waiting import computing
 
 T = TypeVar("T")
 Collect = Callable[[int, int, Sequence[Group]], Rollout]
@@ -64,7 +65,7 @@ def beside(work: Callable[[], T], *, here: bool) -> Iterator[Callable[[], T]]:
             raise raised[0]
         return found[0]
 
-    thread = threading.Thread(target=target, daemon=True, name="rollout")
+    thread = threading.Thread(target=computing(target), daemon=True, name="rollout")
     thread.start()
     try:
         yield result

@@ -26,6 +26,7 @@ from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import load
 from policygrad.training.folder import check_resumable
 from policygrad.training.lifecycle import Followers, Lifecycle, Result
+from policygrad.training.threads import few_threads
 
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 Numbers = Mapping[str, float]
@@ -117,6 +118,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         self.objective = self._objective(config)
         self.model, self.tokenizer = self.objective.model, self.objective.tokenizer
         self.plan = plan(self.objective.units, config.epochs, config.batch_size, config.seed)
+        stack.enter_context(few_threads(self.model))
         train_only(self.model, config.learner.trainable)
         self.optimizer = Optimizer(self.model, config.optimizer, config.lr, len(self.plan))
         self.digest = _digest(config)
