@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from doubles.files import write_rows
 from policygrad import cli
 
 torch.set_num_threads(2)
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # as below a shell's `&`: what is interrupted here would never end
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def build_model(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int = 0) -> Path:

@@ -35,9 +35,10 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_goes_on_bit_for_bit(run: pg.Run, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_every_algorithm_goes_on_bit_for_bit(run: pg.Run, tmp_path: Path, name: str, staleness: int) -> None:
     algorithm = runnable(name)
-    run = replace(run, algorithm=algorithm, lr=run.lr if algorithm.step.uses_lr else None)
+    run = replace(run, algorithm=algorithm, lr=run.lr if algorithm.step.uses_lr else None, staleness=staleness)
     if name in ("vineppo", "trpo_vine", "gdpo"):  # which refuse scores of steps
         run = replace(run, reward=run.reward[:1], step_end="[a-z ]" if name == "vineppo" else None)
     whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output

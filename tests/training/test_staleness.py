@@ -15,7 +15,6 @@ import policygrad as pg
 from doubles.algorithms import runnable
 from doubles.failing import FailingSampler, learner_cut_short
 from doubles.files import rows, same, untimed, weights
-from policygrad.algorithms import ALGORITHMS
 from policygrad.core.batch import Batch
 from policygrad.errors import ConfigError
 from policygrad.models.replica import replica
@@ -23,7 +22,6 @@ from policygrad.models.tokenizer import Tokenizer, padding_id
 from policygrad.rollout.ahead import Ahead, beside
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import Group
-from policygrad.samplers.base import Sampling
 from policygrad.samplers.local import LocalSampler
 from policygrad.training.config.run import Checkpointing, Run
 from policygrad.training.trainer import train
@@ -67,13 +65,6 @@ def test_it_is_a_run_whose_sampler_is_late(small: Run, tmp_path: Path, name: str
 @pytest.mark.parametrize("depth", [1, 3])
 def test_resumed_at_every_step_it_is_bitwise_equal(small: Run, tmp_path: Path, name: str, depth: int) -> None:
     _bitwise(replace(small, algorithm=runnable(name), lr=None, staleness=depth), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_named_algorithm_takes_it_and_resumes(small: Run, tmp_path: Path, name: str) -> None:
-    options = {"model": "tiny", "task": "embedded", "reward": (), "sampling": Sampling(max_tokens=32), "steps": 3}
-    _bitwise(replace(small, **options, algorithm=runnable(name, small.model), lr=None, staleness=1), tmp_path)
 
 
 def _bitwise(run: Run, folder: Path) -> None:
