@@ -157,8 +157,11 @@ def test_the_log_is_read_from_its_end(tmp_path: Path) -> None:
 
 @linux
 def test_what_a_process_holds_and_has_started() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    words = [sys.executable, "-c", "print('here', flush=True); input()"]
+    child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "here\n"  # before that it may hold next to nothing
         assert child.pid in watched.below(os.getpid())
         assert watched.memory(child.pid) > 1
         assert watched.descriptors(child.pid) >= 3
