@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,10 @@ def command(run: pg.Run, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes
             *more,
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(words, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, **streams)
+        heard = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # also where these tests run below nohup
+        return subprocess.Popen(
+            words, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, preexec_fn=heard, **streams
+        )
 
     return start
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
@@ -24,6 +23,7 @@ from policygrad.learners.local.actor_critic import ActorCritic
 from policygrad.learners.local.forward import CHUNK, exact, scaled
 from policygrad.learners.local.head import Pairs
 from policygrad.learners.local.packing import Pack
+from policygrad.models.attention import PlainAttention
 from policygrad.models.precision import at_least_float32
 
 _Function = Callable[..., Tensor]
@@ -80,7 +80,7 @@ class Curvature:
             n: (torch.randn(p.shape, generator=generator) * (float(p.detach().std(correction=0)) + 1e-3)).to(p)
             for n, p in optimizer.parameters.items()
         }
-        with sdpa_kernel(SDPBackend.MATH):
+        with PlainAttention():
             try:
                 with torch.no_grad():
                     _, forward = self._jvp(tangents, self._states, part)
@@ -154,9 +154,8 @@ class Curvature:
         return policy.reading(part).states(part)
 
     def _push(self, part: Pack, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(states [u, H], their change along the tangents), without graph. Only the math back-end of attention has forward
-        mode, and double backward for what has no forward mode of its own."""
-        with sdpa_kernel(SDPBackend.MATH):
+        """(states [u, H], their change along the tangents), without graph."""
+        with PlainAttention():
             if not self.forward_mode:
                 return self._jvp_by_reverse(tangents, part)
             with torch.no_grad():

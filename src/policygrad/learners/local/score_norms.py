@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from policygrad.core import ragged
 from policygrad.core.batch import Batch
@@ -25,6 +24,7 @@ from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import CHUNK, Evaluator, selected_logp
 from policygrad.learners.local.packing import Texts, pack
+from policygrad.models.attention import PlainAttention
 from policygrad.models.precision import at_least_float32
 
 Norms = Iterator[tuple[Tensor, Tensor]]
@@ -91,8 +91,9 @@ class ScoreNorms:
             return _squared(grad(logp)(theta).values())
 
         for where in _by_length(batch, rows, min(size, max(1, self.micro_tokens // batch.mask.shape[1]))):
-            with sdpa_kernel(SDPBackend.MATH):  # the fused ones are not there for several gradients at once
-                yield where, vmap(norm)(*(column.to(device) for column in _columns(batch, where)))
+            with PlainAttention():
+                norms = vmap(norm)(*(column.to(device) for column in _columns(batch, where)))
+            yield where, norms
 
 
 class _LogPi(nn.Module):

@@ -1,0 +1,36 @@
+"""Attention in plain operations is torch's math kernel to the bit, and no other thread's business."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from policygrad.models.attention import PlainAttention
+
+
+def attend(heads: int = 4, masked: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 33, 8, generator=generator) for h in (4, heads, heads))
+    mask = torch.randn(2, 1, 33, 33, generator=generator) if masked else None
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked, scale=0.3, enable_gqa=heads < 4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_it_is_the_math_kernel_and_no_other_thread_sees_it(heads: int, masked: bool) -> None:
+    fused, beside = attend(heads, masked), list[Tensor]()
+    with sdpa_kernel(SDPBackend.MATH):
+        math = attend(heads, masked)
+    assert not torch.equal(fused, math)  # otherwise this would test nothing
+    with PlainAttention():
+        assert torch.equal(attend(heads, masked), math)
+        thread = threading.Thread(target=lambda: beside.append(attend(heads, masked)))
+        thread.start()
+        thread.join()
+    assert torch.equal(beside[0], fused)
+    assert torch.equal(attend(heads, masked), fused)
