@@ -109,18 +109,23 @@ def _work(measured: Data, work: Work) -> str:
 def _grid(grid: Data) -> list[str]:
     """Which micro-batch was TRL's best."""
     found: dict[str, dict[int, float]] = {}
+    peaks: dict[tuple[str, int], float] = {}
     for key, record in grid.items():
         kind, _, micro = key.rpartition("/")
         found.setdefault(kind, {})[int(micro)] = Estimate.of(step["cpu"] for step in record["steps"][1:]).median
+        peaks[kind, int(micro)] = record["peak_mib"]
     if not found:
         return []
     sizes = sorted({micro for took in found.values() for micro in took})
     body = []
     for kind, took in found.items():
         best = min(took, key=lambda micro: took[micro])
-        cells = (short(took[m]) if m in took else "" for m in sizes)
+        cells = (f"{short(took[m])} ({peaks[kind, m]:.0f} MiB)" if m in took else "" for m in sizes)
         body.append((kind, *(f"**{c}**" if m == best else c for m, c in zip(sizes, cells, strict=True))))
-    note = "CPU seconds of a step on a quarter of the prompts, by completions per forward and backward pass; the best was taken."
+    note = (
+        "CPU seconds of a step on a quarter of the prompts, by completions per forward and backward pass, and peak memory; the "
+        "fastest was taken."
+    )
     return ["### TRL's micro-batch", note, table(("work, side, threads", *map(str, sizes)), body)]
 
 

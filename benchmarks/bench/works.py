@@ -140,6 +140,7 @@ WORKS = (
         lr=1e-3,
         steps=47,
         keep=4,
+        sides=_BOTH,
         grid=(64, 128, 256, 512),
     ),
     *map(_linear, (1, 2, 4, 8, 16)),

@@ -22,7 +22,7 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Evaluator, probe
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.network import Network
-from policygrad.learners.local.packing import pack
+from policygrad.learners.local.packing import micro_tokens, pack
 from policygrad.learners.local.tree import take_branches
 from policygrad.models.loading import load_model
 
@@ -303,3 +303,13 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
     value = pg.objective(out, batch, psi, algorithm)
     assert metrics["objective"].value == pytest.approx(float(value), abs=1e-6)
     assert metrics["completions/computed"].value <= computed.value
+
+
+def test_a_micro_batch_suits_the_device_and_the_model() -> None:
+    model = torch.nn.Linear(10, 10)
+    assert micro_tokens(LearnerConfig(), model) == 2048
+    assert micro_tokens(LearnerConfig(micro_tokens=7), model) == 7
+    with torch.device("meta"):
+        large = torch.nn.Linear(5000, 1000)
+    assert LearnerConfig().tokens_at("cpu", sum(p.numel() for p in large.parameters())) == 1024
+    assert micro_tokens(LearnerConfig(), large) == 16384  # no CPU

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import nn
+
 from policygrad.learners.base import Learner
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.adapters import words as adapters_words
@@ -19,7 +21,7 @@ def facts(run: Run, resources: Resources, learner: Learner, folder: Path, measur
     ahead = f", sampled {run.staleness} ahead of the weights" if run.staleness else ""
     adapters = adapters_words(resources.model)
     told = {
-        "model": f"{run.named('model')} ({sum(p.numel() for p in resources.model.parameters()) / 1e6:.2f}M parameters)",
+        "model": described(run.named("model"), resources.model, run.learner.dtype),
         **({"adapters": adapters} if adapters else {}),
         "batch": batch + budget + ahead,
         "reward": ", ".join(resources.rewards),
@@ -36,3 +38,9 @@ def facts(run: Run, resources: Resources, learner: Learner, folder: Path, measur
     if measured and resources.task.held_out_is_train:
         told["held out"] = "too few prompts to hold any out: measured on the training prompts"
     return told
+
+
+def described(name: str, model: nn.Module, dtype: str) -> str:
+    """A model's name, size and precision, and the device it is on."""
+    parameters = list(model.parameters())
+    return f"{name} ({sum(p.numel() for p in parameters) / 1e6:.2f}M parameters, {dtype} on {parameters[0].device})"

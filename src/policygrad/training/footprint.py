@@ -81,7 +81,7 @@ def footprint(run: Run) -> Footprint:
     tokenizer = policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
     lengths = [len(tokenizer.encode(task.train(i).prompt, run.sampling.max_tokens)) for i in range(LOOKED_AT)]
     prompt, libraries = round(statistics.fmean(lengths)), resident() if device == "cpu" else 0
-    dtype, tokens = DTYPES[run.learner.dtype], run.learner.tokens_at(device)
+    dtype, tokens = DTYPES[run.learner.dtype], run.learner.tokens_at(device, whole)
     completion = run.sampling.max_tokens
     try:
         kept = kept_bytes(config, dtype, tokens, prompt, completion, run.group_size, lora)

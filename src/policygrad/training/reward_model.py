@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ConfigError, ModelError
+from policygrad.learners.local.packing import micro_tokens
 from policygrad.learners.local.recompute import differentiating, recompute_activations
 from policygrad.models.adapters import adapt, adapters_of
 from policygrad.models.classifier import (
@@ -116,7 +117,7 @@ class Preferences:
     def micro_batches(self, pairs: Sequence[int]) -> list[list[int]]:
         """The pairs by length, as many at a time as `learner.micro_tokens` allows."""
         lengths = [max(map(len, self.texts[i])) for i in pairs]
-        tokens = self.config.learner.tokens_at(next(self.model.parameters()).device)
+        tokens = micro_tokens(self.config.learner, self.model)
         return [[pairs[i] for i in places] for places in micro_batches(lengths, tokens // 2)]
 
     def accumulate(self, rows: Sequence[int], collect: Callable[[], None]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from policygrad.core.batch import Batch
 from policygrad.errors import ModelError
 from policygrad.learners.local.forward import probe
-from policygrad.learners.local.packing import pack
+from policygrad.learners.local.packing import micro_tokens, pack
 from policygrad.learners.local.recompute import differentiating, recompute_activations
 from policygrad.models.loading import load_model
 from policygrad.models.shown import shown_ids
@@ -104,7 +104,7 @@ class FineTuning:
         """One update's gradient; {"loss": nats per token, "tokens": how many}."""
         batch = to_batch([self.rows[i] for i in rows])
         total, loss = float(batch.mask.sum()), 0.0
-        for part in pack(batch, torch.arange(len(rows)), self.config.learner.tokens_at(self.device)):
+        for part in pack(batch, torch.arange(len(rows)), micro_tokens(self.config.learner, self.model)):
             with differentiating(self.model, self.config.learner.gradient_checkpointing):
                 part = part.to(self.device)
                 share = -self.evaluator(part, expected=part.mask / -total).sum() / total
@@ -120,7 +120,7 @@ class FineTuning:
         for start in range(0, len(self.held_out), PORTION):
             some = self.held_out[start : start + PORTION]
             batch = to_batch([self.rows[i] for i in some])
-            for part in pack(batch, torch.arange(len(some)), self.config.learner.tokens_at(self.device)):
+            for part in pack(batch, torch.arange(len(some)), micro_tokens(self.config.learner, self.model)):
                 total -= float(self.evaluator(part.to(self.device)).double().sum())
             tokens += int(batch.mask.sum())
             progress(min(start + PORTION, len(self.held_out)), len(self.held_out))

@@ -24,6 +24,7 @@ from policygrad.training.began import began, noticed
 from policygrad.training.config.allowed import named
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import load
+from policygrad.training.facts import described
 from policygrad.training.folder import check_resumable
 from policygrad.training.lifecycle import Followers, Lifecycle, Result
 from policygrad.training.threads import few_threads
@@ -174,10 +175,9 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
 
     def info(self, progress: RowsDone) -> RunInfo:
         config = self.config
-        count = sum(p.numel() for p in self.model.parameters())
         rows, epochs = sum(map(len, self.objective.units)), config.epochs
         facts = {
-            "model": f"{config.model} ({count / 1e6:.2f}M parameters)",
+            "model": described(config.model, self.model, config.learner.dtype),
             "data": f"{rows} rows, {epochs} epoch{'s' * (epochs > 1)} of {self.steps // epochs} steps",
             **({"adapters": adapters} if (adapters := words(self.model)) else {}),
             **self.objective.facts,

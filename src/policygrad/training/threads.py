@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-SMALL = 5_000_000
-"""Parameters; below, a matrix product is over before a second thread has woken up."""
+from policygrad.learners.config import SMALL
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.implicit_reward import ImplicitRewardModel
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.local.packing import Pack, pack
+from policygrad.learners.local.packing import Pack, micro_tokens, pack
 from policygrad.learners.local.recompute import differentiating
 from policygrad.learners.local.value_model import ValueModel
 from policygrad.models.precision import at_least_float32
@@ -41,7 +41,7 @@ class ActorCritic:
     def packs(self, batch: Batch, rows: Tensor | None = None, whole: bool = False) -> Iterator[Pack]:
         """The completions `rows`, or all, in micro-batches; `whole`: of whole groups."""
         rows = torch.arange(len(batch.mask)) if rows is None else rows
-        return pack(batch, rows, self.config.tokens_at(self.device), whole=whole)
+        return pack(batch, rows, micro_tokens(self.config, self.policy.model), whole=whole)
 
     def forward(self, part: Pack, needs: frozenset[str], expected: Tensor | None = None) -> Forward:
         """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""

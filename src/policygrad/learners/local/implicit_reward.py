@@ -13,7 +13,7 @@ from policygrad.core.reward_model import ImplicitReward
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.local.packing import pack
+from policygrad.learners.local.packing import micro_tokens, pack
 from policygrad.learners.local.recompute import differentiating, recompute_activations
 from policygrad.models.replica import Build, let_train, replica
 
@@ -55,7 +55,7 @@ class ImplicitRewardModel:
         if not len(rows):
             return {}
         bare, total = replace(batch, prompts=None, tokens=None), 0.0
-        for part in pack(batch, rows, self.config.tokens_at(self._device)):
+        for part in pack(batch, rows, micro_tokens(self.config, self.evaluator.model)):
             with differentiating(self.evaluator.model, self.config.gradient_checkpointing):
                 logp = self.evaluator(part.to(self._device))
                 each = self.part.loss(logp, bare.select(part.rows).to(self._device))

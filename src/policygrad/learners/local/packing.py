@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from policygrad.core.batch import Batch
 from policygrad.errors import DataError
+from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.tree import Ints, Tree
 
 
@@ -113,6 +114,12 @@ class Texts:
             first = np.where(equal.all(1), equal.shape[1], equal.argmin(1))
             same[1:] = np.minimum(first, np.minimum(self.lengths[1:], self.lengths[:-1]))
         return same
+
+
+def micro_tokens(config: LearnerConfig, model: nn.Module) -> int:
+    """Tokens of a micro-batch of this model."""
+    parameters = list(model.parameters())
+    return config.tokens_at(parameters[0].device, sum(p.numel() for p in parameters))
 
 
 def pack(batch: Batch, rows: Tensor, budget: int, *, whole: bool = False) -> Iterator[Pack]:

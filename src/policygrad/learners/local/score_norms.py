@@ -23,7 +23,7 @@ from policygrad.core.batch import Batch
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import CHUNK, Evaluator, selected_logp
-from policygrad.learners.local.packing import Texts, pack
+from policygrad.learners.local.packing import Texts, micro_tokens, pack
 from policygrad.models.attention import PlainAttention
 from policygrad.models.precision import at_least_float32
 
@@ -50,7 +50,7 @@ class ScoreNorms:
             ConfigError: `learner.score_parameters` matches no parameter that trains.
         """
         chosen = matching(evaluator.model, config.score_parameters)
-        plain = cls(evaluator, chosen, config.tokens_at(next(evaluator.model.parameters()).device), together=False)
+        plain = cls(evaluator, chosen, micro_tokens(config, evaluator.model), together=False)
         fast = replace(plain, together=True)
         return fast if not config.gradient_checkpointing and _agree(plain, fast) else plain
 

@@ -17,7 +17,7 @@ from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.network import backbone
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.local.packing import Pack, pack
+from policygrad.learners.local.packing import Pack, micro_tokens, pack
 from policygrad.learners.local.recompute import recompute_activations
 from policygrad.models.replica import Build, let_train, replica
 
@@ -94,7 +94,7 @@ class ValueModel:
         """The batch with `values` [B, T], float32."""
         out = torch.zeros(batch.mask.shape)
         device = next(self.network.parameters()).device
-        for part in pack(batch, torch.arange(len(out)), self.config.tokens_at(device)):
+        for part in pack(batch, torch.arange(len(out)), micro_tokens(self.config, self.network)):
             out[part.rows] = self.network(part.to(device)).cpu()
         return replace(batch, values=out)
 
@@ -130,7 +130,7 @@ class ValueModel:
         device = next(self.network.parameters()).device
         metrics: Metrics = {}
         self.network.train(self.config.gradient_checkpointing)
-        for part in pack(batch, torch.arange(len(batch.mask)), self.config.tokens_at(device)):
+        for part in pack(batch, torch.arange(len(batch.mask)), micro_tokens(self.config, self.network)):
             share, c = bare.select(part.rows).to(device), coefficient[part.rows].to(device)
             assert share.returns is not None
             loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
