@@ -112,6 +112,8 @@ class Caller:
         return [judge(value, completion) for value, completion in zip(result, completions, strict=True)]
 
     def _number(self, value: Any, completion: str) -> Judgement:
+        if isinstance(value, Judgement):  # of a reward that asks others
+            return value
         if isinstance(value, Exception):  # a batched function that can judge all but this one
             said = self._tell(f"could not judge a completion: {value}", [completion])
             return Judgement(None, "raised", said, type(value).__name__)

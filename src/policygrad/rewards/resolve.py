@@ -15,7 +15,10 @@ from typing import Any
 from policygrad.errors import ConfigError
 from policygrad.rewards import code, math, reasoning_gym
 from policygrad.rewards.builtin import Format, exact_match
+from policygrad.rewards.composed import Composed
+from policygrad.rewards.penalties import LengthPenalty, RepetitionPenalty
 from policygrad.rewards.process_rewards import worked_steps
+from policygrad.rewards.spec import parse
 from policygrad.rewards.types import Reward, RewardFunction
 
 _BUILTIN: dict[str, RewardFunction] = {
@@ -26,31 +29,38 @@ _BUILTIN: dict[str, RewardFunction] = {
     "math": math.math,
     "reasoning_gym": reasoning_gym.reasoning_gym,
     "reasoning_gym_partial": reasoning_gym.reasoning_gym_partial,
+    "repetition_penalty": RepetitionPenalty(),
     "worked_steps": worked_steps,
 }
-_GRADERS: dict[str, Callable[[tuple[str, ...]], RewardFunction]] = {"gsm8k": math.Gsm8k, "math": math.Math}
-_NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
+_PRESETS: dict[str, Callable[[str], RewardFunction]] = {
+    "code": lambda options: _walled(code.Code.of(options)),
+    "format": Format,
+    "gsm8k": lambda options: math.Gsm8k(_words(options)),
+    "length_penalty": LengthPenalty.of,
+    "math": lambda options: math.Math(_words(options)),
+    "model": lambda path: _reward_model(path),
+    "repetition_penalty": RepetitionPenalty.of,
+}
+"""What takes words behind a colon."""
 FILE_MODULE = "policygrad_file_"
 """Begins the names of modules that are files which no import path leads to."""
 _DOTTED = re.compile(r"\w+(\.\w+)+")
-_BEFORE = re.compile(rf"\s*({_NUMBER})\s*\*\s*(?=\S)")
-_AFTER = re.compile(rf"\s*\*\s*({_NUMBER})\s*\Z")
 
 
 def known_rewards() -> list[str]:
     """Names of the built-in rewards, sorted.
 
     `format:REGEX` takes a pattern of your own, `gsm8k:POLICY,POLICY` and `math:…` say where the answer is looked for,
-    `code:OPTION=VALUE,…` what a program may take, `model:PATH` is a reward model.
+    `code:OPTION=VALUE,…` what a program may take, `length_penalty:longest=400` what is too long; `model:PATH` is a reward model.
     """
     return sorted(_BUILTIN)
 
 
 def resolve(name: "str | Reward | RewardFunction") -> Reward:
-    """The reward called `name`, with an optional weight: `math*0.5` or `0.5*math`.
+    """The reward called `name`, with an optional weight, bounds and gates: `0.5*math within 0..1 if format` (`spec.py`).
 
-    After `format:` everything is the pattern, so its weight stands in front. Raises ConfigError for an unknown name and
-    for what cannot be imported, with the way out. A Reward or a function is accepted in a name's place.
+    Raises ConfigError for an unknown name and for what cannot be imported, with the way out. A Reward or a function is accepted in
+    a name's place.
     """
     if isinstance(name, Reward):
         return name
@@ -58,52 +68,60 @@ def resolve(name: "str | Reward | RewardFunction") -> Reward:
         return _reward(getattr(name, "__name__", type(name).__name__), name, 1.0)
     if not isinstance(name, str):
         raise ConfigError(f"a reward is a name or a function, got {type(name).__name__}")
-    text, weight = _weighted(name)
-    return _reward(text, _function(text), weight)
+    spec = parse(name, _known)
+    if spec.plain:
+        return _reward(spec.name, _function(spec.name), spec.weight)
+    inner, *gates = (_reward(part, _function(part), 1.0) for part in spec.names)
+    return _reward(spec.title, Composed(inner, tuple(gates), spec.low, spec.high), spec.weight)
 
 
-def code_of(name: str) -> str | None:
-    """The module or the file that a reward's name would import; None = policygrad's own, a pattern, a model. Imports nothing."""
-    text, _ = _weighted(name)
-    if text in _BUILTIN or text.partition(":")[0] in ("format", "model", "code", *_GRADERS):
+def codes_of(name: str) -> tuple[str, ...]:
+    """The modules and files that a reward's name would import; none where all is policygrad's own. Imports nothing."""
+    return tuple(code for part in parse(name, _known).names if (code := _code_of(part)))
+
+
+def _code_of(name: str) -> str | None:
+    if name in _BUILTIN or name.partition(":")[0] in _PRESETS:
         return None
-    path, colon, _ = text.rpartition(":")
+    path, colon, _ = name.rpartition(":")
     if colon and path.endswith(".py"):
         return path
-    return text.rpartition(".")[0] if _DOTTED.fullmatch(text) else None
+    return name.rpartition(".")[0] if _DOTTED.fullmatch(name) else None
 
 
-def _weighted(name: str) -> tuple[str, float]:
-    text, weight = name.strip(), 1.0
-    if found := _BEFORE.match(text):
-        text, weight = text[found.end() :], float(found.group(1))
-    elif not text.startswith("format:") and (found := _AFTER.search(text)):
-        text, weight = text[: found.start()], float(found.group(1))
-    return text, weight
+def _known(text: str) -> bool:
+    """Whether a text may be the name of a reward."""
+    prefix, colon, _ = text.partition(":")
+    return text in _BUILTIN or bool(colon and prefix in _PRESETS) or _code_of(text) is not None
 
 
 def _reward(name: str, function: RewardFunction, weight: float) -> Reward:
     return Reward(name, function, weight, **getattr(function, "reward_options", {}))
 
 
+def _words(options: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in options.split(",") if word.strip())
+
+
+def _walled(programs: code.Code) -> RewardFunction:
+    programs.reward_prepare()
+    return programs
+
+
+def _reward_model(path: str) -> RewardFunction:
+    from policygrad.rewards.model import ModelReward  # which imports torch
+
+    return ModelReward.of(path)
+
+
 def _function(name: str) -> RewardFunction:
-    if name.startswith("format:"):
-        return Format(name.removeprefix("format:"))
-    preset, _, options = name.partition(":")
+    preset, colon, options = name.partition(":")
     if preset == "math":
         math.check_installed()
-    if preset == "code":
-        programs = code.Code.of(options)
-        programs.reward_prepare()
-        return programs
+    if preset == "code" or (preset in _PRESETS and (colon or name not in _BUILTIN)):
+        return _PRESETS[preset](options)
     if name in _BUILTIN:
         return _BUILTIN[name]
-    if preset in _GRADERS:
-        return _GRADERS[preset](tuple(policy.strip() for policy in options.split(",") if policy.strip()))
-    if name.startswith("model:"):
-        from policygrad.rewards.model import ModelReward  # which imports torch
-
-        return ModelReward.of(name.removeprefix("model:"))
     path, colon, function = name.rpartition(":")
     if colon and path.endswith(".py"):
         return FileFunction.load(str(Path(path).resolve()), function)

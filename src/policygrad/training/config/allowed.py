@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.resolve import code_of, look_here
+from policygrad.rewards.resolve import codes_of, look_here
 from policygrad.training.config.own import is_own
 
 RUN = "run.toml"
@@ -67,9 +67,8 @@ def not_allowed(
 def from_words(words: Sequence[str]) -> list[str]:
     """The modules and files that a command line names."""
     found = {w.rpartition(":")[0] for w in words if is_own(w) and ":" in w and not w.startswith(("model:", "format:"))}
-    return sorted(
-        found | {code for i, word in enumerate(words) if _after_reward(words[:i]) and (code := code_of(word))}
-    )
+    rewards = [word for i, word in enumerate(words) if _after_reward(words[:i])]
+    return sorted(found | {code for word in rewards for code in codes_of(word)})
 
 
 def _after_reward(before: Sequence[str]) -> bool:
@@ -81,8 +80,8 @@ def named(data: Mapping[str, Any]) -> Iterator[str]:
     """What reading these options would import: as `toml.from_dict` does, and the rewards when they are made."""
     rewards = data.get("reward")
     for name in rewards if isinstance(rewards, list) else [rewards]:
-        if isinstance(name, str) and (code := code_of(name)):
-            yield code
+        if isinstance(name, str):
+            yield from codes_of(name)
     mapped = data.get("map")
     if isinstance(mapped, str) and is_own(mapped):
         yield mapped.rpartition(":")[0] or mapped
