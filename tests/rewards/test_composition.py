@@ -95,7 +95,7 @@ def test_every_way_of_writing_it_means_the_same() -> None:
         ("math if format within 0..1", "a gate, 'format within 0..1', holds or it does not"),
         ("format:x if math within 0..1", "a gate, 'math within 0..1', holds or it does not"),
         ("worked_steps if format", "'worked_steps' scores steps"),
-        ("length_penalty", "length_penalty:longest=400"),
+        ("length_penalty", "needs longest: length_penalty:…,longest=…"),
         ("length_penalty:longest=4,ramp=5", "ramp from 1 to longest"),
         ("length_penalty:longest=x", "longest is a whole number, not 'x'"),
         ("length_penalty:longest=9,unit=tokens", "unit is words or characters, not 'tokens'"),

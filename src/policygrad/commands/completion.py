@@ -144,7 +144,7 @@ def script(shell: str) -> str:
         "--model": ["tiny"],
         "--task": list(EMBEDDED),
         "--dtype|--learner.dtype": ["fp32", "bf16"],
-        "--reward": [*known_rewards(), "model:"],
+        "--reward": [*known_rewards(), "judge:", "length_penalty:", "model:", "openrlhf:", "verl:"],
         "--track": list(SERVICES),
         "--optimizer.schedule": ["constant", "linear", "cosine"],
         "--sampler.engine": [LOCAL, *ENGINES],

@@ -56,7 +56,8 @@ class EvalOptions:
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
     """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
     reward: Annotated[tuple[str, ...], optional("NAME", f"{_OWN}the task's own")] = ()
-    """Reward functions by name or dotted path, each with an optional weight (format*0.5)."""
+    """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
+    Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
     held_out: Annotated[str | None, optional("FILE", f"{_OWN}a sixteenth of the task")] = None
     """Data of held-out problems, for a task that is data."""
     problems: Annotated[int, _short("evaluation.problems", "--problems")] = 256

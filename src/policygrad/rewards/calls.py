@@ -4,7 +4,7 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,13 @@ class Signature:
         if self.accepted is None or "prompts" in self.accepted:
             chosen["prompts"] = prompts
         return function(completions=completions, **chosen)
+
+
+def needing(columns: Iterable[str]) -> inspect.Signature:
+    """Of a function that takes any column and cannot do without these."""
+    words = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("prompts", "completions")]
+    words += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(set(columns))]
+    return inspect.Signature([*words, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])
 
 
 class Caller:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.calls import Caller, Judgement, Signature
+from policygrad.rewards.calls import Caller, Judgement, Signature, needing
 from policygrad.rewards.types import Reward
 
 Columns = Mapping[str, Sequence[Any]]
@@ -63,12 +63,7 @@ class Composed:
     @property
     def __signature__(self) -> inspect.Signature:
         """The columns that its parts need."""
-        needed = sorted(frozenset[str]().union(*(Signature.of(part.function).required for part in self._parts)))
-        words = [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("prompts", "completions")
-        ]
-        words += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in needed]
-        return inspect.Signature([*words, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])
+        return needing(name for part in self._parts for name in Signature.of(part.function).required)
 
     @cached_property
     def _callers(self) -> tuple[Caller, ...]:

@@ -1,7 +1,7 @@
 """`name=value,name=value` behind a reward's name, read into a dataclass."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from policygrad.errors import ConfigError
@@ -11,14 +11,15 @@ Read = Callable[[str], Any]
 """From a word to its value. Raises ValueError, whose text says what is needed."""
 
 
-def from_options(kind: type[T], reward: str, text: str, readers: Mapping[str, Read]) -> T:
-    """An instance of a dataclass. reward: its name, for messages. readers: of the options that are not words.
+def from_options(kind: type[T], reward: str, text: str, readers: Mapping[str, Read], **given: Any) -> T:
+    """An instance of a dataclass. reward: its name, for messages. readers: of the options that are not words. given: fields that
+    are no options, and neither are those that are not compared.
 
     Raises:
         ConfigError: an option that there is not, or a value that it cannot have.
     """
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
+    known = [field.name for field in fields(kind) if field.compare and field.name not in given]  # type: ignore[arg-type]
+    values = dict(given)
     for option in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (word.strip() for word in option.partition("="))
         if name not in known:
@@ -29,6 +30,11 @@ def from_options(kind: type[T], reward: str, text: str, readers: Mapping[str, Re
             values[name] = readers.get(name, str)(value)
         except ValueError as error:
             raise ConfigError(f"reward {reward!r}: {name} is {error}, not {value!r}") from None
+    needed = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]  # type: ignore[arg-type]
+    if missing := [name for name in needed if name not in values]:
+        raise ConfigError(
+            f"reward {reward!r} needs {' and '.join(missing)}: {reward}:…,{','.join(f'{n}=…' for n in missing)}"
+        )
     return kind(**values)
 
 
@@ -64,3 +70,9 @@ def choice(*words: str) -> Read:
         return text
 
     return read
+
+
+def last_value(text: str, name: str) -> str | None:
+    """What `from_options` would take for this option."""
+    pairs = [option.partition("=") for option in text.split(",")]
+    return next((value.strip() for word, equals, value in reversed(pairs) if equals and word.strip() == name), None)

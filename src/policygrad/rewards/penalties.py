@@ -36,8 +36,6 @@ class LengthPenalty:
     @classmethod
     def of(cls, options: str) -> "LengthPenalty":
         """`longest=400,ramp=100,unit=characters`. Raises ConfigError."""
-        if "longest" not in options:
-            raise ConfigError("reward 'length_penalty' needs the length that is too long: length_penalty:longest=400")
         readers = {"longest": whole, "ramp": whole, "unit": choice(*_UNITS)}
         return from_options(cls, "length_penalty", options, readers)
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.resolve import codes_of, look_here
+from policygrad.rewards.imports import look_here
+from policygrad.rewards.resolve import codes_of
 from policygrad.training.config.own import is_own
 
 RUN = "run.toml"
@@ -66,8 +67,9 @@ def not_allowed(
 
 def from_words(words: Sequence[str]) -> list[str]:
     """The modules and files that a command line names."""
-    found = {w.rpartition(":")[0] for w in words if is_own(w) and ":" in w and not w.startswith(("model:", "format:"))}
     rewards = [word for i, word in enumerate(words) if _after_reward(words[:i])]
+    others = [word for i, word in enumerate(words) if not _after_reward(words[:i])]
+    found = {word.rpartition(":")[0] for word in others if is_own(word) and ":" in word}
     return sorted(found | {code for word in rewards for code in codes_of(word)})
 
 
@@ -106,6 +108,8 @@ def _of_parts(value: Any) -> Iterator[str]:
 
 
 def _is_allowed(code: str, allowed: Allowed) -> bool:
+    if code in allowed.names or _is_address(code):
+        return code in allowed.names
     file = _file(code)
     for given in allowed.names:
         name = given.rpartition(":")[0] or given
@@ -116,10 +120,16 @@ def _is_allowed(code: str, allowed: Allowed) -> bool:
     return False
 
 
+def _is_address(code: str) -> bool:
+    return code.startswith(("http://", "https://"))
+
+
 def _is_ours(code: str, options: Path, elsewhere: bool) -> bool:
     """Whether it is code of whoever runs this, as far as its place can tell."""
     if code == "__main__":  # which is running
         return True
+    if _is_address(code):  # it would be shown what the model writes, and a key
+        return False
     file = _file(code)
     if file is None or not file.exists():  # built in; or there is none, which whoever imports it says
         return file is not None or _spec(code) is None
