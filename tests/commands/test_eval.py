@@ -100,6 +100,15 @@ def test_another_task_takes_nothing_that_belongs_to_the_run_s_own(tmp_path: Path
     )
 
 
+def test_rewards_of_steps_are_for_training(small: pg.Run, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    steps = small.reward[0].replace("starts_with_a_digit", "digits")
+    (tmp_path / "run.toml").write_text(dumps(replace(small, reward=(small.reward[0], steps))))
+    assert asked([str(tmp_path), "--allow", steps.rpartition(":")[0]]).reward == small.reward
+    assert asked([str(tmp_path), "--allow", steps.rpartition(":")[0], "--reward", steps]).reward == (steps,)
+
+
 def test_what_only_python_has_is_to_be_named(tmp_path: Path) -> None:
     run = pg.Run(task=[{"prompt": "1+1=", "answer": "2"}], reward=(len,))
     (tmp_path / "model").mkdir()

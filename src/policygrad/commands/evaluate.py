@@ -17,6 +17,7 @@ from policygrad.commands.words import refuse_empty
 from policygrad.errors import ConfigError, RewardError
 from policygrad.models.lora import holds_model
 from policygrad.models.trust import FLAG
+from policygrad.rewards import resolve
 from policygrad.rewards.config import Isolation
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.allowed import RUN, Allowed, from_words
@@ -144,6 +145,7 @@ def asked(args: list[str]) -> EvalOptions:
         own, objects = measured(run / RUN, _allowed(plain, args))
         options = _of_another_task(_parse(of_run(own), args), plain)
         _check_named(run, objects, plain)
+        options = options if plain.reward else replace(options, reward=_of_outcomes(options.reward))
     if not options.model:
         raise ConfigError("name a MODEL, or several: policygrad eval tiny, policygrad eval runs/dapo-1 tiny")
     if twice := [model for model in options.model if options.model.count(model) > 1]:
@@ -176,6 +178,11 @@ def _of_another_task(options: EvalOptions, plain: EvalOptions) -> EvalOptions:
     if not plain.task:
         return options
     return replace(options, held_out=plain.held_out, map=plain.map, skip_bad_rows=plain.skip_bad_rows)
+
+
+def _of_outcomes(rewards: tuple[str, ...]) -> tuple[str, ...]:
+    """A run's rewards without those of steps, which it was not measured by either."""
+    return tuple(name for name in rewards if not resolve(name).process_reward)
 
 
 def _check_named(run: Path, objects: tuple[str, ...], plain: EvalOptions) -> None:
