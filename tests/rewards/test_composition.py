@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import policygrad as pg
+from doubles.files import rows
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards import RewardPool, resolve
 from policygrad.rewards.penalties import LengthPenalty, RepetitionPenalty
@@ -166,6 +169,25 @@ def test_below_a_loop_of_somebody_else_s() -> None:
         return [said.value for said in resolve("format:a if format:b").function([""], ["ab"])]  # type: ignore[union-attr]
 
     assert asyncio.run(inside()) == [1.0]
+
+
+def test_a_run_tells_what_each_reward_says(small: pg.Run, tmp_path: Path) -> None:
+    """In metrics by its name, in completions.jsonl before its weight; weighted they add up to the reward."""
+    own = small.reward[0]
+    names = (f"{own} if format:..", "format:[0-9]*0.5", "repetition_penalty:ngram=1,unit=characters")
+    folder = tmp_path / "run"
+    run = replace(small, reward=(names[0], names[1], f"{names[2]}*2"), steps=1, output=str(folder))
+    pg.train(run, display=False)
+    (metrics,), told = rows(folder / "metrics.jsonl"), rows(folder / "completions.jsonl")
+    found = (names[0], "format:[0-9]", names[2])
+    assert [row["group"] for row in told] == [i // 8 for i in range(4 * 8)]
+    for row in told:
+        assert tuple(row["rewards"]) == found
+        gated, digits, repeated = row["rewards"].values()
+        assert gated == float(row["completion"][:1].isdigit() and len(row["completion"]) > 1)
+        assert row["reward"] == pytest.approx(gated + 0.5 * digits + 2 * repeated, abs=1e-6)
+    for name in found:
+        assert metrics[f"rewards/{name}"] == pytest.approx(sum(row["rewards"][name] for row in told) / len(told))
 
 
 # --- penalties
