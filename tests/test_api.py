@@ -22,7 +22,7 @@ GroupTokenMean HIGH_ENTROPY HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitR
 KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO Learner LearnerConfig LeaveOneOut LengthAdaptiveGAE LocalLearner
 LocalSampler LogClip LossTerm M2PO MAGISTRAL MAXRL MaskTruncated MaskedIS ModelError NATURAL NStep
 NoPositiveResampling NumericsError OPO Observation OnPolicy OptimalBaseline OptimizerConfig OverGroupMean PASSK PPO
-PPO_PENALTY PRIME PRORL Part PassAtK PolicyDrift PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
+PPO_PENALTY PRIME PRORL Part PassAtK PassRateBand PolicyDrift PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
 Published RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference Request RewardError
 RewardModelConfig RewardPool RewardZScores Rewarding Rollout Rollouter Run RunError RunInfo RunningMean SAPO
 SCALE_RL SFTConfig Sampler SamplerConfig Sampling SecondMoment Segment SelfNormalisation SelfNormalised Sequence

@@ -19,7 +19,7 @@ _HOME = {
     "policygrad.core.batch": "Batch Forward",
     "policygrad.core.corrections": "MaskedIS TruncatedIS",
     "policygrad.core.critic": "Critic",
-    "policygrad.core.curriculum": "NoPositiveResampling",
+    "policygrad.core.curriculum": "NoPositiveResampling PassRateBand",
     "policygrad.core.distillation": "TeacherLogRatio",
     "policygrad.core.dual_descent": "DualDescent",
     "policygrad.core.drift_terms": "KLCov PolicyDrift",

@@ -28,7 +28,9 @@ with interchangeable parts
                                           demonstrations
   policygrad reward-model --data FILE     a reward model from preferences, for
                                           train ... --reward model:RUN
-  policygrad eval MODEL --task TASK       mean@k and pass@k on held-out problems
+  policygrad eval RUN [MODEL ...]         mean@k, pass@k and maj@k on the run's
+                                          held-out problems; of several models
+                                          how far apart they are
   policygrad engine ENGINE --model M      a server that draws completions:
                                           starts it, or with --print says how
   policygrad engine check URL --model M   whether a server draws from a model

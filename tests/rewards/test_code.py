@@ -8,7 +8,7 @@ from policygrad.errors import ConfigError, DataError
 from policygrad.rewards import RewardPool, resolve
 from policygrad.rewards.code import Code
 from policygrad.rewards.code_rows import code_in, exam_of, program_in, whole_program
-from policygrad.rewards.resolve import code_of
+from policygrad.rewards.resolve import codes_of
 from policygrad.sandbox import Dialogue, Examination, standing
 
 ADD = 'def add(a: int, b: int) -> int:\n    """Add.\n    >>> add(1, 2)\n    3\n    """\n'
@@ -97,7 +97,7 @@ def test_rows_of_no_known_form(row, said):
 
 def test_options_by_name():
     assert Code.of("seconds=20,memory=2GiB,share=yes") == Code(20.0, "2GiB", True)
-    assert code_of("code:seconds=20") is None
+    assert codes_of("code:seconds=20") == ()
     for wrong, said in (
         ("time=1", "there is no option 'time'; write code:seconds=…,memory=…,share=…,wall=…"),
         ("seconds=x", "seconds is a number"),

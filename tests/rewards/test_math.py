@@ -17,7 +17,7 @@ from policygrad.rewards.math import Gsm8k, Math, gsm8k, intervals, math
 from policygrad.rewards.math.extraction import POLICIES, extract
 from policygrad.rewards.math.numbers import read
 from policygrad.rewards.math.units import unit_of
-from policygrad.rewards.resolve import code_of
+from policygrad.rewards.resolve import codes_of
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -243,7 +243,7 @@ def test_policies_of_ones_own_by_name():
     assert resolve("gsm8k:hashes,last").function == Gsm8k(("hashes", "last"))
     assert resolve("math:boxed*0.5").function == Math(("boxed",))
     assert resolve("math:boxed*0.5").weight == 0.5
-    assert code_of("gsm8k:hashes") is None
+    assert codes_of("gsm8k:hashes") == ()
     assert resolve("gsm8k:boxed").function([""], ["#### 5"], answer=["5"]) == [0.0]
     with pytest.raises(ConfigError, match="unknown extraction policy 'box'; there are answer, hashes"):
         resolve("gsm8k:box")

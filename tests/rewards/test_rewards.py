@@ -146,6 +146,7 @@ def test_known_rewards_resolve_to_themselves():
         "math",
         "reasoning_gym",
         "reasoning_gym_partial",
+        "repetition_penalty",
         "worked_steps",
     ]
     for name in known_rewards():
@@ -160,7 +161,7 @@ def test_known_rewards_resolve_to_themselves():
         ("0.5*math", "math", 0.5),
         (" math * -2 ", "math", -2.0),
         ("math*1e-3", "math", 1e-3),
-        (r"format:\d*2", r"format:\d*2", 1.0),
+        (r"format:\d*2", r"format:\d", 2.0),
         (r"0.25*format:a*", "format:a*", 0.25),
     ],
 )

@@ -53,7 +53,29 @@ def test_what_is_solved_is_remembered_whatever_the_filters_have_made_of_it() -> 
     assert part.at(state)(batch) is batch
 
 
+def test_what_is_outside_the_band_rests_twice_as_long_each_time_in_a_row() -> None:
+    """By hand, with a rest of 2: of 7 nothing is solved, of 5 everything, of 3 a half."""
+    part = pg.PassRateBand(rest=2, longest=5)
+    batch = batch_of(0, 0, 1, 1, 1, 0, example=[7, 7, 5, 5, 3, 3])
+    state = part.update(part.init(), batch, {})
+    assert state == {"rollouts": 1, "outside": {"5": [3, 1], "7": [3, 1]}}
+    assert part.at(state).resting == {5, 7}
+    for rests in ({5, 7}, set()):  # rollouts 1 and 2 pass them over, rollout 3 does not
+        state = part.update(state, batch_of(1, 0, example=[3, 3]), {})
+        assert part.at(state).resting == rests
+    state = part.update(state, batch_of(0, 0, 1, 0, example=[7, 7, 5, 5]), {})
+    assert state == {"rollouts": 4, "outside": {"7": [8, 2]}}  # 5 is inside now, 7 rests for 4
+    assert part.update(state, batch_of(0, example=[7]), {})["outside"] == {"7": [10, 3]}  # 5 at most
+    assert part.update(state, batch_of(0.5, example=[7]), {})["outside"] == {}
+    assert pg.PassRateBand(0.2, 0.8).update(part.init(), batch, {})["outside"].keys() == {"5", "7"}
+    assert part.at(state)(batch) is batch
+
+
 def test_refusals() -> None:
+    with pytest.raises(pg.ConfigError, match=r"PassRateBand\.low must be below PassRateBand\.high"):
+        pg.PassRateBand(0.5, 0.5)
+    with pytest.raises(pg.ConfigError, match=r"PassRateBand\.rest is a number of rollouts from 1 to longest"):
+        pg.PassRateBand(rest=0)
     with pytest.raises(pg.ConfigError, match=r"NoPositiveResampling\.threshold is a mean reward and must be above 0"):
         pg.NoPositiveResampling(0.0)
     without = replace(batch_of(1, example=[0]), example=None)
@@ -101,11 +123,16 @@ def test_a_rollout_says_which_and_goes_on_behind_the_last() -> None:
     assert position == 14
 
 
-def test_a_run_remembers_and_goes_on_where_it_was(random_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "resting"), [(pg.NoPositiveResampling(0.9), [0, 4, 6]), (pg.PassRateBand(rest=2), [0, 4, 6])]
+)
+def test_a_run_remembers_and_goes_on_where_it_was(
+    random_model: Path, tmp_path: Path, part: pg.Filter, resting: list[int]
+) -> None:
     """Every prompt is solved at once: they rest, in the end all of them, which is said; taken up again it is the same run."""
     (tmp_path / "mine.py").write_text("def all_right(prompts, completions): return [1.0 for c in completions]\n")
     run = Run(
-        algorithm=RESTING,
+        algorithm=replace(RESTING, filters=(part,)),
         model=str(random_model),
         task=write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} =\n", "answer": str(i)} for i in range(6)]),
         reward=(f"{tmp_path / 'mine.py'}:all_right",),
@@ -118,7 +145,7 @@ def test_a_run_remembers_and_goes_on_where_it_was(random_model: Path, tmp_path: 
     )
     display = Record()
     whole = train(run, display=display)
-    assert [row["prompts/resting"] for row in rows(whole.output / "metrics.jsonl")] == [0, 4, 6]
+    assert [row["prompts/resting"] for row in rows(whole.output / "metrics.jsonl")] == resting
     prompts = [row["prompt"] for row in rows(whole.output / "completions.jsonl")][::2]
     assert len(set(prompts[:4])) == 4
     assert set(prompts[:4]) | set(prompts[4:6]) == {f"{i} =\n" for i in range(6)}

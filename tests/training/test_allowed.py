@@ -11,7 +11,8 @@ import pytest
 
 import policygrad as pg
 from policygrad.errors import ConfigError
-from policygrad.rewards.resolve import FILE_MODULE, resolve
+from policygrad.rewards.imports import FILE_MODULE
+from policygrad.rewards.resolve import resolve
 from policygrad.training.config.allowed import from_words
 from policygrad.training.config.run import Draft
 from policygrad.training.config.toml import load

@@ -14,7 +14,7 @@ from policygrad.commands import COMMANDS
 from policygrad.commands.compare import CompareOptions
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.engine import EngineOptions
-from policygrad.commands.evaluate import EvalOptions
+from policygrad.commands.evaluate import flags as evaluate_flags
 from policygrad.commands.export import ExportOptions
 from policygrad.commands.lab import LabOptions
 from policygrad.commands.options import option_type, part_flags
@@ -24,7 +24,6 @@ from policygrad.compare.ladders import LADDERS
 from policygrad.core.algorithm import Algorithm
 from policygrad.lab.experiments import EXPERIMENTS
 from policygrad.rewards import known_rewards
-from policygrad.samplers.base import Sampling
 from policygrad.samplers.config import ENGINES, LOCAL
 from policygrad.tasks import EMBEDDED
 from policygrad.trackers.services import SERVICES
@@ -134,8 +133,6 @@ def script(shell: str) -> str:
             *(flag for a in ALGORITHMS.values() for flag in part_flags(option_type(a))),
         ]
     )
-    evaluate = [f.name for f in fields(EvalOptions) if f.name not in ("model", "sampling")]
-    evaluate += [f.name for f in fields(Sampling)]
     required = {f.name for f in fields(Algorithm) if "None" not in str(f.type) and "tuple" not in str(f.type)}
     values = {f"--algorithm.{p}": [*(["none"] if p not in required else []), *part_names(p)] for p in places}
     values |= {
@@ -147,7 +144,7 @@ def script(shell: str) -> str:
         "--model": ["tiny"],
         "--task": list(EMBEDDED),
         "--dtype|--learner.dtype": ["fp32", "bf16"],
-        "--reward": [*known_rewards(), "model:"],
+        "--reward": [*known_rewards(), "judge:", "length_penalty:", "model:", "openrlhf:", "verl:"],
         "--track": list(SERVICES),
         "--optimizer.schedule": ["constant", "linear", "cosine"],
         "--sampler.engine": [LOCAL, *ENGINES],
@@ -169,7 +166,7 @@ def script(shell: str) -> str:
         train=_quoted([*train, "--help"]),
         algorithms=_quoted(ALGORITHMS),
         supervised=_quoted([*supervised_flags(SFTConfig), "--help"]),
-        evaluate=_quoted([f"--{name.replace('_', '-')}" for name in evaluate] + ["--help"]),
+        evaluate=_quoted([*evaluate_flags(), "--help"]),
         engine=_quoted([*(f"--{f.name}" for f in fields(EngineOptions) if f.name not in ("what", "url")), "--help"]),
         export=_quoted(
             [*(f"--{f.name.replace('_', '-')}" for f in fields(ExportOptions) if f.name != "run"), "--help"]

@@ -1,54 +1,69 @@
-"""`policygrad eval`: mean@k and the unbiased pass@k of a model on held-out problems."""
+"""`policygrad eval`: mean@k, the unbiased pass@k and maj@k of one model or several on the same held-out problems."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import tyro
 
+from policygrad.commands.describe import paragraphs
+from policygrad.commands.options import printed_flags
 from policygrad.commands.words import refuse_empty
 from policygrad.errors import ConfigError, RewardError
 from policygrad.models.lora import holds_model
+from policygrad.models.trust import FLAG
+from policygrad.rewards import resolve
 from policygrad.rewards.config import Isolation
 from policygrad.samplers.base import Sampling
+from policygrad.training.config.allowed import RUN, Allowed, from_words
 from policygrad.training.config.checks import check_seed
-from policygrad.training.config.run import optional
+from policygrad.training.config.measured import SAME, measured
+from policygrad.training.config.run import Draft, optional
 
-if TYPE_CHECKING:
-    from policygrad.rollout.evaluation import EvaluationResult
-
-FLAG = "trust_remote_code"
+HELP = (
+    "Held-out accuracy of a model: mean@k, the unbiased pass@k, and maj@k, what the most frequent answer is worth.",
+    "The folder of a run brings its own task, reward and lengths, which the options below change. Of several models the first "
+    "such folder's count for all: they get the same problems and random numbers, and the table says how far apart they are.",
+)
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
+_OWN = "the run's, or "
+
+
+def _short(name: str, flag: str) -> object:
+    """The option as `train` calls it, and a shorter word for it."""
+    return tyro.conf.arg(name=name, aliases=[flag])
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Held-out accuracy of a model: mean@k and the unbiased pass@k."""
+    """Options of `policygrad eval`."""
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Directory or hub id; tiny = the base model inside the package; a run's folder = the model it trained."""
+    model: Annotated[tyro.conf.Positional[tuple[str, ...]], optional("MODEL", "none")] = ()
+    """Directories or hub ids; tiny = the base model inside the package; a run's folder = the model it trained."""
     trust_remote_code: bool = False
     """Let Python code in the model's folder or repository run; without it such a model is refused."""
-    task: Annotated[str, tyro.conf.arg(metavar="NAME|FILE")] = "embedded"
+    allow: Annotated[tuple[str, ...], optional("MODULE|FILE", "what is in the current folder")] = ()
+    """Code that the run's own run.toml may name and have imported; what the command names itself needs no leave."""
+    task: Annotated[str, optional("NAME|FILE", f"{_OWN}embedded")] = ""
     """Where problems come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
     Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
-    map: Annotated[str | None, optional("FILE:NAME", "none")] = None
+    map: Annotated[str | None, optional("FILE:NAME", f"{_OWN}none")] = None
     """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
     """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
-    reward: Annotated[tuple[str, ...], optional("NAME", "the task's own")] = ()
-    """Reward functions by name or dotted path, each with an optional weight (format*0.5)."""
-    held_out: Annotated[str | None, optional("FILE", "a sixteenth of the task")] = None
+    reward: Annotated[tuple[str, ...], optional("NAME", f"{_OWN}the task's own")] = ()
+    """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
+    Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
+    held_out: Annotated[str | None, optional("FILE", f"{_OWN}a sixteenth of the task")] = None
     """Data of held-out problems, for a task that is data."""
-    problems: int = 256
+    problems: Annotated[int, _short("evaluation.problems", "--problems")] = 256
     """How many held-out problems."""
-    samples: int = 8
+    samples: Annotated[int, _short("evaluation.samples", "--samples")] = 8
     """k, completions per problem."""
     threshold: float = 1.0
     """A completion with at least this score is correct, for pass@k."""
@@ -56,11 +71,11 @@ class EvalOptions:
     """The distribution completions are drawn from."""
     seed: int = 0
     """Of the samples."""
-    device: str = "auto"
+    device: Annotated[str, _short("learner.device", "--device")] = "auto"
     """cpu, cuda, cuda:1, …; auto = cuda where there is one."""
-    dtype: str = "fp32"
+    dtype: Annotated[str, _short("learner.dtype", "--dtype")] = "fp32"
     """fp32 or bf16."""
-    budget: float = 10.0
+    budget: Annotated[float, _short("rewards.budget", "--budget")] = 10.0
     """Seconds per sample for a reward."""
     rewards: Isolation = field(default_factory=Isolation)
     """The reward workers."""
@@ -68,6 +83,8 @@ class EvalOptions:
     """How many problems to print with a completion."""
     json: bool = False
     """Print one JSON object instead."""
+    output: Annotated[str | None, optional("DIR", "not written")] = None
+    """A new folder for eval.json, what --json prints, and samples.jsonl, a line for every completion."""
 
     def __post_init__(self) -> None:
         for name in ("problems", "samples"):
@@ -81,85 +98,117 @@ class EvalOptions:
 
 
 def evaluate(args: list[str]) -> int:
-    """`policygrad eval MODEL --task …`."""
-    refuse_empty(args, "--reward")
-    options = tyro.cli(EvalOptions, args=args, prog="policygrad eval", config=_CONFIG)
-    folder = Path(options.model)
-    if (folder / "run.toml").is_file() and not holds_model(folder / "model"):
-        raise ConfigError(f"the run in {folder} has no model yet: finish it first, policygrad train --resume {folder}")
+    """`policygrad eval MODEL [MODEL …] --task …`."""
+    options = asked(args)
+    from policygrad.commands.evaluated import print_table, report, save, writable_folder
     from policygrad.training.evaluation import evaluate as measure
 
-    names = (
-        "reward",
-        "held_out",
-        "problems",
-        "samples",
-        "sampling",
-        "seed",
-        "device",
-        "dtype",
-        "budget",
-        FLAG,
-        "map",
-        "skip_bad_rows",
-    )
-    outcome = measure(
-        options.model,
-        options.task,
-        **{name: getattr(options, name) for name in names},
-        memory=options.rewards.memory,
-        sandbox=options.rewards.sandbox,
-        reward_environment=options.rewards.environment,
-        progress=_count,
-        phase=_waits(),
-    )
-    if not outcome.scored:
-        said = outcome.messages[0] if outcome.messages else "no reward function applies to any of them"
-        raise RewardError(
-            f"none of the {outcome.failed} completions has a reward, so there is nothing to report: {said}"
+    folder = None if options.output is None else writable_folder(options.output)
+    same = ("reward", "held_out", "problems", "samples", "sampling", "seed", "device", "dtype", "budget", "map")
+    given = {name: getattr(options, name) for name in (*same, "trust_remote_code", "skip_bad_rows")}
+    isolated = {name: getattr(options.rewards, name) for name in ("memory", "sandbox")}
+    found = {}
+    for model in options.model:
+        found[model] = outcome = measure(
+            model,
+            options.task,
+            **given,
+            **isolated,
+            reward_environment=options.rewards.environment,
+            progress=_count(model if len(options.model) > 1 else ""),
+            phase=_waits(),
         )
-    ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < options.samples] + [options.samples]
-    passes = {k: outcome.pass_at(k, options.threshold) for k in ks}
-    if options.json:
-        print(json.dumps(_row(options, outcome, passes), ensure_ascii=False))
-    else:
-        _print(options, outcome, passes)
+        if not outcome.scored:
+            said = outcome.messages[0] if outcome.messages else "no reward function applies to any of them"
+            raise RewardError(
+                f"none of the {outcome.failed} completions has a reward, so there is nothing to report: {said}"
+            )
+    told = report(options.task, options.samples, options.threshold, found)
+    if folder is not None:
+        save(folder, told, found)
+    print_table(told, found, options.show, as_json=options.json)
     return 0
 
 
-def _row(options: EvalOptions, outcome: EvaluationResult, passes: dict[int, float]) -> dict[str, Any]:
-    return {
-        "model": options.model,
-        "task": options.task,
-        "problems": len(outcome.scores),
-        "samples": options.samples,
-        "mean": outcome.mean,
-        "stderr": outcome.standard_error(),
-        "pass": {str(k): v for k, v in passes.items()},
-        "failed": outcome.failed,
-        "truncated": outcome.truncated,
-        "tokens": outcome.tokens,
-    }
+def asked(args: list[str]) -> EvalOptions:
+    """What `policygrad eval ARGS` would measure: the defaults < the run's own < the flags.
+
+    Raises:
+        ConfigError: what cannot be.
+    """
+    refuse_empty(args, "--reward", "--allow")
+    plain = _parse(EvalOptions(), [word for word in args if word not in ("-h", "--help")])
+    run = next((Path(model) for model in plain.model if (Path(model) / RUN).is_file()), None)
+    if run is None:
+        options = _parse(EvalOptions(), args)
+    else:
+        own, objects = measured(run / RUN, _allowed(plain, args))
+        options = _of_another_task(_parse(of_run(own), args), plain)
+        _check_named(run, objects, plain)
+        options = options if plain.reward else replace(options, reward=_of_outcomes(options.reward))
+    if not options.model:
+        raise ConfigError("name a MODEL, or several: policygrad eval tiny, policygrad eval runs/dapo-1 tiny")
+    if twice := [model for model in options.model if options.model.count(model) > 1]:
+        raise ConfigError(f"{twice[0]} is named twice: its samples would be the same ones")
+    for folder in map(Path, options.model):
+        if (folder / RUN).is_file() and not holds_model(folder / "model"):
+            raise ConfigError(
+                f"the run in {folder} has no model yet: finish it first, policygrad train --resume {folder}"
+            )
+    return replace(options, task=options.task or "embedded")
 
 
-def _print(options: EvalOptions, outcome: EvaluationResult, passes: dict[int, float]) -> None:
-    from policygrad.trackers.words import number, one_line
+def of_run(run: Draft) -> EvalOptions:
+    """The options that measure as the run itself did before and after."""
+    asked = run.evaluation if run.evaluation.problems else Draft().evaluation
+    isolated = {name: getattr(run.rewards, name) for name in ("memory", "environment", "sandbox")}
+    return EvalOptions(
+        **{name: getattr(run, name) for name in SAME},
+        problems=asked.problems,
+        samples=asked.samples,
+        device=run.learner.device,
+        dtype=run.learner.dtype,
+        budget=run.rewards.budget,
+        rewards=Isolation(**isolated),
+    )
 
-    print(f"{options.model} on {options.task}: {len(outcome.scores)} problems × {options.samples} samples")
-    print()
-    error = f"± {outcome.standard_error():.4f} (standard error over problems)"
-    print(f"  mean@{options.samples:<4} {outcome.mean:.4f} {error}")
-    for k, value in passes.items():
-        print(f"  pass@{k:<4} {value:.4f}")
-    total = sum(len(row) for row in outcome.scores)
-    cut, failed = outcome.truncated, outcome.failed
-    print(f"  cut off by the budget {cut}, without a reward {failed}, of {total} completions")
-    if options.show > 0:
-        print()
-    for texts, scores in list(zip(outcome.texts, outcome.scores, strict=True))[: max(0, options.show)]:
-        print(f"  {number(scores[0]):>5}  {one_line(texts[0], 70)}")
-    for message in outcome.messages:
-        print(f"note: {message}", file=sys.stderr)
+
+def _of_another_task(options: EvalOptions, plain: EvalOptions) -> EvalOptions:
+    """What belongs to the run's own task is left out where another one is named. plain: what the flags alone say."""
+    if not plain.task:
+        return options
+    return replace(options, held_out=plain.held_out, map=plain.map, skip_bad_rows=plain.skip_bad_rows)
+
+
+def _of_outcomes(rewards: tuple[str, ...]) -> tuple[str, ...]:
+    """A run's rewards without those of steps, which it was not measured by either."""
+    return tuple(name for name in rewards if not resolve(name).process_reward)
+
+
+def _check_named(run: Path, objects: tuple[str, ...], plain: EvalOptions) -> None:
+    """Raises ConfigError for what only Python has and the flags do not name."""
+    for name in objects:
+        if not getattr(plain, name) and (name in ("task", "reward") or not plain.task):
+            raise ConfigError(
+                f"the {name.replace('_', ' ')} of the run in {run} was an object given in Python, which no file holds: name one, "
+                f"--{name.replace('_', '-')}, or measure from Python, pg.evaluate"
+            )
+
+
+def _parse(default: EvalOptions, args: list[str]) -> EvalOptions:
+    args = [word for word in args if word != FLAG] if default.trust_remote_code else args
+    return tyro.cli(
+        EvalOptions, args=args, default=default, prog="policygrad eval", description=paragraphs(*HELP), config=_CONFIG
+    )
+
+
+def _allowed(plain: EvalOptions, args: list[str]) -> Allowed:
+    return Allowed((*plain.allow, *from_words(args)), plain.trust_remote_code)
+
+
+def flags() -> list[str]:
+    """Every flag of `policygrad eval`, for tab completion."""
+    return printed_flags(lambda: _parse(EvalOptions(), ["--help"]))
 
 
 def _waits() -> Callable[[str, int, int], None]:
@@ -174,6 +223,10 @@ def _waits() -> Callable[[str, int, int], None]:
     return tell
 
 
-def _count(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\r  {done}/{total} problems", end="\n" if done == total else "", file=sys.stderr, flush=True)
+def _count(model: str) -> Callable[[int, int], None]:
+    def tell(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            end = "\n" if done == total else ""
+            print(f"\r  {model} {done}/{total} problems", end=end, file=sys.stderr, flush=True)
+
+    return tell

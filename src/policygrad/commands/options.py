@@ -68,7 +68,8 @@ def printed_flags(parse_help: Callable[[], object]) -> list[str]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         parse_help()
-    return re.findall(r"^\W+(--[a-z][a-z0-9.-]*[a-z0-9])(?=\s|$)", out.getvalue(), re.MULTILINE)
+    lines = re.findall(r"^\W+(--[a-z][a-z0-9.-]*[a-z0-9](?=\s|$).*)", out.getvalue(), re.MULTILINE)
+    return [flag for line in lines for flag in re.findall(r"(?:^|, )(--[a-z][a-z0-9.-]*[a-z0-9])(?=\s|$)", line)]
 
 
 def writable(path: Path, option: str) -> None:

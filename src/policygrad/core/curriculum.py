@@ -1,4 +1,4 @@
-"""Which prompts are sampled at all: what has been solved need not come again."""
+"""Which prompts are sampled at all: what has been solved need not come again, what is too hard can wait."""
 
 from __future__ import annotations
 
@@ -14,8 +14,17 @@ from policygrad.core.protocols import Filter, State
 from policygrad.errors import ConfigError
 
 
+class Curriculum(Filter):
+    """A filter that takes nothing out of a batch: a rollout passes its prompts over before anything is drawn."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"example"})
+
+    def __call__(self, batch: Batch) -> Batch:
+        return batch
+
+
 @dataclass(frozen=True)
-class NoPositiveResampling(Filter):
+class NoPositiveResampling(Curriculum):
     """A prompt whose completions reach a mean reward of `threshold` is not sampled again, in this epoch or a later one.
 
     Its memory is {"solved": the numbers of those prompts} (`Batch.example`). It takes nothing out of a batch: a rollout passes
@@ -23,7 +32,6 @@ class NoPositiveResampling(Filter):
     """
 
     threshold: float = 0.9
-    needs: ClassVar[frozenset[str]] = frozenset({"example"})
 
     def __post_init__(self) -> None:
         if not self.threshold > 0:
@@ -41,18 +49,11 @@ class NoPositiveResampling(Filter):
 
     def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """By the rewards of all that the policy sampled for a prompt, filtered or not; one that failed counts as 0."""
-        example = required(batch.example, self, "example")
-        own = torch.ones_like(batch.reward, dtype=torch.bool) if batch.demonstration is None else ~batch.demonstration
-        numbers, index = torch.unique(example[own], return_inverse=True)
-        count = torch.bincount(index, minlength=len(numbers))
-        rate = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, index, batch.reward[own].double()) / count
-        return {"solved": sorted({*state["solved"], *numbers[rate >= self.threshold].tolist()})}
+        solved = (number for number, rate in _rates(batch, self).items() if rate >= self.threshold)
+        return {"solved": sorted({*state["solved"], *solved})}
 
     def at(self, state: State) -> Resting:
         return Resting(self.threshold, frozenset(state["solved"]))
-
-    def __call__(self, batch: Batch) -> Batch:
-        return batch
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,78 @@ class Resting(NoPositiveResampling):
     def report(self, batch: Batch) -> Metrics:
         """prompts/resting: how many."""
         return {"prompts/resting": Max(float(len(self.solved)))}
+
+
+@dataclass(frozen=True)
+class PassRateBand(Curriculum):
+    """A prompt whose completions' mean reward is not between `low` and `high` rests for `rest` rollouts, and each time in a row
+    that it is found outside twice as long, `longest` at most: what is solved and what is too hard comes again, seldom.
+
+    Its memory is {"rollouts": how many there were, "outside": {number of a prompt: [the rollout with which it may come again, how
+    often in a row it was outside]}}. Source: Bae et al. 2025 (arXiv:2504.03380), who train on prompts between two pass rates; how
+    long the others rest is ours.
+
+    Raises:
+        ConfigError: a band without an inside, or a rest that is none.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    rest: int = 4
+    longest: int = 256
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ConfigError(f"PassRateBand.low must be below PassRateBand.high, not {self.low} and {self.high}")
+        if not 1 <= self.rest <= self.longest:
+            raise ConfigError(
+                f"PassRateBand.rest is a number of rollouts from 1 to longest, not {self.rest} with longest {self.longest}"
+            )
+
+    @property
+    def formula(self) -> str:
+        return (
+            f"prompts without {self.low:g} < mean_g R < {self.high:g} rest for {self.rest}, {2 * self.rest}, … rollouts"
+        )
+
+    def init(self) -> State:
+        return {"rollouts": 0, "outside": {}}
+
+    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        """By the rewards of all that the policy sampled for a prompt, filtered or not; one that failed counts as 0."""
+        now, outside = state["rollouts"] + 1, dict(state["outside"])
+        for number, rate in _rates(batch, self).items():
+            _, times = outside.pop(str(number), (0, 0))
+            if not self.low < rate < self.high:
+                outside[str(number)] = [now + min(self.rest * 2**times, self.longest), times + 1]
+        return {"rollouts": now, "outside": outside}
+
+    def at(self, state: State) -> Waiting:
+        now = state["rollouts"]
+        waiting = frozenset(int(number) for number, (until, _) in state["outside"].items() if until > now)
+        return Waiting(self.low, self.high, self.rest, self.longest, waiting)
+
+
+@dataclass(frozen=True)
+class Waiting(PassRateBand):
+    """The same at one rollout: the prompts that rest."""
+
+    outside: frozenset[int] = frozenset()
+
+    @property
+    def resting(self) -> frozenset[int]:  # type: ignore[override]
+        return self.outside
+
+    def report(self, batch: Batch) -> Metrics:
+        """prompts/resting: how many."""
+        return {"prompts/resting": Max(float(len(self.outside)))}
+
+
+def _rates(batch: Batch, part: Curriculum) -> dict[int, float]:
+    """The mean reward of what the policy sampled, by the prompt's number."""
+    example = required(batch.example, part, "example")
+    own = torch.ones_like(batch.reward, dtype=torch.bool) if batch.demonstration is None else ~batch.demonstration
+    numbers, index = torch.unique(example[own], return_inverse=True)
+    count = torch.bincount(index, minlength=len(numbers))
+    rate = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, index, batch.reward[own].double()) / count
+    return dict(zip(numbers.tolist(), rate.tolist(), strict=True))

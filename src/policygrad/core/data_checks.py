@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from policygrad.core.aggregates import SequenceMean
 from policygrad.core.batch import Batch
 from policygrad.core.composition import Composition
-from policygrad.core.curriculum import NoPositiveResampling
+from policygrad.core.curriculum import Curriculum
 from policygrad.core.filters import Downsample, MaskTruncated
 from policygrad.core.mixing import rest
 from policygrad.core.success import OverGroupMean
@@ -41,10 +41,10 @@ def data_problems(algorithm: Composition) -> Iterator[str]:
             f"OverGroupMean follows the likelihood of success, and {names} would lower rewards below 0: set shaping=(), and put "
             "KLToReference() into terms, or replace OverGroupMean by GroupStd()"
         )
-    resting = [part for part in algorithm.filters if isinstance(part, NoPositiveResampling)]
+    resting = [part for part in algorithm.filters if isinstance(part, Curriculum)]
     if resting and any(part.refill for part in algorithm.filters):
         yield (
-            f"{type(resting[0]).__name__} learns from a step's groups which prompts are solved, and a filter that refills sets "
+            f"{type(resting[0]).__name__} learns from a step's groups how well prompts are solved, and a filter that refills sets "
             "those aside before: set DropNoSpread(mode='drop'), or drop one of the two"
         )
     if "anchor" in declared and any(

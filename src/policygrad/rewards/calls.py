@@ -4,7 +4,7 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,13 @@ class Signature:
         return function(completions=completions, **chosen)
 
 
+def needing(columns: Iterable[str]) -> inspect.Signature:
+    """Of a function that takes any column and cannot do without these."""
+    words = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("prompts", "completions")]
+    words += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(set(columns))]
+    return inspect.Signature([*words, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])
+
+
 class Caller:
     """Calls one function, sync or async, always from the thread it lives in."""
 
@@ -112,6 +119,8 @@ class Caller:
         return [judge(value, completion) for value, completion in zip(result, completions, strict=True)]
 
     def _number(self, value: Any, completion: str) -> Judgement:
+        if isinstance(value, Judgement):  # of a reward that asks others
+            return value
         if isinstance(value, Exception):  # a batched function that can judge all but this one
             said = self._tell(f"could not judge a completion: {value}", [completion])
             return Judgement(None, "raised", said, type(value).__name__)

@@ -1,12 +1,13 @@
 """Programs judged by their tests, behind a wall (policygrad.sandbox)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from policygrad.errors import ConfigError
 from policygrad.rewards.code_rows import exam_of, whole_program
 from policygrad.rewards.memory import size
+from policygrad.rewards.options import from_options, number, yes
 from policygrad.sandbox import Dialogue, Limits, converse, examine, standing
 
 _SPARE = 120.0  # seconds that a call may take beyond its program's: three interpreters have to start
@@ -61,16 +62,7 @@ class Code:
     @classmethod
     def of(cls, options: str) -> "Code":
         """`seconds=20,memory=2GiB,share=yes`. Raises ConfigError."""
-        known = {field.name: field.type for field in fields(cls)}
-        values: dict[str, Any] = {}
-        for option in filter(None, (part.strip() for part in options.split(","))):
-            name, _, value = option.partition("=")
-            if name not in known:
-                raise ConfigError(
-                    f"reward 'code': there is no option {name!r}; write code:{','.join(f'{n}=…' for n in known)}"
-                )
-            values[name] = _READ.get(name, str)(value)
-        return cls(**values)
+        return from_options(cls, "code", options, {"seconds": number, "share": yes})
 
     def _limits(self) -> Limits:
         memory = size(self.memory, "reward 'code': memory")
@@ -79,18 +71,4 @@ class Code:
         return Limits(seconds=self.seconds, memory=memory)
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"reward 'code': seconds is a number, not {text!r}") from None
-
-
-def _yes(text: str) -> bool:
-    if text.lower() not in ("yes", "no", "true", "false"):
-        raise ConfigError(f"reward 'code': share is yes or no, not {text!r}")
-    return text.lower() in ("yes", "true")
-
-
-_READ = {"seconds": _number, "share": _yes}
 code = Code()

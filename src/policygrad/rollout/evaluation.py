@@ -1,42 +1,117 @@
-"""Held-out accuracy: mean@k and the unbiased pass@k."""
+"""Held-out accuracy: mean@k, the unbiased pass@k, and maj@k, the worth of the most frequent answer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb
+from typing import Any
 
 from policygrad.errors import ConfigError
+from policygrad.rewards.voting import Voted
+from policygrad.rollout.trajectory import Group, Trajectory
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion of a held-out problem."""
+
+    text: str
+    reward: float | None
+    """None = it could not be judged."""
+    rewards: tuple[tuple[str, float | None], ...] = ()
+    """What each reward says, before its weight."""
+    answer: str | None = None
+    """By which it votes."""
+    tokens: int = 0
+    """Sampled."""
+    truncated: bool = False
+
+    @property
+    def score(self) -> float:
+        """Its reward; without one it counts as 0."""
+        return 0.0 if self.reward is None else self.reward
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Scores of k samples for each of n problems; a completion without a reward counts as 0 and is in `failed`."""
+    """k samples for each of n problems; a completion without a reward counts as 0 and is in `failed`."""
 
-    scores: tuple[tuple[float, ...], ...]
-    texts: tuple[tuple[str, ...], ...]
-    failed: int
-    truncated: int
-    tokens: int
-    messages: tuple[str, ...]
+    problems: tuple[tuple[Sample, ...], ...]
+    prompts: tuple[Any, ...]
+    """Of the problems, as the task gives them."""
+    messages: tuple[str, ...] = ()
+    """What went wrong with rewards, once per kind."""
+
+    @property
+    def scores(self) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(sample.score for sample in row) for row in self.problems)
+
+    @property
+    def texts(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(sample.text for sample in row) for row in self.problems)
+
+    @property
+    def failed(self) -> int:
+        return sum(sample.reward is None for sample in self._samples)
+
+    @property
+    def truncated(self) -> int:
+        return sum(sample.truncated for sample in self._samples)
+
+    @property
+    def tokens(self) -> int:
+        return sum(sample.tokens for sample in self._samples)
+
+    @property
+    def _samples(self) -> list[Sample]:
+        return [sample for row in self.problems for sample in row]
 
     @property
     def scored(self) -> bool:
         """Whether any completion has a reward."""
-        return self.failed < sum(map(len, self.scores))
+        return self.failed < len(self._samples)
 
     @property
     def mean(self) -> float:
         """mean@k: the average score over problems and samples."""
-        flat = [s for row in self.scores for s in row]
+        flat = [sample.score for sample in self._samples]
         return sum(flat) / len(flat) if flat else 0.0
+
+    @property
+    def means(self) -> tuple[float, ...]:
+        """Each problem's mean@k."""
+        return tuple(sum(row) / len(row) for row in self.scores)
+
+    @property
+    def majority(self) -> float:
+        """maj@k, the mean of `majorities`."""
+        return _mean(self.majorities)
+
+    @property
+    def majorities(self) -> tuple[float, ...]:
+        """Each problem's maj@k: what the answer that most of its k samples give is worth, the mean over answers that tie.
+
+        A completion that gives no answer has no vote; where none gives one, 0. Source: Wang et al. 2023 (self-consistency,
+        arXiv:2203.11171), sec. 2, unweighted.
+        """
+        return tuple(map(_most_frequent, self.problems))
 
     @property
     def binary(self) -> bool:
         """Whether every score is 0 or 1, so that the mean is an accuracy."""
-        return all(s in (0.0, 1.0) for row in self.scores for s in row)
+        return all(sample.score in (0.0, 1.0) for sample in self._samples)
 
     def pass_at(self, k: int, threshold: float = 1.0) -> float:
-        """The unbiased pass@k, mean of 1 − C(n−c, k)/C(n, k) with c of n samples at or above threshold (Chen et al. 2021, eq. 1).
+        """The unbiased pass@k, the mean of `passes`.
+
+        Raises:
+            ConfigError: k larger than the samples per problem.
+        """
+        return _mean(self.passes(k, threshold))
+
+    def passes(self, k: int, threshold: float = 1.0) -> tuple[float, ...]:
+        """Each problem's 1 − C(n−c, k)/C(n, k) with c of n samples at or above threshold (Chen et al. 2021, eq. 1).
 
         Raises:
             ConfigError: k larger than the samples per problem.
@@ -47,13 +122,37 @@ class EvaluationResult:
             if not 1 <= k <= n:
                 raise ConfigError(f"pass@{k} needs at least {k} samples per problem, there are {n}")
             values.append(1 - comb(n - c, k) / comb(n, k))
-        return sum(values) / len(values) if values else 0.0
+        return tuple(values)
 
     def standard_error(self) -> float:
         """Of the mean, over problems (the samples of one problem are not independent)."""
-        means = [sum(row) / len(row) for row in self.scores]
+        means = self.means
         n = len(means)
         if n < 2:
             return 0.0
         centre = sum(means) / n
         return float((sum((m - centre) ** 2 for m in means) / (n - 1) / n) ** 0.5)
+
+
+def evaluated(groups: Sequence[Group], messages: tuple[str, ...], voted: Voted) -> EvaluationResult:
+    """What judged episodes of held-out problems come to. voted: the answer that a text gives."""
+    problems = tuple(tuple(_sample(t, group, voted) for t in group.trajectories) for group in groups)
+    return EvaluationResult(problems, tuple(group.start.example.prompt for group in groups), messages)
+
+
+def _sample(t: Trajectory, group: Group, voted: Callable[[str], str | None]) -> Sample:
+    parts = tuple((name, value) for (name, _), value in zip(group.rewards, t.parts, strict=True))
+    return Sample(t.text, t.reward, parts, voted(t.text), t.sampled, t.truncated)
+
+
+def _most_frequent(row: Sequence[Sample]) -> float:
+    worth: dict[str, list[float]] = {}
+    for sample in row:
+        if sample.answer is not None:
+            worth.setdefault(sample.answer, []).append(sample.score)
+    most = max(map(len, worth.values()), default=0)
+    return _mean([_mean(scores) for scores in worth.values() if len(scores) == most])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -8,7 +8,7 @@ from hashlib import sha256
 from policygrad.tasks.rows import prompt_key
 from policygrad.tasks.types import Example
 
-ALL_SOLVED = "every prompt that came up has been solved and rests: they are sampled again"
+ALL_SOLVED = "every prompt that came up rests, solved or too hard: they are sampled again"
 
 PATIENCE = 64
 """Further prompts that are looked at, for tasks in which one stands more than once."""

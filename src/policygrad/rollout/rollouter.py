@@ -16,10 +16,11 @@ from policygrad.core.vine import Vine
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError
 from policygrad.rewards import RewardPool
+from policygrad.rewards.voting import voted_by
 from policygrad.rollout.batching import measure, to_batch, used
 from policygrad.rollout.demonstrations import joined
 from policygrad.rollout.episodes import Encoder, play
-from policygrad.rollout.evaluation import EvaluationResult
+from policygrad.rollout.evaluation import EvaluationResult, evaluated
 from policygrad.rollout.filling import Round, fill
 from policygrad.rollout.greedy import with_baseline
 from policygrad.rollout.judging import Judged, Score, ScoreSteps, judge, judge_steps, marks_of
@@ -227,15 +228,8 @@ class Rollouter:
             groups, said = self._judged(starts, samples, sampling)
             found, judged = [*found, *groups], judged | said
             progress(len(found), len(examples))
-        rows = [t for g in found for t in g.trajectories]
-        return EvaluationResult(
-            tuple(tuple(t.reward or 0.0 for t in g.trajectories) for g in found),
-            tuple(tuple(t.text for t in g.trajectories) for g in found),
-            judged.failed,
-            sum(t.truncated for t in rows),
-            sum(t.sampled for t in rows),
-            judged.messages,
-        )
+        voted = voted_by(self.pool.rewards if self.pool else ())
+        return evaluated(found, judged.messages, voted)
 
 
 def _flat(

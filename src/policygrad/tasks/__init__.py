@@ -48,7 +48,7 @@ def load_task(
     if source is None:
         if reading != Reading():
             raise DataError(
-                "a map, and leaving out bad rows, are for data, and this task makes its own examples: leave them out"
+                "a map, and leaving out rows, are for data, and this task makes its own examples: leave them out"
             )
         return _generated(name, seed, held_out) if isinstance(name, str) else _own(name, held_out)  # type: ignore[arg-type]
     title = name if isinstance(name, str) else "rows"
@@ -59,7 +59,7 @@ def load_task(
             raise DataError(f"held_out={held_out!r} is no data: give a file, such as held_out.jsonl, or rows")
         title_of = held_out if isinstance(held_out, str) else "held_out"
         others = title_of, examples(other, reading, title_of)
-    return RowsTask.of(title, examples(source, reading, title), seed, others)
+    return RowsTask.of(title, examples(source, reading, title), seed, others, reading.apart)
 
 
 def _own(task: Task, held_out: object) -> Task:

@@ -28,6 +28,8 @@ class Reading:
     """Called with every row whenever it is read, so that it has to say the same each time."""
     skip_bad: bool = False
     """Leave out, and count, what would be refused."""
+    apart: int = 0
+    """Leave out of training, and count, what has so many words in a row of a held-out prompt; 0 = equal prompts only."""
 
     def prepared(self, row: Row) -> Row | None:
         """The row that is used; None for one that the map leaves out. Raises DataError where the map does."""

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any, overload
 
 from policygrad.errors import DataError
+from policygrad.tasks.overlap import Overlap
 from policygrad.tasks.split import is_held_out
 from policygrad.tasks.types import Example, Prompt
 
@@ -88,17 +89,23 @@ class RowsTask:
         rows: Sequence[Example],
         seed: int,
         held_out: tuple[str, Sequence[Example]] | None = None,
+        apart: int = 0,
     ) -> RowsTask:
-        """Splits the rows, or takes the held-out ones with their name. Raises DataError where columns or prompts do not fit."""
+        """Splits the rows, or takes the held-out ones with their name. Raises DataError where columns or prompts do not fit.
+
+        apart: leave out training rows with so many words in a row of a held-out prompt's (`overlap.py`); 0 = only equal prompts.
+        """
         if held_out is not None:
             other, others = held_out
             _same_columns(name, rows, other, others)
-            return cls(name, _without(rows, others, name, other), others, seed=seed)
+            kept = _apart(_without(rows, others, name, other), others, name, apart)
+            return cls(name, kept, others, seed=seed)
         chosen = [is_held_out(prompt_key(row.prompt)) for row in rows]
         if len(rows) < HOLD_OUT_FROM or not any(chosen) or all(chosen):
             return cls(name, rows, (), seed=seed)
         places = [[i for i, out in enumerate(chosen) if out is side] for side in (False, True)]
-        return cls(name, View(rows, places[0]), View(rows, places[1]), seed=seed)
+        kept, others = (View(rows, side) for side in places)
+        return cls(name, _apart(kept, others, name, apart), others, seed=seed)
 
     def train(self, index: int) -> Example:
         if index < 0:
@@ -200,4 +207,21 @@ def _without(rows: Sequence[Example], others: Sequence[Example], path: str, othe
     if len(kept) < len(rows):
         count = len(rows) - len(kept)
         warnings.warn(f"{path}: {count} rows left out of training, {other} evaluates their prompts", stacklevel=4)
+    return View(rows, kept)
+
+
+def _apart(rows: Sequence[Example], others: Sequence[Example], path: str, n: int) -> Sequence[Example]:
+    """Training rows whose prompts do not overlap with what is evaluated."""
+    if not n:
+        return rows
+    held_out = Overlap.of((row.prompt for row in others), n)
+    kept = [i for i, row in enumerate(rows) if row.prompt not in held_out]
+    if not kept:
+        raise DataError(
+            f"{path}: every training prompt has {n} words in a row of a held-out one: ask for more words, or take other rows"
+        )
+    if len(kept) < len(rows):
+        count = len(rows) - len(kept)
+        said = f"{path}: {count} of {len(rows)} rows left out of training, which have {n} words in a row of a held-out prompt"
+        warnings.warn(said, stacklevel=4)
     return View(rows, kept)

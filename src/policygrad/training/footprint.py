@@ -71,7 +71,12 @@ def footprint(run: Run) -> Footprint:
     path = resolve(run.model)
     lora = run.learner.adapters or (described(path) if base_of(path) is not None else None)
     task, config = (
-        load_task(run.task, seed=run.seed, held_out=run.held_out, reading=row_reading(run.map, run.skip_bad_rows)),
+        load_task(
+            run.task,
+            seed=run.seed,
+            held_out=run.held_out,
+            reading=row_reading(run.map, run.skip_bad_rows, run.decontaminate),
+        ),
         AutoConfig.from_pretrained(base_of(path) or path, **reading(run.trust_remote_code)),
     )
     with torch.device("meta"):

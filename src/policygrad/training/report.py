@@ -24,7 +24,8 @@ def values_of(done: Done, scored: bool = True) -> dict[str, float]:
 
 
 def rows_of(done: Done, scored: bool = True) -> list[dict[str, Any]]:
-    """A step's completions, for the log: prompt, completion, reward, advantage (of the first token), truncated, tokens.
+    """A step's completions, for the log: prompt, its group's number in the step, completion, reward, what each reward says before
+    its weight, advantage (of the first token), truncated, tokens.
 
     The reward is what was said of the completion, whether it takes part or a filter left it out; None = it could not be judged,
     or nobody asked for that (`scored`).
@@ -47,6 +48,11 @@ def rows_of(done: Done, scored: bool = True) -> list[dict[str, Any]]:
             rollout.prompts, rollout.texts, rewards, advantages, rollout.lengths, truncated, strict=True
         )
     ]
+    said = [(g, group, t) for g, group in enumerate(rollout.groups) for t in group.trajectories]
+    for row, (g, group, t) in zip(rows, said, strict=True):
+        row["group"] = g
+        if scored:
+            row["rewards"] = {name: value for (name, _), value in zip(group.rewards, t.parts, strict=True)}
     for row, shown in zip(rows, batch.demonstration.tolist(), strict=True) if batch.demonstration is not None else ():
         row["demonstration"] = shown
     for row, end, psi in zip(rows, batch.step_end, done.psi, strict=True) if batch.step_end is not None else ():

@@ -74,6 +74,8 @@ class Needed:
     map: Any = None
     """What is made of each row of data, by name or a function."""
     skip_bad_rows: bool = False
+    decontaminate: int = 0
+    """Words in a row that a training prompt may not share with a held-out one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +98,7 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     Raises:
         PolicygradError: what does not exist or does not fit, with the way out.
     """
-    how = row_reading(needed.map, needed.skip_bad_rows)
+    how = row_reading(needed.map, needed.skip_bad_rows, needed.decontaminate)
     task = load_task(needed.task, seed=needed.seed, held_out=needed.held_out, reading=how)
     if needed.environment is not None and (needed.step_end or "step_end" in (needed.needs or ())):
         raise ConfigError(
@@ -326,4 +328,5 @@ def needed_for(
         lora=run.learner.adapters,
         map=run.map,
         skip_bad_rows=run.skip_bad_rows,
+        decontaminate=run.decontaminate,
     )

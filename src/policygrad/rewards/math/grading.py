@@ -50,6 +50,15 @@ class Math:
         said = inner(said)
         return float(any(equal(reference, said) for reference in right))
 
+    def voted(self, completion: str) -> str | None:
+        """The answer by which completions vote: a number by its value, a formula by its letters; None = there is none."""
+        said = extract(completion, self.policies)
+        if not said or len(said) > LONGEST:
+            return None
+        plain, _ = _plain(inner(said))
+        quantity = numbers.read(plain)
+        return quantity.key if quantity is not None else _squeezed(plain) or None
+
 
 def inner(text: str) -> str:
     """What a marked passage comes to: its box; the last formula of a sentence, or the one number in it."""

@@ -39,6 +39,12 @@ class Gsm8k:
         said = number_in(found) if found else None
         return float(said is not None and any(number.equals(said) for number in right))
 
+    def voted(self, completion: str) -> str | None:
+        """The number by which completions vote; None = there is none."""
+        found = extract(completion, self.policies)
+        said = number_in(found) if found else None
+        return None if said is None else said.key
+
 
 def number_in(text: str) -> Quantity | None:
     """The number that a short text says: all of it, or else the first number behind its last equals sign; None where what is

@@ -52,6 +52,11 @@ class Quantity:
     def scaled(self) -> bool:
         return self.value != self.bare
 
+    @property
+    def key(self) -> str:
+        """Its value, the same text for 0.5, 1/2 and 50 %."""
+        return str(self.value)
+
     def equals(self, other: "Quantity") -> bool:
         """Equal in value; a unit that one of them does not say, or that is not known, is not compared."""
         mine, theirs = self.value, other.value

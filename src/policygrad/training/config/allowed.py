@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.resolve import code_of, look_here
+from policygrad.rewards.imports import look_here
+from policygrad.rewards.resolve import codes_of
 from policygrad.training.config.own import is_own
 
 RUN = "run.toml"
@@ -66,10 +67,10 @@ def not_allowed(
 
 def from_words(words: Sequence[str]) -> list[str]:
     """The modules and files that a command line names."""
-    found = {w.rpartition(":")[0] for w in words if is_own(w) and ":" in w and not w.startswith(("model:", "format:"))}
-    return sorted(
-        found | {code for i, word in enumerate(words) if _after_reward(words[:i]) and (code := code_of(word))}
-    )
+    rewards = [word for i, word in enumerate(words) if _after_reward(words[:i])]
+    others = [word for i, word in enumerate(words) if not _after_reward(words[:i])]
+    found = {word.rpartition(":")[0] for word in others if is_own(word) and ":" in word}
+    return sorted(found | {code for word in rewards for code in codes_of(word)})
 
 
 def _after_reward(before: Sequence[str]) -> bool:
@@ -81,8 +82,8 @@ def named(data: Mapping[str, Any]) -> Iterator[str]:
     """What reading these options would import: as `toml.from_dict` does, and the rewards when they are made."""
     rewards = data.get("reward")
     for name in rewards if isinstance(rewards, list) else [rewards]:
-        if isinstance(name, str) and (code := code_of(name)):
-            yield code
+        if isinstance(name, str):
+            yield from codes_of(name)
     mapped = data.get("map")
     if isinstance(mapped, str) and is_own(mapped):
         yield mapped.rpartition(":")[0] or mapped
@@ -107,6 +108,8 @@ def _of_parts(value: Any) -> Iterator[str]:
 
 
 def _is_allowed(code: str, allowed: Allowed) -> bool:
+    if code in allowed.names or _is_address(code):
+        return code in allowed.names
     file = _file(code)
     for given in allowed.names:
         name = given.rpartition(":")[0] or given
@@ -117,10 +120,16 @@ def _is_allowed(code: str, allowed: Allowed) -> bool:
     return False
 
 
+def _is_address(code: str) -> bool:
+    return code.startswith(("http://", "https://"))
+
+
 def _is_ours(code: str, options: Path, elsewhere: bool) -> bool:
     """Whether it is code of whoever runs this, as far as its place can tell."""
     if code == "__main__":  # which is running
         return True
+    if _is_address(code):  # it would be shown what the model writes, and a key
+        return False
     file = _file(code)
     if file is None or not file.exists():  # built in; or there is none, which whoever imports it says
         return file is not None or _spec(code) is None

@@ -28,6 +28,10 @@ def check(run: Run) -> None:
     for name in ("steps", "prompts_per_step"):
         if getattr(run, name) < 1:
             raise ConfigError(f"{name} must be at least 1, not {getattr(run, name)}")
+    if run.decontaminate < 0:
+        raise ConfigError(
+            f"task.decontaminate is a number of words, at least 0 (0 = equal prompts only), not {run.decontaminate}"
+        )
     if run.tokens is not None and run.tokens < 1:
         raise ConfigError(f"tokens must be at least 1, or left out for no budget, not {run.tokens}")
     _staleness(run)

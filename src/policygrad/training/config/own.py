@@ -46,7 +46,7 @@ def load_module(path: str, what: str) -> Any:
     Raises:
         ConfigError: as `load_own`.
     """
-    from policygrad.rewards.resolve import load_file, look_here, raised
+    from policygrad.rewards.imports import load_file, look_here, raised
 
     if path.endswith(".py"):
         file = Path(path).expanduser().resolve()
@@ -76,7 +76,7 @@ def load_module(path: str, what: str) -> Any:
 
 def address(kind: type) -> str:
     """`module:Class`, or `/path/to/file.py:Class` of a file that was loaded as such: what `load_own` finds again."""
-    from policygrad.rewards.resolve import FILE_MODULE
+    from policygrad.rewards.imports import FILE_MODULE
 
     name = kind.__module__
     if name.startswith(FILE_MODULE):

@@ -81,9 +81,12 @@ class Options:
     """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
     """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
+    decontaminate: Annotated[int, tyro.conf.arg(name="task.decontaminate")] = 0
+    """Leave out of training, and count, rows with so many words in a row of a held-out prompt (8 to 13).
+    0 = only those whose prompt is held out itself."""
     reward: Annotated[tuple[Any, ...], named("NAME", tuple[str, ...], "the task's own")] = ()
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
-    Each may have a weight (format*0.5)."""
+    Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
     step_end: Annotated[str | None, optional("REGEX", "the task's own")] = None
     """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
     held_out: Annotated[Any, named("FILE", str, "a sixteenth of the task, chosen by a hash of the prompt")] = None

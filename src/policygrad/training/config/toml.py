@@ -43,8 +43,18 @@ def load(path: Path | str, base: AnyRun, allowed: Allowed = NOTHING_MORE) -> Any
             contradict each other.
     """
     path = Path(path)
+    data = read(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        check_allowed(data, path, allowed)
+        return from_dict(data, base, str(path))
+    except RecursionError as error:
+        raise ConfigError(f"{path} cannot be read as a configuration: tables in tables, too deep") from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file's tables. Raises ConfigError where there are none to read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -53,11 +63,6 @@ def load(path: Path | str, base: AnyRun, allowed: Allowed = NOTHING_MORE) -> Any
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except (RecursionError, ValueError) as error:  # brackets in brackets, an integer of thousands of digits
         raise ConfigError(f"{path} cannot be read as a configuration: {_short(error)}") from error
-    try:
-        check_allowed(data, path, allowed)
-        return from_dict(data, base, str(path))
-    except RecursionError as error:
-        raise ConfigError(f"{path} cannot be read as a configuration: tables in tables, too deep") from error
 
 
 def _short(error: Exception) -> str:

@@ -1,0 +1,178 @@
+"""`policygrad eval`: the run's own task, reward and lengths; several models on the same problems; what it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import policygrad as pg
+from policygrad.commands.evaluate import asked, flags
+from policygrad.compare.statistics import paired_difference
+from policygrad.errors import ConfigError
+from policygrad.rewards import resolve
+from policygrad.rewards.voting import voted_by
+from policygrad.rollout.evaluation import EvaluationResult, Sample
+from policygrad.training.config.toml import dumps
+
+Command = Callable[..., tuple[int, str, str]]
+FEW = ("--problems", "2", "--samples", "1", "--max-tokens", "4")
+
+
+@pytest.fixture(scope="module")
+def trained(small: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step that measured 6 problems with 4 samples each."""
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    run = replace(small, steps=1, seed=3, output=str(folder), evaluation=pg.Evaluation(problems=6, samples=4))
+    pg.train(run, display=False)
+    return folder
+
+
+@pytest.fixture
+def leave(small: pg.Run) -> tuple[str, ...]:
+    """The words that let the run's own reward be imported, which lies in another folder than this one."""
+    return "--allow", str(small.reward[0].rpartition(":")[0])
+
+
+def test_a_run_is_measured_as_it_measured_itself(run_command: Command, trained: Path, leave: tuple[str, ...]) -> None:
+    """Task, reward, lengths, seed, problems and samples are its own: the figure is the last one of its log, bit for bit."""
+    code, out, err = run_command("eval", str(trained), "--json", *leave)
+    assert code == 0, err
+    found = json.loads(out)
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    last = next(row for row in reversed(rows) if "held_out" in row)
+    assert found["mean"] == last["held_out"]
+    assert found["stderr"] == last["held_out_stderr"]
+    assert (found["problems"], found["samples"]) == (6, 4)
+
+
+def test_several_models_get_the_same_problems_and_random_numbers(
+    run_command: Command, trained: Path, small: pg.Run, leave: tuple[str, ...], tmp_path: Path
+) -> None:
+    same = tmp_path / "same"
+    same.symlink_to(trained / "model")
+    words = (str(trained), str(same), str(small.model), "--output", str(tmp_path / "found"), *leave)
+    code, out, err = run_command("eval", *words)
+    assert code == 0, err
+    assert "95% bootstrap intervals over the same problems" in out
+    told = json.loads((tmp_path / "found" / "eval.json").read_text())
+    assert [row["model"] for row in told["models"]] == [str(trained), str(same), str(small.model)]
+    to_itself, to_base = told["differences"]
+    zero = {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert to_itself["mean"] == to_itself["majority"] == zero
+    assert set(to_itself["pass"]) == {"1", "2", "4"}
+    assert to_base["mean"]["value"] == pytest.approx(told["models"][0]["mean"] - told["models"][2]["mean"])
+    rows = [json.loads(line) for line in (tmp_path / "found" / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 * 6 * 4
+    prompts = {model: [row["prompt"] for row in rows if row["model"] == model] for model in (str(trained), str(same))}
+    assert prompts[str(trained)] == prompts[str(same)]
+    assert all(row["rewards"] == {small.reward[0]: row["reward"]} for row in rows)
+    code, _, err = run_command("eval", *words)
+    assert code == 2
+    assert "is not empty: choose another --output" in err
+
+
+def test_options_are_those_of_train(trained: Path, small: pg.Run, leave: tuple[str, ...]) -> None:
+    own = asked([str(trained), *leave])
+    assert (own.task, own.reward, own.sampling, own.seed) == (small.task, small.reward, small.sampling, 3)
+    short = ("--problems", "3", "--samples", "2", "--device", "cpu", "--dtype", "bf16", "--budget", "7")
+    long = ("evaluation.problems", "evaluation.samples", "learner.device", "learner.dtype", "rewards.budget")
+    named = [word for name, word in zip(long, short[1::2], strict=True) for word in (f"--{name}", word)]
+    assert asked(["tiny", *short]) == asked(["tiny", *named])
+    assert {f"--{name}" for name in long} | set(short[::2]) <= set(flags())
+    assert asked(["tiny"]).task == "embedded"
+
+
+def test_another_task_takes_nothing_that_belongs_to_the_run_s_own(tmp_path: Path) -> None:
+    run = pg.Run(task="a.jsonl", held_out="b.jsonl", map="mine.py:f", skip_bad_rows=True, reward=("format",))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "run.toml").write_text(dumps(run))
+    own = asked([str(tmp_path), "--allow", "mine.py"])
+    assert (own.held_out, own.map, own.skip_bad_rows) == ("b.jsonl", "mine.py:f", True)
+    other = asked([str(tmp_path), "--task", "gcd", "--allow", "mine.py"])
+    assert (other.task, other.held_out, other.map, other.skip_bad_rows, other.reward) == (
+        *("gcd", None, None, False),
+        ("format",),
+    )
+
+
+def test_rewards_of_steps_are_for_training(small: pg.Run, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    steps = small.reward[0].replace("starts_with_a_digit", "digits")
+    (tmp_path / "run.toml").write_text(dumps(replace(small, reward=(small.reward[0], steps))))
+    assert asked([str(tmp_path), "--allow", steps.rpartition(":")[0]]).reward == small.reward
+    assert asked([str(tmp_path), "--allow", steps.rpartition(":")[0], "--reward", steps]).reward == (steps,)
+
+
+def test_what_only_python_has_is_to_be_named(tmp_path: Path) -> None:
+    run = pg.Run(task=[{"prompt": "1+1=", "answer": "2"}], reward=(len,))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "run.toml").write_text(dumps(run))
+    with pytest.raises(ConfigError, match=r"the task of the run .* was an object given in Python.*--task"):
+        asked([str(tmp_path), "--reward", "math"])
+    with pytest.raises(ConfigError, match=r"the reward of the run .* --reward"):
+        asked([str(tmp_path), "--task", "gcd"])
+    assert asked([str(tmp_path), "--task", "gcd", "--reward", "format"]).reward == ("format",)
+
+
+def test_one_model_twice_is_refused(run_command: Command) -> None:
+    assert "tiny is named twice" in run_command("eval", "tiny", "tiny", *FEW)[2]
+
+
+# --- the figures
+
+
+def result(*rows: list[tuple[float | None, str | None]]) -> EvaluationResult:
+    problems = tuple(tuple(Sample("", reward, answer=answer) for reward, answer in row) for row in rows)
+    return EvaluationResult(problems, ("",) * len(rows))
+
+
+def test_the_majority_s_answer_is_what_counts() -> None:
+    found = result(
+        [(1.0, "4"), (0.0, "5"), (1.0, "4"), (0.0, None)],  # 4 has two votes
+        [(0.0, "5"), (1.0, "4"), (0.0, None), (None, None)],  # a tie: the mean of 0 and 1
+        [(0.0, None), (1.0, None), (0.0, None), (0.0, None)],  # nobody votes
+        [(0.5, "7"), (0.0, "7"), (1.0, "8"), (None, "7")],  # an answer is worth its mean
+    )
+    assert found.majorities == (1.0, 0.5, 0.0, 0.5 / 3)
+    assert found.majority == pytest.approx((1.5 + 0.5 / 3) / 4)
+    assert found.means == (0.5, 0.25, 0.25, 0.375)
+    assert found.failed == 2
+
+
+def test_pass_at_k_by_enumeration() -> None:
+    """c of n = 4 are right: of the six pairs without replacement, those with a right one in them."""
+    found = result([(1.0, ""), (0.0, ""), (0.0, ""), (0.0, "")], [(1.0, ""), (1.0, ""), (0.0, ""), (0.0, "")])
+    assert found.passes(2) == (3 / 6, pytest.approx(5 / 6))
+    assert found.pass_at(1) == found.mean
+
+
+@pytest.mark.parametrize(
+    ("reward", "equal", "other"),
+    [
+        ("gsm8k", ("so #### 1,234", "The answer is 1234.0."), "1235"),
+        ("math", (r"\boxed{\frac{1}{2}}", "The answer is 0.5"), "1/3"),
+        ("math", (r"\boxed{x+1}", "$x + 1$"), "$x$"),
+        ("exact_match", ("I say <answer>4</answer>", "4"), "5"),
+    ],
+)
+def test_votes_are_counted_as_the_reward_reads_answers(reward: str, equal: tuple[str, str], other: str) -> None:
+    voted = voted_by((resolve("format"), resolve(reward)))
+    assert voted(equal[0]) == voted(equal[1]) != voted(other)
+    assert voted("") is None
+
+
+def test_paired_bootstrap_by_enumeration() -> None:
+    """Of two problems with differences 0 and 1 a replication is 0, ½ or 1, with probabilities ¼, ½, ¼."""
+    found = paired_difference([0.5, 1.0], [0.5, 0.0])
+    assert (found.value, found.low, found.high) == (0.5, 0.0, 1.0)
+    narrow = paired_difference([0.9, 0.1, 0.5], [0.8, 0.0, 0.4])  # how hard a problem is cancels out
+    assert (narrow.low, narrow.high) == pytest.approx((0.1, 0.1))
+    with pytest.raises(ValueError, match="same problems"):
+        paired_difference([1.0], [1.0, 0.0])
