@@ -14,7 +14,9 @@ from policygrad.report.completions import embedded, shown
 
 def file(folder: Path, steps: int, rows: int, length: int = 10) -> Path:
     """The prompt of row i at step s is (s + i) mod 7: some come again."""
-    made = [(s, [row(f"p{(s + i) % 7}", f"{s}." * length, 0.0, group=i) for i in range(rows)]) for s in range(1, steps + 1)]
+    made = [
+        (s, [row(f"p{(s + i) % 7}", f"{s}." * length, 0.0, group=i) for i in range(rows)]) for s in range(1, steps + 1)
+    ]
     return run_folder(folder, [], made) / "completions.jsonl"
 
 
@@ -80,7 +82,17 @@ def test_rows_for_the_page_name_their_prompt_once_and_keep_every_reward(tmp_path
     found = embedded([shown(folder / "completions.jsonl")])
     assert found["prompts"] == [[["system", "Be brief."], ["user", "1+1?"]], [["", "plain"]]]
     first, second, third = found["rows"]
-    assert first == {"r": 0, "s": 1, "p": 0, "c": "2", "w": 1.5, "a": 0.5, "n": 3, "g": 3, "x": {"right": 1.0, "short": None}}
+    assert first == {
+        "r": 0,
+        "s": 1,
+        "p": 0,
+        "c": "2",
+        "w": 1.5,
+        "a": 0.5,
+        "n": 3,
+        "g": 3,
+        "x": {"right": 1.0, "short": None},
+    }
     assert "w" not in second
     assert second["u"] == turns
     assert second["t"] is True

@@ -39,7 +39,9 @@ def test_long_curves_are_thinned_and_keep_their_ends_in_the_band(tmp_path: Path)
     plot = drawn(grouped([read(folder)]), "reward", most=4)
     assert plot["per"] == 3
     assert plot["x"] == [3, 6, 9, 10]
-    assert plot["lines"] == [{"value": [2.0, 5.0, 8.0, 10.0], "low": [1.0, 4.0, 7.0, 10.0], "high": [3.0, 6.0, 9.0, 10.0]}]
+    assert plot["lines"] == [
+        {"value": [2.0, 5.0, 8.0, 10.0], "low": [1.0, 4.0, 7.0, 10.0], "high": [3.0, 6.0, 9.0, 10.0]}
+    ]
 
 
 def test_costs_are_sums_over_steps_and_means_over_runs(tmp_path: Path) -> None:
