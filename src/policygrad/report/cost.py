@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from policygrad.report.curves import Series
-from policygrad.report.words import seconds
-from policygrad.trackers.words import count
+from policygrad.trackers.words import count, duration
 
 TIMES = {"time/rollout": "waiting for samples and rewards", "time/update": "learning", "time/step": "the step"}
 SUMS = {
@@ -52,7 +51,7 @@ def cost(group: Series) -> Cost:
         group.label,
         tuple((name, SUMS[name], count(x)) for name, x in shown.items()),
         tuple(_said(known)),
-        tuple((what, seconds(x), x / whole) for what, x in step.items()),
+        tuple((what, _seconds(x), x / whole) for what, x in step.items()),
     )
 
 
@@ -79,3 +78,8 @@ def _total(group: Series, name: str) -> float | None:
 def _mean(group: Series, name: str) -> float | None:
     found = [x for run in group.runs for _, x in run.metrics.get(name, ())]
     return fmean(found) if found else None
+
+
+def _seconds(x: float) -> str:
+    """0.52 s, 1m40s."""
+    return f"{x:.2g} s" if x < 10 else duration(x)

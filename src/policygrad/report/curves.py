@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from policygrad.report.reading import Points, RunFiles
-from policygrad.report.words import short
+from policygrad.training.config.words import short
 
 POINTS = 300
 """Of a curve; more are put together."""

@@ -13,8 +13,8 @@ from policygrad.report.completions import ROWS, TEXT, Shown, embedded, shown
 from policygrad.report.cost import cost
 from policygrad.report.curves import POINTS, Series, drawn, grouped
 from policygrad.report.reading import RunFiles
-from policygrad.report.words import parts, short
 from policygrad.trackers.glossary import glossary, meaning
+from policygrad.training.config.words import parts, short
 
 FIRST = (
     "reward",

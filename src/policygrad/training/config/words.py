@@ -1,11 +1,9 @@
-"""A run's options in words, from its TOML alone: whoever reads a report need not have the parts that a user wrote."""
+"""A configuration in words, from its TOML alone: whoever reads of a run need not have the parts that a user wrote."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-
-from policygrad.trackers.words import duration
 
 PARTS = {
     "psi": "advantage Ψ",
@@ -37,8 +35,3 @@ def parts(algorithm: Mapping[str, Any]) -> dict[str, str]:
     """Where a part goes -> the part; what is absent is left out."""
     said = {label: short(algorithm[key]) for key, label in PARTS.items() if key in algorithm}
     return {label: text for label, text in said.items() if text not in ("", "none")}
-
-
-def seconds(x: float) -> str:
-    """0.52 s, 8s, 1m40s."""
-    return f"{x:.2g} s" if x < 10 else duration(x)
