@@ -49,14 +49,14 @@ def card(
     Of a file only its name is told, and of reward functions no folder.
     """
     algorithm = config.get("algorithm", {})
-    what = f"`{algorithm['name']}`" if algorithm else {"sft": "demonstrations"}.get(kind, "preferences")
+    what = f"by `{algorithm['name']}`" if algorithm else {"sft": "on demonstrations"}.get(kind, "on preferences")
     base = str(config.get("model", ""))
     rows = {"base model": _told(base)} | {key: text for key in OPTIONS if (text := _option(config, key))}
     rows |= {"tokens sampled": count(numbers["tokens"])} if numbers.get("tokens") else {}
     pieces = [
         _metadata(kind, base, bool(_at(config, "learner.lora"))),
         f"# {name}",
-        f"{_told(base)}, trained by {what}, with policygrad {version('policygrad')} (`policygrad {kind}`).",
+        f"{_told(base)}, trained {what}, with policygrad {version('policygrad')} (`policygrad {kind}`).",
         "## What was trained, and on what",
         _table(("", ""), rows),
     ]
