@@ -5,21 +5,14 @@ Writes docs/lab/{wide,training,dark}.png, 1280 pixels wide, and docs/lab/narrow.
 
 from __future__ import annotations
 
-import io
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from PIL import Image
-
-from browser import chromium
+from browser import chromium, picture
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.lab import html
 from policygrad.lab.report import report
 from policygrad.lab.setting import measurable
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "lab"
 LARGEST = 300_000
@@ -32,20 +25,6 @@ PICTURES = {  # name: (width, height, scheme, what stands at the top)
 }
 
 
-def picture(browser: Browser, page: Path, width: int, height: int, scheme: str, top: str | None) -> bytes:
-    """A PNG, as small as it gets without loss."""
-    tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce")
-    tab.goto(page.as_uri())
-    tab.wait_for_selector("#scatter .point")
-    if top is not None:
-        tab.evaluate("selector => document.querySelector(selector).scrollIntoView()", top)
-    shot = Image.open(io.BytesIO(tab.screenshot()))
-    tab.close()
-    small = io.BytesIO()
-    shot.convert("RGB").save(small, "PNG", optimize=True)
-    return small.getvalue()
-
-
 def main() -> None:
     """Measures, and takes the pictures."""
     FOLDER.mkdir(exist_ok=True)
@@ -53,7 +32,7 @@ def main() -> None:
         page = Path(place) / "lab.html"
         page.write_text(html(report(rows := measurable(ALGORITHMS)), rows), encoding="utf-8")
         for name, view in PICTURES.items():
-            png = picture(browser, page, *view)
+            png = picture(browser, page, *view, ready="#scatter .point")
             if len(png) > LARGEST:
                 raise SystemExit(f"{name}.png has {len(png)} bytes, more than {LARGEST}: make its view smaller")
             (FOLDER / f"{name}.png").write_bytes(png)

@@ -180,7 +180,7 @@ def run(algorithm: pg.Algorithm, steps: int, pieces: bool = False) -> list[Done]
 def test_what_a_filter_leaves_out_is_logged_with_its_reward() -> None:
     """None would say that nobody could judge it."""
     (done,) = run(refilled(mode="drop"), 1)
-    rows, out = rows_of(done), ~done.batch.mask.any(1)
+    rows, out = rows_of(done, str), ~done.batch.mask.any(1)
     dropped = [row["reward"] for row, left in zip(rows, out, strict=True) if left]
     assert dropped == [1.0] * 32  # of the two prompts that are always solved
     assert {row["reward"] for row in rows} == {0.0, 1.0}

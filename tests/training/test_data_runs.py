@@ -180,6 +180,12 @@ def test_several_rewards_train_and_are_measured(run: pg.Run) -> None:
     assert all(row["rewards/brief/std"] > 0 for row in measured)
     assert all(math.isfinite(row["objective"]) for row in measured)
     assert max(row["updates/taken"] for row in measured) == 4
+    logged = rows(result.output / "completions.jsonl")
+    assert all(row["reward"] == pytest.approx(sum(row["rewards"].values())) for row in logged)
+    assert {tuple(row["rewards"]) for row in logged} == {("shouted", "brief")}
+    prompts = {(row["step"], row["group"]): row["prompt"] for row in logged}
+    assert all(row["prompt"] == prompts[row["step"], row["group"]] for row in logged)
+    assert {group for _, group in prompts} == set(range(len(prompts) // 2))
 
 
 class Twice:
@@ -240,3 +246,8 @@ def test_turns_are_given_credit_of_their_own_and_learnt_from(run: pg.Run) -> Non
         row["reward"] for row in written
     ] == totals.tolist()  # what is logged is the episode's reward, not what is left of it
     assert not batch.reward.any()
+    talks = [row["turns"] for row in written if "turns" in row]
+    assert talks
+    assert all([who for who, _ in turns] == ["policy", "environment", "policy"] for turns in talks)
+    assert all("".join(text for _, text in row["turns"]) == row["completion"] for row in written if "turns" in row)
+    assert all(row["prompt"].strip() in row["turns"][1][1] for row in written if "turns" in row)

@@ -13,21 +13,24 @@ from policygrad.checkpoint.disk import as_others, install, is_full, sync
 from policygrad.errors import RunError
 
 
-def save_model(folder: Path, model: nn.Module, tokenizer: Any, resume: str = "") -> Path:
+def save_model(folder: Path, model: nn.Module, tokenizer: Any, resume: str = "", card: str = "") -> Path:
     """`folder/model`, which the AutoModel class it came from and AutoTokenizer load; whole and on the disk, or as it was before.
     Of a model with adapters these alone, in PEFT's format.
 
-    tokenizer: transformers' own. resume: what goes on with the run, for the message.
+    tokenizer: transformers' own. resume: what goes on with the run, for the message. card: README.md.
 
     Raises:
         RunError: a full disk, say; the checkpoint of the last step still holds the weights.
     """
     then = f"then {resume or f'policygrad train --resume {folder}'}"
-    return write_model(folder / "model", model, tokenizer, ("the trained weights are in the last checkpoint: ", then))
+    left = ("the trained weights are in the last checkpoint: ", then)
+    return write_model(folder / "model", model, tokenizer, left, card)
 
 
-def write_model(final: Path, model: nn.Module, tokenizer: Any, left: tuple[str, str] = ("", "then again")) -> Path:
-    """The folder `final`, written as a whole. left: what stands before and behind the way out, for the message.
+def write_model(
+    final: Path, model: nn.Module, tokenizer: Any, left: tuple[str, str] = ("", "then again"), card: str = ""
+) -> Path:
+    """The folder `final`, written as a whole. left: what stands before and behind the way out, for the message. card: README.md.
 
     Raises:
         RunError: a full disk, say.
@@ -40,6 +43,8 @@ def write_model(final: Path, model: nn.Module, tokenizer: Any, left: tuple[str, 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         model.save_pretrained(temporary)  # type: ignore[operator]
         tokenizer.save_pretrained(temporary)
+        if card:  # in the place of PEFT's, which is a form
+            (temporary / "README.md").write_text(card, encoding="utf-8")
         as_others(temporary)
         for path in (*temporary.rglob("*"), temporary):
             sync(path)

@@ -18,6 +18,7 @@ from policygrad.commands.evaluate import flags as evaluate_flags
 from policygrad.commands.export import ExportOptions
 from policygrad.commands.lab import LabOptions
 from policygrad.commands.options import option_type, part_flags
+from policygrad.commands.report import ReportOptions
 from policygrad.commands.supervised import flags as supervised_flags
 from policygrad.commands.train import flags
 from policygrad.compare.ladders import LADDERS
@@ -45,6 +46,7 @@ SCRIPT = """# tab completion of policygrad; written by `policygrad completion {s
             engine) words={engine}; [ "$COMP_CWORD" -eq 2 ] && words="$words llama_cpp vllm sglang check" ;;
             export) words={export} ;;
             compare) words={compare}" "{algorithms} ;;
+            report) words={report} ;;
             algorithms) words="--json --width --help" ;;
             show) words={names} ;;
             lab) words={lab}; [ "$COMP_CWORD" -eq 2 ] && words="$words control" ;;
@@ -78,6 +80,13 @@ function __policygrad
                         test (count $words) -eq 2; and set found $found" tiny"
                     case compare
                         set found {compare}" "{algorithms}
+                    case engine
+                        set found {engine}
+                        test (count $words) -eq 2; and set found $found" llama_cpp vllm sglang check"
+                    case export
+                        set found {export}
+                    case report
+                        set found {report}
                     case algorithms
                         set found "--json --width --help"
                     case show
@@ -173,6 +182,9 @@ def script(shell: str) -> str:
         ),
         compare=_quoted(
             [*(f"--{f.name.replace('_', '-')}" for f in fields(CompareOptions) if f.name != "rows"), "--help"]
+        ),
+        report=_quoted(
+            [*(f"--{f.name.replace('_', '-')}" for f in fields(ReportOptions) if f.name != "runs"), "--help"]
         ),
         names=_quoted([*ALGORITHMS, *part_names()]),
         lab=_quoted([*(f"--{f.name.replace('_', '-')}" for f in fields(LabOptions)), "--help"]),

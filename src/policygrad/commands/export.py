@@ -1,4 +1,4 @@
-"""`policygrad export`: a run's adapter merged into the model that it adapts."""
+"""`policygrad export`: a run's adapter merged into the model that it adapts, and what a run has trained put on a hub."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tyro
 
 from policygrad.commands.describe import paragraphs
 from policygrad.errors import ConfigError
+from policygrad.models.hub import check_repo, push
 from policygrad.models.lora import holds_model
 from policygrad.training.config.run import optional
 
@@ -18,6 +19,7 @@ HELP = (
     "Write the adapter that a run with --learner.lora trained into the weights of the model that it adapts: a folder that loads "
     "without peft.",
     "RUN/model is the adapter itself, as PEFT and engines read it; nothing has to be done for those.",
+    "--push OWNER/NAME puts the folder on the hub, with its model card: what --merge wrote, or RUN/model as it is.",
 )
 
 
@@ -28,7 +30,11 @@ class ExportOptions:
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN|ADAPTER")]
     """A run's folder, or an adapter's."""
     merge: bool = False
-    """Merge; there is nothing else to export, and it makes a whole model of a small file."""
+    """Merge, which makes a whole model of a small file."""
+    push: Annotated[str | None, optional("OWNER/NAME", "nowhere")] = None
+    """Put the model on the hub, in a repository that only its owner sees where it is new."""
+    public: bool = False
+    """With --push: a new repository is for everybody."""
     output: Annotated[str | None, optional("FOLDER", "RUN/merged")] = None
     """The new folder."""
     dtype: Annotated[str | None, optional("fp32|bf16", "what the run computed in")] = None
@@ -39,28 +45,47 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.dtype not in (None, "fp32", "bf16"):
             raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")
+        if self.public and self.push is None:
+            raise ConfigError("--public is whom a repository on the hub is for: add --push OWNER/NAME")
+        if not self.merge and (self.output or self.dtype):
+            raise ConfigError("--output and --dtype are of the model that --merge writes: add --merge")
 
 
 def export(args: list[str]) -> int:
-    """`policygrad export RUN --merge [--output DIR]`."""
+    """`policygrad export RUN [--merge [--output DIR]] [--push OWNER/NAME]`."""
     config = (tyro.conf.FlagCreatePairsOff,)
     options = tyro.cli(ExportOptions, args=args, prog="policygrad export", description=paragraphs(*HELP), config=config)
     folder = Path(options.run)
     trained, files = folder / "model", ("run.toml", "sft.toml", "reward-model.toml")
-    if not options.merge:
+    if not options.merge and options.push is None:
         raise ConfigError(
-            f"what a run has trained is in {trained}, as others load it; --merge writes a model with the adapter in its weights"
+            f"what a run has trained is in {trained}, as others load it; --merge writes a model with the adapter in its weights, "
+            "--push OWNER/NAME puts it on the hub"
         )
     if not holds_model(trained) and any((folder / name).is_file() for name in files):
         raise ConfigError(f"the run in {folder} has no model yet: finish it first, with --resume {folder}")
+    if options.push is not None:
+        check_repo(options.push)  # before the work, not after it
+    written = _merged(options) if options.merge else trained if holds_model(trained) else folder
+    if options.push is None:
+        print(written)
+        return 0
+    if not holds_model(written):
+        raise ConfigError(
+            f"{folder} holds no run and no model: give a folder that --output of train, sft or reward-model named"
+        )
+    print("pushing", file=sys.stderr)
+    print(push(written, options.push, options.public))
+    return 0
+
+
+def _merged(options: ExportOptions) -> Path:
     from policygrad.training.export import export_merged
 
-    written = export_merged(
+    return export_merged(
         options.run,
         options.output,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
         phase=lambda text: print(text, file=sys.stderr),
     )
-    print(written)
-    return 0

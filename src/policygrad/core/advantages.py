@@ -136,7 +136,7 @@ Norm = Literal["exact", "length"]
 
 @dataclass(frozen=True)
 class OptimalBaseline(Advantage):
-    """Ψ = R_i − b_i, b_i = Σ_{j≠i} n_j R_j / Σ_{j≠i} n_j: leave-one-out b* = E[R‖s‖²]/E[‖s‖²], s = ∇log π(o) the score.
+    """Ψ = R_i − b_i, b_i = Σ_j n_j R_j / Σ_j n_j, with or without j = i, for b* = E[R‖s‖²]/E[‖s‖²], s = ∇log π(o) the score.
 
     Of all baselines that are constant over a completion, b* gives R − b the gradient of least total variance when each
     completion is one action (aggregation `SequenceSum`): E‖(R − b)s‖² is a parabola in b with its minimum there. Estimated

@@ -64,3 +64,42 @@ def _on_hub(model: str) -> str:
             ) from None
         return str(Path(cached).parent)
     return model
+
+
+def push(folder: Path, repo: str, public: bool = False) -> str:
+    """The folder's files as one commit on the hub; where it then is. public: for everybody, where the repository is new.
+
+    repo: OWNER/NAME. The hub is that of HF_ENDPOINT, the token that of HF_TOKEN or `hf auth login`.
+
+    Raises:
+        ModelError: no such name, no token, or what the hub or the way to it refuses.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    check_repo(repo)
+    if get_token() is None:
+        raise ModelError(
+            f"to push to {repo} the hub asks who you are: `hf auth login`, or set HF_TOKEN to a token that may write"
+        )
+    try:
+        hub = HfApi()
+        hub.create_repo(repo, private=not public, exist_ok=True)
+        hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Trained with policygrad")
+        return f"{hub.endpoint}/{repo}"
+    except (HfHubHTTPError, HFValidationError) as error:
+        said = " ".join(str(error).split())
+        raise ModelError(
+            f"the hub refuses {repo}: {said}; look at the name, and whether the token may write there"
+        ) from error
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # no network; of which class depends on the hub client's version
+        why = f"{type(error).__name__}: {error}"
+        raise ModelError(f"the hub cannot be reached ({why}); the model stays in {folder}, push again later") from error
+
+
+def check_repo(repo: str) -> None:
+    """Raises ModelError for what is no OWNER/NAME."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
+        raise ModelError(f"{repo!r} is no repository of the hub: OWNER/NAME, such as me/my-model")

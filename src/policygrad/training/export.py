@@ -18,6 +18,7 @@ from policygrad.models.loading import load_model, resolve
 from policygrad.models.lora import base_of
 from policygrad.models.precision import DTYPES
 from policygrad.models.tokenizer import load_tokenizer
+from policygrad.training.card import CARD, of_whole
 
 
 def export_merged(
@@ -55,7 +56,10 @@ def export_merged(
     whole = merged(whole).to(DTYPES[dtype or _own(Path(model))])
     phase("writing")
     final.parent.mkdir(parents=True, exist_ok=True)
-    return write_model(final, whole, tokenizer)
+    told = Path(path) / CARD
+    return write_model(
+        final, whole, tokenizer, card=of_whole(told.read_text(encoding="utf-8")) if told.is_file() else ""
+    )
 
 
 def _own(run: Path) -> str:

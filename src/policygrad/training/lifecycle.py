@@ -5,6 +5,7 @@ model that others load. Reinforcement learning, fine-tuning and reward models fi
 from __future__ import annotations
 
 import json
+import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -25,6 +26,7 @@ from policygrad.models.trust import FLAG
 from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers, default_tracker
 from policygrad.trackers.services import services
 from policygrad.training.callbacks import Callback
+from policygrad.training.card import card
 from policygrad.training.config.toml import dumps
 from policygrad.training.folder import RunFolder, new_folder, resumed_folder, sealed
 from policygrad.training.result import Followers as Followers
@@ -272,10 +274,12 @@ class Lifecycle(ABC, Generic[C, P, M]):
 
     def _finish(self) -> Result[M | None]:
         after = self.take(self.phase("after training"), self.progress.step) if self.measures else None
-        model = save_model(self.folder, self.model, self.tokenizer.hf, self.resume_words)
-        numbers = self.numbers(self.progress, after)
+        numbers, measured = self.numbers(self.progress, after), self.summary(after)
+        held_out = self.info(self.progress).facts.get("held out", "")
+        told = card(self.kind, self.folder.name, tomllib.loads(dumps(self.config)), measured, numbers, held_out)
+        model = save_model(self.folder, self.model, self.tokenizer.hf, self.resume_words, told)
         write_atomically(self.folder / "result.json", json.dumps(numbers, indent=1) + "\n")
-        self.trackers.finish({**self.summary(after), "model": str(model), "run": str(self.folder)})
+        self.trackers.finish({**measured, "model": str(model), "run": str(self.folder)})
         return Result(self.folder, self.progress.step, self.before, after, model)
 
     def _stopped(self) -> Result[M | None]:

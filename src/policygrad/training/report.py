@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from policygrad.rollout.trajectory import Trajectory
 from policygrad.training.loop import Done
 
 MISMATCH = 1.0
@@ -23,41 +26,49 @@ def values_of(done: Done, scored: bool = True) -> dict[str, float]:
     return values | {"tokens_per_second": values["tokens/sampled"] / elapsed if elapsed else 0.0}
 
 
-def rows_of(done: Done, scored: bool = True) -> list[dict[str, Any]]:
-    """A step's completions, for the log: prompt, its group's number in the step, completion, reward, what each reward says before
-    its weight, advantage (of the first token), truncated, tokens.
+def rows_of(done: Done, decode: Callable[[Tensor], str], scored: bool = True) -> list[dict[str, Any]]:
+    """A step's completions, for the log: prompt, completion, reward, advantage (of the first token), truncated, tokens, and the
+    `group` of the step (from 0) that it was compared in.
 
     The reward is what was said of the completion, whether it takes part or a filter left it out; None = it could not be judged,
-    or nobody asked for that (`scored`).
-    Where answers are looked at in steps, also each step's [tokens up to its end, advantage].
+    or nobody asked for that (`scored`). Where several say something of it, `rewards` has each one's, before its weight.
+    Where answers are looked at in steps, also each step's [tokens up to its end, advantage]; where an environment answers, `turns`.
     """
     batch, rollout = done.batch, done.rollout
-    rewards = [t.reward if scored else None for g in rollout.groups for t in g.trajectories]
-    advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(rewards)
-    truncated = batch.truncated.tolist() if batch.truncated is not None else [False] * len(rewards)
+    advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(rollout.texts)
+    truncated = batch.truncated.tolist() if batch.truncated is not None else [False] * len(rollout.texts)
+    episodes = [(number, group, t) for number, group in enumerate(rollout.groups) for t in group.trajectories]
     rows: list[dict[str, Any]] = [
         {
-            "prompt": prompt,
-            "completion": text,
-            "reward": reward,
+            "prompt": group.start.example.prompt,
+            "completion": t.text,
+            "reward": t.reward if scored else None,
             "advantage": advantage,
-            "tokens": tokens,
+            "tokens": t.sampled,
             "truncated": cut,
+            "group": number,
+            **_each(group.rewards, t.parts if scored else ()),
+            **_turns(t, decode),
         }
-        for prompt, text, reward, advantage, tokens, cut in zip(
-            rollout.prompts, rollout.texts, rewards, advantages, rollout.lengths, truncated, strict=True
-        )
+        for (number, group, t), advantage, cut in zip(episodes, advantages, truncated, strict=True)
     ]
-    said = [(g, group, t) for g, group in enumerate(rollout.groups) for t in group.trajectories]
-    for row, (g, group, t) in zip(rows, said, strict=True):
-        row["group"] = g
-        if scored:
-            row["rewards"] = {name: value for (name, _), value in zip(group.rewards, t.parts, strict=True)}
     for row, shown in zip(rows, batch.demonstration.tolist(), strict=True) if batch.demonstration is not None else ():
         row["demonstration"] = shown
     for row, end, psi in zip(rows, batch.step_end, done.psi, strict=True) if batch.step_end is not None else ():
         row["steps"] = [[t + 1, float(psi[t])] for t in end.nonzero().flatten().tolist()]
     return rows
+
+
+def _each(names: tuple[tuple[str, float], ...], parts: tuple[float | None, ...]) -> dict[str, Any]:
+    """What every reward says of a completion; of one alone, `reward` says it."""
+    return {"rewards": {name: x for (name, _), x in zip(names, parts, strict=True)}} if len(parts) > 1 else {}
+
+
+def _turns(t: Trajectory, decode: Callable[[Tensor], str]) -> dict[str, Any]:
+    """Who said what, where the policy was not alone."""
+    if len(t.segments) < 2:
+        return {}
+    return {"turns": [["policy" if s.sampled else "environment", decode(s.tokens)] for s in t.segments]}
 
 
 def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:

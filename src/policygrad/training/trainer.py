@@ -273,7 +273,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
             self.note(text, kind)
         self._waiting = "value_pretraining" in values
         values |= self._guarding.judge(done, values)
-        self.log(step, values, rows_of(done, scored))
+        self.log(step, values, rows_of(done, self.resources.tokenizer.decode, scored))
         if self._guarding.act(step, self.learner, self.checkpointer):
             self._publish()
         if self._guarding.gave_up:

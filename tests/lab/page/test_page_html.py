@@ -16,11 +16,11 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.lab import html
 from policygrad.lab.experiments import EXPERIMENTS
 from policygrad.lab.finding import Finding
-from policygrad.lab.page.frame import typeset
 from policygrad.lab.page.page import family
 from policygrad.lab.page.plots import PLOTS, plot_of
 from policygrad.lab.page.sections import SECTIONS, sections
 from policygrad.lab.report import LabReport, report
+from policygrad.pages.frame import typeset
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def luminance(colour: str) -> float:
 
 def test_colours_stand_out_from_the_paper_in_both_schemes() -> None:
     """WCAG 2.2, 1.4.3: 4.5 for text; series colour their names too."""
-    style = (files("policygrad.lab.page") / "web" / "page.css").read_text(encoding="utf-8")
+    style = (files("policygrad.pages") / "web" / "page.css").read_text(encoding="utf-8")
     light, dark = (
         dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     )

@@ -10,7 +10,7 @@ from policygrad.compare.counts import counted
 from policygrad.compare.outcomes import AXES
 from policygrad.compare.report import Kind, Report, RowReport
 from policygrad.compare.statistics import Estimate
-from policygrad.lab.page.frame import framed
+from policygrad.pages.frame import BANDS, framed
 
 SHOWN = 8
 """Rows whose curves are shown at first where there are more: those of the greatest area."""
@@ -34,7 +34,7 @@ def page(found: Report) -> str:
         web / "compare.html",
         data(found),
         styles=(web / "compare.css",),
-        scripts=(web / "compare.js",),
+        scripts=(BANDS, web / "compare.js"),
         filters={"short": short, "counted": counted, "estimate": estimate, "share": lambda x: f"{x:.0%}"},
         found=found,
         title=title(found),

@@ -14,10 +14,10 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.process import ProcessReward
 from policygrad.lab.finding import Finding
 from policygrad.lab.findings.shapes import GATES, weights
-from policygrad.lab.page.frame import framed
 from policygrad.lab.page.plots import plot_of
 from policygrad.lab.page.sections import sections
 from policygrad.lab.report import LabReport
+from policygrad.pages.frame import framed
 
 FAMILIES = ("a mean as baseline", "÷ standard deviation", "a value for each token", "your own")
 FIGURES = {

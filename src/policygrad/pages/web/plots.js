@@ -1,7 +1,7 @@
 // What pages with plots share: axes, a legend, what is told on hover, and lines over x in panels. Plain SVG, nothing fetched.
 "use strict";
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
+let DATA = JSON.parse(document.getElementById("data").textContent);
 const TIP = document.getElementById("tip");
 const DASHES = ["", "7 3", "2 3", "10 3 2 3", "", "5 2", "1 4"];
 

@@ -1,4 +1,4 @@
-"""What the lab's page and the comparison's are made in: one HTML file, its style, script and data inside it."""
+"""The frame of the HTML pages: a template that extends `frame.html`, its style, scripts and data in one file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Callable
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
+
+WEB = files("policygrad.pages") / "web"
+BANDS = WEB / "bands.js"
+"""For pages with bands around their curves."""
 
 
 def framed(
@@ -27,17 +31,16 @@ def framed(
     """
     from jinja2 import DictLoader, Environment  # only these pages are templates
 
-    web = files("policygrad.lab.page") / "web"
     environment = Environment(
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
-        loader=DictLoader({"frame.html": _text(web / "frame.html")}),
+        loader=DictLoader({"frame.html": _text(WEB / "frame.html")}),
     )
     environment.filters |= {"typeset": typeset} | (filters or {})
     return environment.from_string(_text(body)).render(
-        style="".join(map(_text, (web / "page.css", *styles))),
-        script="\n".join(map(_text, (web / "plots.js", *scripts))),
+        style="".join(map(_text, (WEB / "page.css", *styles))),
+        script="\n".join(map(_text, (WEB / "plots.js", *scripts))),
         data=embedded(data),
         **values,
     )

@@ -1,0 +1,77 @@
+"""`policygrad report`: what runs have done, as a page to look at; --watch follows them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from policygrad.commands.describe import paragraphs
+from policygrad.commands.options import writable, write
+from policygrad.errors import ConfigError
+from policygrad.training.config.run import optional
+
+HELP = (
+    "What runs have done, as one HTML page that needs no network: curves, completions, costs. Runs that differ in their seed alone "
+    "are one line with a band; others are lines of their own.",
+    "RUN is a folder of train, sft or reward-model, finished or not. --watch serves the page as the runs go, at an address on "
+    "this machine that holds a token; Ctrl-C ends it.",
+)
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Options of `policygrad report`."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]] = ()
+    """The folders of runs."""
+    output: Annotated[Path | None, optional("FILE.html", "report.html in the first run's folder")] = None
+    """Where the page is written."""
+    watch: bool = False
+    """Serve the page on this machine and renew it as the runs go, instead of writing it."""
+    port: Annotated[int | None, optional("PORT", "a free one")] = None
+    """Of --watch."""
+    host: Annotated[str | None, optional("ADDRESS", "127.0.0.1: this machine alone")] = None
+    """Of --watch: the address to listen at. Others need the token, and http is not encrypted."""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ConfigError("name the folder of a run, or several: policygrad report runs/dapo-1")
+        if not self.watch and (self.port is not None or self.host is not None):
+            raise ConfigError("--port and --host are where --watch serves the page: add --watch")
+        if self.watch and self.output is not None:
+            raise ConfigError("--watch serves the page and --output writes it: leave one of them out")
+        if self.port is not None and not 0 <= self.port < 65536:
+            raise ConfigError(f"--port must be from 0 to 65535, not {self.port}")
+
+
+def report(args: list[str]) -> int:
+    """`policygrad report RUN... [--output FILE | --watch]`."""
+    config = (tyro.conf.FlagCreatePairsOff,)
+    options = tyro.cli(ReportOptions, args=args, prog="policygrad report", description=paragraphs(*HELP), config=config)
+    folders = tuple(dict.fromkeys(Path(run) for run in options.runs))
+    if options.watch:
+        return _watch(folders, options)
+    from policygrad.report.page import page
+    from policygrad.report.reading import read
+
+    runs = [read(folder) for folder in folders]
+    path = options.output or folders[0] / "report.html"
+    writable(path, "--output")
+    write(path, page(runs), "--output")
+    print(path)
+    return 0
+
+
+def _watch(folders: tuple[Path, ...], options: ReportOptions) -> int:
+    """Until Ctrl-C."""
+    from policygrad.report.serve import HERE, server
+
+    with server(folders, options.host or HERE, options.port or 0) as serving:
+        print(serving.url, flush=True)
+        with suppress(KeyboardInterrupt):
+            serving.serve_forever()
+    return 0

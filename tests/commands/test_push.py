@@ -1,0 +1,68 @@
+"""`policygrad export --push`, by the hub's own client, to a hub on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from doubles.hub import Hub, hub
+
+FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"\x00" * 64, "README.md": "# π\n".encode()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    (folder / "model").mkdir(parents=True)
+    (folder / "run.toml").write_text('model = "tiny"\n')
+    (folder / "completions.jsonl").write_text('{"secret": true}\n')
+    for name, content in FILES.items():
+        (folder / "model" / name).write_bytes(content)
+    return folder
+
+
+def pushed(there: Hub, *words: str, token: str | None) -> tuple[int, str, str]:
+    """The client reads its hub when it is imported, so each command is a process of its own."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    own |= {"HF_ENDPOINT": there.url, "HF_HOME": "/nonexistent"} | ({} if token is None else {"HF_TOKEN": token})
+    words = (sys.executable, "-m", "policygrad", "export", *words)
+    done = subprocess.run(words, capture_output=True, text=True, env=own, timeout=120, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_model_and_its_card_are_pushed_and_nothing_else_of_the_run(run: Path) -> None:
+    with hub() as there:
+        code, out, err = pushed(there, str(run), "--push", "me/it", token="hf_right")
+        assert (code, out) == (0, f"{there.url}/me/it\n"), err
+        assert there.files == FILES
+        assert there.created[0]["name"] == "it"
+        assert there.created[0].get("private") is True or there.created[0].get("visibility") == "private"
+
+
+@pytest.mark.slow
+def test_what_the_hub_refuses_names_the_way_out(run: Path) -> None:
+    with hub() as there:
+        for token, said in ((None, "hf auth login"), ("hf_wrong", "whether the token may write there")):
+            code, _, err = pushed(there, str(run), "--push", "me/it", token=token)
+            assert (code, said in err) == (2, True), err
+        assert there.files == {}
+    code, _, err = pushed(there, str(run), "--push", "me/it", token="hf_right")  # the hub has gone
+    assert (code, "cannot be reached" in err) == (2, True), err
+
+
+def test_what_is_no_repository_or_no_model_is_refused_at_once(
+    run: Path, tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]
+) -> None:
+    for words, said in (
+        ((run, "--push", "it"), "OWNER/NAME"),
+        ((tmp_path, "--push", "me/it"), "holds no run and no model"),
+        ((run, "--public"), "add --push OWNER/NAME"),
+        ((run, "--push", "me/it", "--dtype", "bf16"), "add --merge"),
+    ):
+        code, _, err = run_command("export", *map(str, words))
+        assert (code, said in err) == (2, True), err

@@ -1,0 +1,100 @@
+"""What of a run's completions a page holds: all of a small file, of a large one some of all its length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doubles.runs import row, run_folder
+from policygrad.report import completions
+from policygrad.report.completions import embedded, shown
+
+
+def file(folder: Path, steps: int, rows: int, length: int = 10) -> Path:
+    """The prompt of row i at step s is (s + i) mod 7: some come again."""
+    made = [
+        (s, [row(f"p{(s + i) % 7}", f"{s}." * length, 0.0, group=i) for i in range(rows)]) for s in range(1, steps + 1)
+    ]
+    return run_folder(folder, [], made) / "completions.jsonl"
+
+
+def test_a_small_file_is_shown_whole(tmp_path: Path) -> None:
+    found = shown(file(tmp_path / "a", 3, 2))
+    assert found.whole
+    assert [r["step"] for r in found.rows] == [1, 1, 2, 2, 3, 3]
+
+
+def test_none_is_none(tmp_path: Path) -> None:
+    assert shown(tmp_path / "completions.jsonl").rows == ()
+
+
+@pytest.mark.parametrize("length", [1, 10, 200])
+def test_of_a_large_file_steps_evenly_apart_first_and_last_among_them(tmp_path: Path, length: int) -> None:
+    path = file(tmp_path / "a", 231, 8, length)
+    found = shown(path, text=path.stat().st_size - 1)
+    steps = list(dict.fromkeys(r["step"] for r in found.rows))
+    assert not found.whole
+    assert steps == list(range(1, 232, 10))  # 24 of them
+    assert all(r["completion"].startswith(f"{r['step']}.") for r in found.rows)
+
+
+def test_it_keeps_to_its_size_and_prefers_prompts_that_come_again(tmp_path: Path) -> None:
+    path = file(tmp_path / "a", 100, 6)
+    found = shown(path, text=24 * 3 * 95)
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for r in found.rows:
+        by_step.setdefault(r["step"], []).append(r)
+    assert all(1 <= len(rows) <= 3 for rows in by_step.values())
+    first, second = list(by_step.values())[:2]
+    known = {f"p{(1 + i) % 7}" for i in range(6)}  # of step 1, whether shown or not
+    assert {r["prompt"] for r in second} <= known
+    assert len(first) == 3
+
+
+def test_ten_thousand_steps_are_not_read_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = file(tmp_path / "a", 10_000, 4)
+    parsed = completions.parsed
+    lines: list[bytes] = []
+    monkeypatch.setattr(completions, "parsed", lambda line: lines.append(line) or parsed(line))
+    assert len({r["step"] for r in shown(path, text=100_000).rows}) == 24
+    assert len(lines) < 3000  # of 40,000
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = file(tmp_path / "a", 40, 2)
+    with path.open("ab") as end:
+        end.write(b'{"step": 41, "pro')
+    assert [r["step"] for r in shown(path).rows][-1] == 40
+    assert [r["step"] for r in shown(path, text=100).rows][-1] == 40
+
+
+def test_rows_for_the_page_name_their_prompt_once_and_keep_every_reward(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    turns = [["policy", "look"], ["environment", "a door"], ["policy", "open"]]
+    rows = [
+        row(chat, "2", 1.5, group=3, rewards={"right": 1.0, "short": None}),
+        row(chat, "lookopen", None, turns=turns, truncated=True),
+        row("plain", "x" * 9000, 0.0),
+    ]
+    folder = run_folder(tmp_path / "a", [], [(1, rows)])
+    found = embedded([shown(folder / "completions.jsonl")])
+    assert found["prompts"] == [[["system", "Be brief."], ["user", "1+1?"]], [["", "plain"]]]
+    first, second, third = found["rows"]
+    assert first == {
+        "r": 0,
+        "s": 1,
+        "p": 0,
+        "c": "2",
+        "w": 1.5,
+        "a": 0.5,
+        "n": 3,
+        "g": 3,
+        "x": {"right": 1.0, "short": None},
+    }
+    assert "w" not in second
+    assert second["u"] == turns
+    assert second["t"] is True
+    assert third["c"].endswith("… (3,000 characters more)")
+    assert len(third["c"]) < 6040

@@ -1,0 +1,210 @@
+"""The report's page: it asks for nothing, says what ran, escapes what models write, and works in a browser, wide and narrow."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import browser as browsers
+from doubles.runs import row, run_folder
+from policygrad.cli import main
+from policygrad.report.page import page
+from policygrad.report.reading import read
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+NASTY = "</script><img src=x onerror=alert(1)>"
+needs_browser = pytest.mark.skipif(
+    browsers.missing() is not None and not os.environ.get("POLICYGRAD_NEEDS_BROWSER"), reason=str(browsers.missing())
+)
+
+
+def metrics(step: int, high: float) -> dict[str, float]:
+    found = {
+        "reward": high * step / 8,
+        "entropy": 1.0 / step,
+        "grad_norm": 1.0,
+        "time/rollout": 1.0,
+        "time/update": 2.0,
+    }
+    return found | {"completions/truncated_ratio": 0.0, "mine/own": float(step), "tokens/sampled": 100.0}
+
+
+def answers(step: int) -> list[dict[str, Any]]:
+    chat = [{"role": "user", "content": "What is 1 + 1?"}]
+    rows = [
+        row(chat, f"It is {step}.", float(step == 2), group=0, rewards={"right": 1.0, "short": 0.5}) for _ in range(2)
+    ]
+    turns = [["policy", "look around"], ["environment", "a door"]]
+    return [*rows, row(NASTY, NASTY, None, group=1), row("Go", "look around a door", 0.25, group=2, turns=turns)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    place = tmp_path_factory.mktemp("runs")
+    steps = range(1, 9)
+
+    def made(name: str, algorithm: str, seed: int, high: float, completions: bool) -> Path:
+        texts = [(s, answers(s)) for s in steps] if completions else []
+        held = [(0, {"held_out": 0.1}), (8, {"held_out": high})]
+        lines = [held[0], *((s, metrics(s, high)) for s in steps), held[1]]
+        return run_folder(place / name, lines, texts, name=algorithm, seed=seed)
+
+    return [made("a", "dapo", 0, 0.8, True), made("b", "dapo", 1, 1.0, False), made("c", "gspo", 0, 0.4, False)]
+
+
+@pytest.fixture(scope="module")
+def text(folders: list[Path]) -> str:
+    return page([read(folder) for folder in folders])
+
+
+def embedded(text: str) -> Any:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_it_asks_for_nothing_and_what_models_write_stays_text(text: str) -> None:
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', text)
+    assert "default-src 'none'" in text
+    assert "connect-src" not in text
+    assert NASTY not in text
+    assert embedded(text)["completions"]["rows"][2]["c"] == NASTY
+
+
+def test_it_says_what_ran(text: str) -> None:
+    assert "<h1>dapo and gspo</h1>" in text
+    assert "<dt>gate w</dt><dd><code>Clip(low=0.2)</code></dd>" in text
+    assert "<dt>seeds</dt><dd>0, 1</dd>" in text
+    assert "<dt>held-out reward</dt><dd>0.100 → 0.900</dd>" in text
+    assert "3 runs are not over yet" in text
+
+
+def test_every_metric_is_there_with_what_it_means(text: str) -> None:
+    data = embedded(text)
+    assert data["first"] == ["reward", "held_out", "entropy", "grad_norm"]  # nothing was cut off
+    assert data["metrics"]["entropy"]["unit"] == "nats a token"
+    assert "exploration is over" in data["metrics"]["entropy"]["moves"]
+    assert data["chapters"]["Others"] == ["mine/own"]
+    assert sorted(n for names in data["chapters"].values() for n in names) == sorted(data["metrics"])
+    assert data["metrics"]["held_out"]["lines"][0] == {"value": [0.1, 0.9], "low": [0.1, 0.8], "high": [0.1, 1.0]}
+
+
+def test_what_is_left_out_is_said(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("policygrad.report.page.TEXT", 1500)
+    found = page([read(folders[0])])
+    data = embedded(found)["completions"]["rows"]
+    assert 8 <= len(data) < 32
+    assert f"{len(data)} completions of 8 of the 8 steps" in re.sub(r"\s+", " ", found)
+
+
+def test_the_command_writes_it_and_names_the_way_out(folders: list[Path], tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "out.html"
+    assert main(["report", *map(str, folders), "--output", str(file)]) == 0
+    assert capsys.readouterr().out == f"{file}\n"
+    assert "<h1>dapo and gspo</h1>" in file.read_text(encoding="utf-8")
+    assert main(["report", str(folders[0])]) == 0
+    assert (folders[0] / "report.html").is_file()
+    empty = run_folder(tmp_path / "empty", [])
+    for words, said in (
+        ([], "name the folder of a run"),
+        ([str(tmp_path)], "holds no run: give a folder that --output"),
+        ([str(tmp_path / "no")], "is no folder"),
+        ([str(empty)], "has no numbers yet: wait for the run's first step, or --watch"),
+        ([str(folders[0]), "--port", "1"], "add --watch"),
+        ([str(folders[0]), "--watch", "--output", "x.html"], "leave one of them out"),
+        ([str(folders[0]), "--output", str(tmp_path / "no" / "x.html")], "make it first"),
+    ):
+        assert main(["report", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browsers.chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def file(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("page") / "report.html"
+    place.write_text(text, encoding="utf-8")
+    return place
+
+
+def opened(chromium: Browser, file: Path, width: int = 1280, scheme: str = "light") -> tuple[Page, list[str]]:
+    """(the page, what went wrong on it so far and from now on)."""
+    tab = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce")
+    wrong: list[str] = []
+    tab.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else wrong.append(r.url))
+    tab.goto(file.as_uri())
+    tab.wait_for_selector("#first .curve")
+    return tab, wrong
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_loads_without_an_error_and_fits(chromium: Browser, file: Path, width: int, scheme: str) -> None:
+    tab, wrong = opened(chromium, file, width, scheme)
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    paper = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, paper[4:-1].split(","))) > 600) == (scheme == "light")
+    assert tab.locator("#first figure").count() == 4
+    assert tab.locator("#timeline rect[fill]").count() == 16
+    tab.close()
+    assert wrong == []
+
+
+@needs_browser
+def test_curves_have_bands_a_legend_hides_and_the_picker_explains(chromium: Browser, file: Path) -> None:
+    tab, wrong = opened(chromium, file)
+    reward = tab.locator('#first [data-metric="reward"]')
+    assert reward.locator(".curve").count() == 2
+    assert reward.locator(".band").count() == 1
+    tab.locator("#legend").get_by_role("button", name="dapo").click()
+    assert reward.locator(".curve").count() == 1
+    assert tab.locator("#picked .curve").count() == 1
+    tab.select_option("#picker", "mine/own")
+    assert "the run's own" in tab.locator("#meaning").inner_text()
+    tab.locator("#first").get_by_role("button", name="entropy").click()
+    assert "exploration is over" in tab.locator("#meaning").inner_text()
+    tab.locator("#picked svg[role=img]").focus()
+    tab.keyboard.press("End")
+    assert "step: 8" in tab.locator("#tip").inner_text()
+    tab.close()
+    assert wrong == []
+
+
+@needs_browser
+def test_completions_are_found_and_compared(chromium: Browser, file: Path) -> None:
+    tab, wrong = opened(chromium, file)
+    tab.fill("#text", "it is 2")
+    assert tab.locator("#found").inner_text() == "2 of 32 match."
+    assert tab.locator("#list .item").count() == 1  # one group
+    assert tab.locator("#list mark").all_inner_texts() == ["It is 2"] * 2
+    assert "short 0.5" in tab.locator("#list .facts").nth(1).inner_text()
+    tab.locator("#list .others").first.get_by_role("button", name="8", exact=True).click()
+    assert tab.locator("#pair del").all_inner_texts() == ["2"]
+    assert tab.locator("#pair ins").all_inner_texts() == ["8"]
+    tab.fill("#text", "")
+    tab.fill("#low", "0.2")
+    tab.fill("#high", "0.3")
+    tab.select_option("#step", "5")
+    assert tab.locator("#list .bubble").all_inner_texts() == ["Go", "policy\nlook around", "environment\na door"]
+    tab.fill("#low", "")
+    tab.fill("#high", "")
+    tab.select_option("#order", "best")
+    assert tab.locator("#list .reward").all_inner_texts() == ["reward 0.25", "reward 0", "reward 0", "no reward"]
+    tab.close()
+    assert wrong == []

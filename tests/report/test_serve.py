@@ -1,0 +1,136 @@
+"""--watch by real requests: only with the token, only on this machine, and the page follows the run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+
+import pytest
+
+import browser as browsers
+from doubles.runs import row, run_folder
+from policygrad.errors import ConfigError, RunError
+from policygrad.report.serve import Server, server
+from policygrad.trackers import JsonlTracker
+
+
+@contextmanager
+def serving(*folders: Path) -> Iterator[Server]:
+    with server(folders) as found:
+        thread = Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield found
+        finally:
+            found.shutdown()
+            thread.join()
+
+
+def ask(found: Server, path: str) -> tuple[int, str]:
+    host, port = found.server_address[:2]
+    line = HTTPConnection(str(host), int(port), timeout=30)
+    line.request("GET", path)
+    answer = line.getresponse()
+    text = answer.read().decode()
+    line.close()
+    return answer.status, text
+
+
+def test_without_the_token_there_is_nothing(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a", [(1, {"reward": 0.5})])
+    with serving(folder) as found:
+        assert found.server_address[0] == "127.0.0.1"
+        assert len(found.token) >= 32
+        for path in (
+            "/",
+            "/stamp",
+            "/?token=",
+            f"/?token={found.token[:-1]}",
+            "/?token=%F0%9F%94%91",
+            f"/{found.token}",
+        ):
+            status, text = ask(found, path)
+            assert status == 403
+            assert found.token not in text
+            assert "dapo" not in text
+        assert ask(found, f"/run.toml?token={found.token}")[0] == 404
+        assert ask(found, f"/../run.toml?token={found.token}")[0] == 404
+        status, text = ask(found, f"/?token={found.token}")
+        assert status == 200
+        assert "<h1>dapo on embedded</h1>" in text
+        assert "connect-src 'self'" in text
+        assert found.token not in text
+
+
+def test_the_page_follows_the_run_and_is_made_again_only_then(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a", [])  # not a step is done
+    with serving(folder) as found:
+        stamp, before = ask(found, f"/stamp?token={found.token}")[1], found.pages.text()
+        assert "0 steps" in before
+        assert found.pages.text() is before
+        assert ask(found, f"/stamp?token={found.token}")[1] == stamp
+        with JsonlTracker(folder) as files:
+            files.log(1, {"reward": 0.5}, [row("1+1=", "2", 1.0)])
+        assert ask(found, f"/stamp?token={found.token}")[1] != stamp
+        assert "1 step." in ask(found, f"/?token={found.token}")[1]
+        (folder / "run.toml").unlink()
+        status, text = ask(found, f"/?token={found.token}")
+        assert (status, "holds no run" in text) == (503, True)
+
+
+def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="holds no run"):
+        server([tmp_path])
+    folder = run_folder(tmp_path / "a", [])
+    with server([folder]) as found, pytest.raises(ConfigError, match="take another --port"):
+        server([folder], port=int(found.server_address[1]))
+
+
+def test_the_command_prints_its_address_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a", [(1, {"reward": 0.5})])
+    words = [sys.executable, "-m", "policygrad", "report", str(folder), "--watch"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
+        assert process.stdout is not None
+        url = urlsplit(process.stdout.readline().strip())
+        assert re.fullmatch(r"127\.0\.0\.1:\d+", url.netloc)
+        line = HTTPConnection(url.netloc, timeout=30)
+        line.request("GET", f"/?{url.query}")
+        assert line.getresponse().status == 200
+        line.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.skipif(
+    browsers.missing() is not None and not os.environ.get("POLICYGRAD_NEEDS_BROWSER"), reason=str(browsers.missing())
+)
+def test_a_browser_shows_a_step_that_came_later_and_keeps_its_filters(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a", [])
+    with serving(folder) as found, browsers.chromium() as chromium:
+        tab = chromium.new_page()
+        wrong: list[str] = []
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        with tab.expect_response(re.compile("stamp")):
+            tab.goto(found.url)
+        assert "No step is done yet" in tab.locator("#first").inner_text()
+        with JsonlTracker(folder) as files:
+            for step in (1, 2):
+                files.log(step, {"reward": 0.5 * step}, [row("1+1=", "one", 0.0), row("1+1=", "two", 1.0)])
+                tab.evaluate("follow()")  # sooner than by the clock
+                tab.wait_for_function("step => DATA.metrics.reward?.x.at(-1) === step", arg=step)
+                tab.fill("#text", "two")
+                assert tab.locator("#found").inner_text() == f"{step} of {2 * step} match."
+        assert tab.locator('#first [data-metric="reward"] .curve').count() == 1
+        assert tab.locator("[data-live=lede]").inner_text().startswith("2 steps")
+        assert tab.input_value("#text") == "two"
+        assert wrong == []
