@@ -25,6 +25,11 @@ ENDS = {  # the template's name, and the token that ends its turns
     "gemma": "<end_of_turn>",
     "mistral": "</s>",
     "reasoning": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "llama31": "<|eot_id|>",
+    "mistral_tools": "</s>",
+    "phi3": "<|end|>",
+    "phi4": "<|im_end|>",
     "transformers:llama4/processing_llama4.py": "<|eot|>",
     "transformers:qwen2_audio/processing_qwen2_audio.py": "<|im_end|>",
 }
@@ -90,9 +95,9 @@ def play(name: str, first: str, turns: list[tuple[str, str]], **options: Any) ->
 def test_a_conversation_in_ids_is_what_the_template_makes_of_it(
     name: str, first: str, turns: list[tuple[str, str]]
 ) -> None:
-    """But for the space that Mistral's template writes before a reply, which its model samples itself."""
+    """But for the space that Mistral's templates write before a reply, which its models sample themselves."""
     own = tokenizer(name)
-    sampled = [(f" {reply}" if name == "mistral" else reply, answer) for reply, answer in turns]
+    sampled = [(f" {reply}" if name.startswith("mistral") else reply, answer) for reply, answer in turns]
     ids, messages = play(name, first, sampled)
     assert own.hf.decode(ids) == render(own, messages, generation_prompt=True)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from policygrad.rollout.trajectory import conversed
 from policygrad.training.loop import Done
 
 MISMATCH = 1.0
@@ -28,10 +29,12 @@ def rows_of(done: Done, scored: bool = True) -> list[dict[str, Any]]:
 
     The reward is what was said of the completion, whether it takes part or a filter left it out; None = it could not be judged,
     or nobody asked for that (`scored`).
+    Of conversations also their turns, and what ended them.
     Where answers are looked at in steps, also each step's [tokens up to its end, advantage].
     """
     batch, rollout = done.batch, done.rollout
-    rewards = [t.reward if scored else None for g in rollout.groups for t in g.trajectories]
+    episodes = [t for g in rollout.groups for t in g.trajectories]
+    rewards = [t.reward if scored else None for t in episodes]
     advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(rewards)
     truncated = batch.truncated.tolist() if batch.truncated is not None else [False] * len(rewards)
     rows: list[dict[str, Any]] = [
@@ -47,6 +50,9 @@ def rows_of(done: Done, scored: bool = True) -> list[dict[str, Any]]:
             rollout.prompts, rollout.texts, rewards, advantages, rollout.lengths, truncated, strict=True
         )
     ]
+    if conversed(episodes):
+        for row, episode in zip(rows, episodes, strict=True):
+            row |= {"turns": sum(s.sampled for s in episode.segments), "ended": episode.ended}
     for row, shown in zip(rows, batch.demonstration.tolist(), strict=True) if batch.demonstration is not None else ():
         row["demonstration"] = shown
     for row, end, psi in zip(rows, batch.step_end, done.psi, strict=True) if batch.step_end is not None else ():
