@@ -44,6 +44,8 @@ class EvalOptions:
     """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
     reward: Annotated[tuple[str, ...], optional("NAME", "the task's own")] = ()
     """Reward functions by name or dotted path, each with an optional weight (format*0.5)."""
+    environment: Annotated[str | None, optional("FILE:NAME", "the prompt and one answer")] = None
+    """What episodes take place in: a class or ToolUse of your own, mine.py:NAME."""
     held_out: Annotated[str | None, optional("FILE", "a sixteenth of the task")] = None
     """Data of held-out problems, for a task that is data."""
     problems: int = 256
@@ -91,6 +93,7 @@ def evaluate(args: list[str]) -> int:
 
     names = (
         "reward",
+        "environment",
         "held_out",
         "problems",
         "samples",

@@ -75,7 +75,7 @@ class Environment(Protocol):
 EnvironmentFactory = Callable[..., Environment]
 """A fresh environment for one episode about an example, `f(example)`; or `f(example, seed)` where the world itself draws.
 
-The seed is made of the run's, the step and the example: the episodes of a group begin in one state, which a resumed run finds again.
+It is made of the run's seed, the step and the example: the episodes of a group begin in one state, which a resumed run finds again.
 """
 
 
