@@ -124,6 +124,12 @@ def test_the_command_takes_one_by_name(
     assert " no, " in out
 
 
+def test_the_calculator_is_known_by_name(run: pg.Run) -> None:
+    run = replace(run, environment="calculator", reward=("exact_match",), sampling=pg.Sampling(max_tokens=16))
+    assert {"environment/calls"} <= pg.collect(run).metrics.keys()
+    assert not list(named({"environment": "calculator"}))  # ours: a file may name it
+
+
 def test_what_is_no_environment_is_refused(run: pg.Run, tmp_path: Path) -> None:
     for given, says in (
         (f"{tmp_path / 'mine.py'}:Gess", "did you mean 'Guess'"),

@@ -45,7 +45,7 @@ class EvalOptions:
     reward: Annotated[tuple[str, ...], optional("NAME", "the task's own")] = ()
     """Reward functions by name or dotted path, each with an optional weight (format*0.5)."""
     environment: Annotated[str | None, optional("FILE:NAME", "the prompt and one answer")] = None
-    """What episodes take place in: a class or ToolUse of your own, mine.py:NAME."""
+    """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME."""
     held_out: Annotated[str | None, optional("FILE", "a sixteenth of the task")] = None
     """Data of held-out problems, for a task that is data."""
     problems: int = 256

@@ -8,6 +8,8 @@ from policygrad.environments import EnvironmentFactory
 from policygrad.errors import ConfigError
 from policygrad.training.config.own import load_own
 
+BUILT_IN = {"calculator": "policygrad.environments.calculator:CALCULATOR"}
+
 
 def chosen_environment(option: Any, given: EnvironmentFactory | None = None) -> EnvironmentFactory | None:
     """option: the run's, a name or an object; given: the argument of `train`. None = the prompt and one answer.
@@ -17,7 +19,7 @@ def chosen_environment(option: Any, given: EnvironmentFactory | None = None) -> 
     """
     if option is not None and given is not None:
         raise ConfigError("the run has an environment and another one is given: leave one of the two away")
-    name = option if isinstance(option, str) else None
+    name = BUILT_IN.get(option, option) if isinstance(option, str) else None
     found = load_own(name, "--environment") if name is not None else given if option is None else option
     if found is not None and not callable(found):
         raise ConfigError(

@@ -85,7 +85,7 @@ class Options:
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
     Each may have a weight (format*0.5)."""
     environment: Annotated[Any, named("FILE:NAME", str, "the prompt and one answer")] = None
-    """What episodes take place in: a class or ToolUse of your own, mine.py:NAME.
+    """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME.
     Without --reward its own rewards are all there is. From Python also the object."""
     step_end: Annotated[str | None, optional("REGEX", "the task's own")] = None
     """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
