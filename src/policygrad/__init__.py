@@ -51,11 +51,12 @@ _HOME = {
     "policygrad.errors": (
         "CheckpointError ConfigError DataError EngineError ModelError NumericsError PolicygradError RewardError RunError"
     ),
-    "policygrad.environments": "Action Environment Observation SingleTurn Step",
+    "policygrad.environments": "Action Environment Observation SingleTurn Step ToolUse",
     "policygrad.learners.base": "Learner",
     "policygrad.learners.local.learner": "LocalLearner",
     "policygrad.models.reference": "load_reference",
     "policygrad.models.replica": "replica",
+    "policygrad.models.tool_calls": "ToolCall",
     "policygrad.rewards": "RewardPool reward",
     "policygrad.rewards.config": "Rewarding",
     "policygrad.rollout.rollouter": "Rollout Rollouter",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policygrad.models.tool_calls import TAGGED
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.draw import draw, uniforms
 from policygrad.weight_sync.base import Published
@@ -49,6 +50,7 @@ class TabularTokenizer:
     """Prompts and completions are written as numbers: "3" is prompt 3, tokens are joined by spaces."""
 
     context = None
+    form = TAGGED
 
     def encode(self, prompt: Any, max_tokens: int, source: str = "", tools: Any = None) -> Tensor:
         return torch.tensor([int(word) for word in prompt.split()])

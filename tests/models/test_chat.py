@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,58 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doubles.models import changed_copy
+from doubles.templates import ENDS, tokenizer
 from policygrad.errors import DataError, ModelError
 from policygrad.models.chat import continuation, prompt_ids, render
-from policygrad.models.loading import load_model, resolve
-from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import load_tokenizer
 
-ENDS = {  # the template's name, and the token that ends its turns
-    "embedded": "<eos>",
-    "chatml": "<|im_end|>",
-    "llama3": "<|eot_id|>",
-    "gemma": "<end_of_turn>",
-    "mistral": "</s>",
-    "reasoning": "<|im_end|>",
-    "transformers:llama4/processing_llama4.py": "<|eot|>",
-    "transformers:qwen2_audio/processing_qwen2_audio.py": "<|im_end|>",
-}
-MARKS = (
-    "<bos>",
-    "<s>",
-    "<|begin_of_text|>",
-    "<|im_start|>",
-    "<start_of_turn>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 WORDS = st.text("abc 123+=\n.,é🙂", min_size=1, max_size=20).map(str.strip).filter(bool)
-
-
-def template(name: str) -> str:
-    """The model's own, one of those beside this test, or the one that a module of transformers writes out."""
-    if name == "embedded":
-        return (Path(resolve("tiny")) / "chat_template.jinja").read_text()
-    place, _, file = name.partition(":")
-    if not file:
-        return (Path(__file__).parent / "templates" / f"{name}.jinja").read_text()
-    found = find_spec(place)
-    assert found is not None
-    assert found.origin is not None
-    code = ast.parse((Path(found.origin).parent / "models" / file).read_text())
-    texts = [node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return next(text for text in texts if "{%" in text and "add_generation_prompt" in text)
-
-
-@cache
-def tokenizer(name: str) -> Tokenizer:
-    """The embedded model's, with another template and its special tokens."""
-    from transformers import AutoTokenizer
-
-    hf = AutoTokenizer.from_pretrained(resolve("tiny"))
-    hf.add_special_tokens({"additional_special_tokens": [*MARKS, *(set(ENDS.values()) - {"<eos>"})]})
-    hf.chat_template = template(name)
-    return Tokenizer(hf, frozenset([hf.convert_tokens_to_ids(ENDS[name])]), name, None)
 
 
 def says(role: str, content: str) -> dict[str, str]:
@@ -90,9 +43,9 @@ def play(name: str, first: str, turns: list[tuple[str, str]], **options: Any) ->
 def test_a_conversation_in_ids_is_what_the_template_makes_of_it(
     name: str, first: str, turns: list[tuple[str, str]]
 ) -> None:
-    """But for the space that Mistral's template writes before a reply, which its model samples itself."""
+    """But for the space that Mistral's templates write before a reply, which its models sample themselves."""
     own = tokenizer(name)
-    sampled = [(f" {reply}" if name == "mistral" else reply, answer) for reply, answer in turns]
+    sampled = [(f" {reply}" if name.startswith("mistral") else reply, answer) for reply, answer in turns]
     ids, messages = play(name, first, sampled)
     assert own.hf.decode(ids) == render(own, messages, generation_prompt=True)
 

@@ -70,6 +70,7 @@ def ways(file: object) -> list[str]:
         f"reward = ['exact_match', '{file}:score']\n",
         f"reward = ['0.5 * {file}:score']\n",
         f"reward = ['{file}:score*0.5']\n",
+        f"environment = '{file}:World'\n",
     ]
 
 

@@ -59,6 +59,8 @@ class EvalOptions:
     reward: Annotated[tuple[str, ...], optional("NAME", f"{_OWN}the task's own")] = ()
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
     Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
+    environment: Annotated[str | None, optional("FILE:NAME", f"{_OWN}the prompt and one answer")] = None
+    """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME."""
     held_out: Annotated[str | None, optional("FILE", f"{_OWN}a sixteenth of the task")] = None
     """Data of held-out problems, for a task that is data."""
     problems: Annotated[int, _short("evaluation.problems", "--problems")] = 256
@@ -104,7 +106,7 @@ def evaluate(args: list[str]) -> int:
     from policygrad.training.evaluation import evaluate as measure
 
     folder = None if options.output is None else writable_folder(options.output)
-    same = ("reward", "held_out", "problems", "samples", "sampling", "seed", "device", "dtype", "budget", "map")
+    same = "reward environment held_out problems samples sampling seed device dtype budget map".split()
     given = {name: getattr(options, name) for name in (*same, "trust_remote_code", "skip_bad_rows")}
     isolated = {name: getattr(options.rewards, name) for name in ("memory", "sandbox")}
     found = {}

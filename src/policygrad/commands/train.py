@@ -214,7 +214,7 @@ def _check_resumable(before: Draft, run: Run, folder: str) -> None:
                 f"--resume {folder} goes on with the run's own weights in its own folder, so --{name} would mean nothing: "
                 f"leave it out, or train anew with --config {folder}/run.toml --model {folder}/model --output DIR"
             )
-    for name in ("tokenizer", "task", "map", "skip_bad_rows", "decontaminate", "held_out", "reward"):
+    for name in ("tokenizer", "task", "map", "skip_bad_rows", "decontaminate", "held_out", "reward", "environment"):
         if getattr(before, name) != getattr(run, name):
             raise ConfigError(
                 f"--resume {folder} with another --{name.replace('_', '-')} would compare before and after on different "

@@ -2,5 +2,6 @@
 
 from policygrad.environments.base import Action, Environment, EnvironmentFactory, Observation, Step
 from policygrad.environments.single_turn import SingleTurn
+from policygrad.environments.tool_use import ToolUse
 
-__all__ = ["Action", "Environment", "EnvironmentFactory", "Observation", "SingleTurn", "Step"]
+__all__ = ["Action", "Environment", "EnvironmentFactory", "Observation", "SingleTurn", "Step", "ToolUse"]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from policygrad.models.tool_calls import TAGGED, CallForm, ToolCall
 from policygrad.tasks.types import Example, Prompt
+
+ENVIRONMENT, TOKENS, CONTEXT = "environment", "tokens", "context"
+"""What may end an episode: its environment, the budget of tokens, the model's context."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,13 @@ class Action:
     """The sampled tokens decoded, without end and padding tokens."""
     truncated: bool = False
     """The token budget ended it, not the policy."""
+    form: CallForm = TAGGED
+    """How the model writes calls of tools."""
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The tools that it calls, by its model's convention; one that cannot be read says why."""
+        return self.form(self.text)
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,8 @@ class Step:
     """Of this turn; an episode's rewards add up, to what the run's reward functions say of it. None = none of its own."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the log: an episode's turns are added up, and averaged over the episodes that have them."""
+    ended: str = ENVIRONMENT
+    """What ended the episode, a word for metrics and logs; of a step without an observation."""
 
 
 class Environment(Protocol):
@@ -58,5 +72,21 @@ class Environment(Protocol):
         ...
 
 
-EnvironmentFactory = Callable[[Example], Environment]
-"""A fresh environment for one episode about an example."""
+EnvironmentFactory = Callable[..., Environment]
+"""A fresh environment for one episode about an example, `f(example)`; or `f(example, seed)` where the world itself draws.
+
+It is made of the run's seed, the step and the example: the episodes of a group begin in one state, which a resumed run finds again.
+"""
+
+
+def made(environment: EnvironmentFactory, example: Example, seed: int) -> Environment:
+    """The environment of one episode; with the seed where there is a parameter of that name."""
+    return environment(example, seed=seed) if takes_seed(environment) else environment(example)
+
+
+def takes_seed(function: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter `seed`."""
+    try:
+        return "seed" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some of C have no signature
+        return False

@@ -5,14 +5,15 @@ Nothing that was sampled is tokenised again: the next turn's prompt is the ids s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
 from typing import Any, Protocol
 
 from policygrad.errors import DataError, ModelError
-
-Message = Mapping[str, Any]
-Tools = Sequence[Mapping[str, Any]]
+from policygrad.models.plain_tools import Message as Message
+from policygrad.models.plain_tools import Tools as Tools
+from policygrad.models.plain_tools import tools_block, without_tools
+from policygrad.models.tool_calls import takes_tools, template_of
 
 
 class ChatTokenizer(Protocol):
@@ -36,6 +37,7 @@ def render(
 ) -> str:
     """The messages as the model's template writes them; generation_prompt: up to where the assistant begins to speak.
 
+    tools: as the template writes them, or in the first message's text where it knows none (`plain_tools`).
     source: where the messages stand, for error messages.
 
     Raises:
@@ -46,6 +48,8 @@ def render(
             f"{source} is a list of chat messages and the tokenizer of {tokenizer.name!r} has no chat template: set "
             "`chat_template` in its tokenizer_config.json, or give the prompts as strings"
         )
+    if tools and not takes_tools(template_of(tokenizer.hf)):
+        messages, tools = without_tools(messages, tools), None
     given = {} if tools is None else {"tools": list(tools)}
     try:
         text = tokenizer.hf.apply_chat_template(
@@ -83,7 +87,8 @@ def prompt_ids(
     """What the model is to continue: text as it stands, with what its tokenizer puts before it, or chat messages rendered."""
     if not isinstance(prompt, str):
         return rendered_ids(tokenizer, prompt, generation_prompt=True, tools=tools, source=source)
-    ids = list(tokenizer.hf(prompt, add_special_tokens=True)["input_ids"])
+    text = f"{tools_block(tools)}\n\n{prompt}" if tools else prompt
+    ids = list(tokenizer.hf(text, add_special_tokens=True)["input_ids"])
     closed = len(ids) > 1 and ids[-1] in tokenizer.end  # some tokenizers close every text; a prompt is not closed
     return ids[:-1] if closed else ids
 

@@ -16,6 +16,7 @@ from policygrad.models.chat import Message, Tools, continuation, prompt_ids
 from policygrad.models.loading import context_length, resolve
 from policygrad.models.lora import base_of
 from policygrad.models.shown import shown_answer
+from policygrad.models.tool_calls import CallForm, form_of, template_of
 from policygrad.models.trust import cannot_load, reading
 
 
@@ -69,6 +70,11 @@ class Tokenizer:
         """The ids of an answer that somebody else wrote, as they would have been sampled behind the ids `prompt` of what was
         `said`, closed by an end token. Raises as `shown.shown_ids`."""
         return shown_answer(self, prompt.tolist(), said, text, source)
+
+    @property
+    def form(self) -> CallForm:
+        """How the model writes calls of tools, by its chat template."""
+        return form_of(template_of(self.hf), self.name)
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         """The text, without end and padding tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.ragged import Groups
 from policygrad.rollout.prompts import number
-from policygrad.rollout.trajectory import Group, Trajectory
+from policygrad.rollout.trajectory import Group, Trajectory, conversed
 
 
 def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Batch:
@@ -119,6 +120,11 @@ def _of_environment(row: Trajectory) -> Metrics:
 
 
 def _turns(rows: Sequence[Trajectory]) -> Metrics:
-    """Turns of the policy per episode, where any has several."""
+    """Turns of the policy per episode, and what ended them, where any has several or an environment says."""
     turns = [sum(s.sampled for s in row.segments) for row in rows]
-    return {"environment/turns": Mean(float(sum(turns)), float(len(turns)))} if max(turns) > 1 else {}
+    if not conversed(rows):
+        return {}
+    ends = Counter(row.ended for row in rows if row.ended)
+    count = float(len(rows))
+    shares: Metrics = {f"environment/ended_{word}": Mean(float(n), count) for word, n in sorted(ends.items())}
+    return shares | {"environment/turns": Mean(float(sum(turns)), count)}

@@ -12,7 +12,7 @@ from policygrad.rollout.reasoning_steps import Marks
 from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
 from policygrad.tasks.types import Example
 
-PLAIN = ("text", "truncated", "turn_rewards", "reward", "metrics", "states", "parts", "demonstration")
+PLAIN = ("text", "truncated", "turn_rewards", "reward", "metrics", "states", "parts", "demonstration", "ended")
 """Fields of a trajectory that come back as they were written."""
 
 
@@ -100,6 +100,7 @@ def _trajectory(row: Trajectory, known: dict[Hashable, int]) -> dict[str, Any]:
         "states": tuple(known.setdefault(state, len(known)) for state in row.states),
         "parts": _numbers(row.parts),
         "demonstration": row.demonstration,
+        "ended": row.ended,
     }
 
 

@@ -12,9 +12,19 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from policygrad.environments.base import Action, Environment, EnvironmentFactory, Observation, Step
+from policygrad.environments.base import (
+    CONTEXT,
+    TOKENS,
+    Action,
+    Environment,
+    EnvironmentFactory,
+    Observation,
+    Step,
+    made,
+)
 from policygrad.errors import EngineError
 from policygrad.models.chat import Tools
+from policygrad.models.tool_calls import CallForm
 from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
 from policygrad.samplers.base import Generation, Request, Sampler, Sampling
 from policygrad.tasks.types import Prompt
@@ -28,6 +38,11 @@ class Encoder(Protocol):
     @property
     def context(self) -> int | None:
         """Positions of the model, in tokens."""
+        ...
+
+    @property
+    def form(self) -> CallForm:
+        """How the model writes calls of tools."""
         ...
 
     def encode(self, prompt: Prompt, max_tokens: int, source: str = ..., tools: Tools | None = ...) -> Tensor:
@@ -65,6 +80,7 @@ class _Episode:
         """Of the last turn."""
         self.left = start.max_tokens
         self.over = self.truncated = False
+        self.limit, self.ended = TOKENS, ""
 
     def request(self, sampling: Sampling) -> Request:
         turn = len(self.rewards)
@@ -76,7 +92,7 @@ class _Episode:
         _check(generation, self.left, sampler)
         cut = generation.finish_reason == "length"
         self.text = text = encoder.decode(generation.tokens)
-        step = await _awaited(self.environment, "step", Action(text, cut))
+        step = await _awaited(self.environment, "step", Action(text, cut, encoder.form))
         if not isinstance(step, Step):
             name = type(self.environment).__name__
             raise EngineError(f"{name}.step returned {type(step).__name__}: return a Step (pg.Step)")
@@ -85,6 +101,7 @@ class _Episode:
         self.metrics.update(step.metrics)
         self.left -= len(generation.tokens)
         self.over = self.truncated = cut
+        self.ended = self.limit if cut else step.ended
         if step.observation is None:
             self.over = True
         elif not cut:
@@ -104,7 +121,9 @@ class _Episode:
         room = self.left if encoder.context is None else min(self.left, encoder.context - len(self.context))
         if room < 1:  # nothing more can be said, so what the environment said is left away
             self.over = self.truncated = True
+            self.ended = TOKENS if self.left < 1 else CONTEXT
             return
+        self.limit = CONTEXT if room < self.left else self.limit
         self.left = room
         self.segments.append(Segment(new))
         self.states.append(_state(observation, self.environment))
@@ -121,6 +140,7 @@ class _Episode:
             sum(own) if own else None,
             metrics=dict(self.metrics),
             states=tuple(self.states),
+            ended=self.ended,
         )
 
 
@@ -134,7 +154,7 @@ async def play(
     environment: EnvironmentFactory,
 ) -> list[Group]:
     """n episodes from each start, in their order."""
-    groups = [[_Episode(environment(start.example), start, j) for j in range(n)] for start in starts]
+    groups = [[_Episode(made(environment, start.example, start.seed), start, j) for j in range(n)] for start in starts]
     prompts = [await _begin(episodes, encoder) for episodes in groups]
     going = [episode for episodes in groups for episode in episodes]
     while going:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from policygrad.environments.base import ENVIRONMENT, TOKENS
 from policygrad.rollout.reasoning_steps import Marks
 from policygrad.samplers.base import Generation
 from policygrad.tasks.types import Example
@@ -35,6 +37,11 @@ class Start:
         """For error messages."""
         kind = "held-out" if self.key[1] == EVALUATE else "training"
         return getattr(self.example, "source", "") or f"{kind} prompt {self.key[3]}"
+
+    @property
+    def seed(self) -> int:
+        """Of the world, the same for every episode of the group and for its greedy one."""
+        return Random(f"{self.key[0]}/{self.key[2:4]}").getrandbits(63)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +90,8 @@ class Trajectory:
     """What each of the group's `rewards` says, before its weight; None = it failed or does not apply."""
     demonstration: bool = False
     """Shown, not sampled: its one segment's `logp` is that of whoever wrote it, or 0."""
+    ended: str = ""
+    """What ended it, where an environment was played: `environment`, `tokens`, `context`, or a word of its own."""
 
     @property
     def tokens(self) -> Tensor:
@@ -146,3 +155,8 @@ def asked_of(examples: Sequence[Example]) -> tuple[list[Any], dict[str, list[Any
     names = dict.fromkeys(name for example in examples for name in example.columns)
     columns = {name: [example.columns.get(name) for example in examples] for name in names}
     return [example.prompt for example in examples], columns
+
+
+def conversed(rows: Sequence[Trajectory]) -> bool:
+    """Whether there is anything to say of turns: an episode has several, or ended by a word of its environment's own."""
+    return any(len(row.segments) > 1 or row.ended not in ("", ENVIRONMENT, TOKENS) for row in rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from policygrad.sandbox.limits import Limits
 from policygrad.sandbox.program import run
@@ -14,16 +15,23 @@ _NOISE = ("sandbox/inside.py", "exec(compile(", "eval(compile(", "<string>")
 class PythonTool:
     """`tool("2 ** 10")` is "1024\\n": what the code prints, the value of an expression at its end, and how it failed.
 
-    Every call is a new process: nothing is left of the one before. Raises ConfigError where no wall stands (docs/sandbox.md).
+    Every call is a new process, and blocks until it has ended, `limits.seconds` at most. Raises ConfigError where no wall stands
+    (docs/sandbox.md).
     """
 
+    name: ClassVar[str] = "python"
+    """Of the tool, for the policy (policygrad.ToolUse)."""
     limits: Limits = Limits()
     wall: str = "auto"
     longest: int = 4000
     """Characters of an answer; what is longer loses its middle."""
 
     def __call__(self, code: str) -> str:
-        """Run the code; blocks until it has ended, `limits.seconds` at most."""
+        """Runs a Python program and returns what it prints, and the value of an expression at its end.
+
+        Args:
+            code: The program. Nothing is left of the one before.
+        """
         outcome = run(code, limits=self.limits, wall=self.wall, show=True)
         text = outcome.stdout
         if not outcome.succeeded:
@@ -31,7 +39,7 @@ class PythonTool:
             text += ("\n" if text and not text.endswith("\n") else "") + failed
             if outcome.ended != "by itself":
                 text += ("\n" if not text.endswith("\n") else "") + outcome.said
-        return _cut(text, self.longest)
+        return shortened(text, self.longest)
 
 
 def _trace(stderr: str) -> str:
@@ -40,7 +48,8 @@ def _trace(stderr: str) -> str:
     return "\n".join(kept)
 
 
-def _cut(text: str, longest: int) -> str:
+def shortened(text: str, longest: int) -> str:
+    """The text; without its middle where it is longer."""
     if len(text) <= longest:
         return text
     half = longest // 2

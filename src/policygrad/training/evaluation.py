@@ -13,6 +13,7 @@ from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.rollouter import Rollout
 from policygrad.samplers.base import Sampler, Sampling
 from policygrad.training.config.run import Run
+from policygrad.training.environment import chosen_environment
 from policygrad.training.resources import Needed, SamplerFactory, load, needed_for
 
 
@@ -62,7 +63,7 @@ def evaluate(
     reward_environment: tuple[str, ...] = (),
     phase: Phase = nobody,
     sampler: Sampler | SamplerFactory | None = None,
-    environment: EnvironmentFactory | None = None,
+    environment: EnvironmentFactory | str | None = None,
     trust_remote_code: bool = False,
     map: Any = None,
     skip_bad_rows: bool = False,
@@ -88,7 +89,7 @@ def evaluate(
             rewards=Rewarding(budget=budget, memory=memory, sandbox=sandbox, environment=reward_environment),
             phase=phase,
             sampler=sampler,
-            environment=environment,
+            environment=chosen_environment(environment),
             trust_remote_code=trust_remote_code,
             map=map,
             skip_bad_rows=skip_bad_rows,

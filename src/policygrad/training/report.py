@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.rollout.trajectory import Trajectory
+from policygrad.rollout.trajectory import Trajectory, conversed
 from policygrad.training.loop import Done
 
 MISMATCH = 1.0
@@ -32,7 +32,8 @@ def rows_of(done: Done, decode: Callable[[Tensor], str], scored: bool = True) ->
 
     The reward is what was said of the completion, whether it takes part or a filter left it out; None = it could not be judged,
     or nobody asked for that (`scored`). Where several say something of it, `rewards` has each one's, before its weight.
-    Where answers are looked at in steps, also each step's [tokens up to its end, advantage]; where an environment answers, `turns`.
+    Where answers are looked at in steps, also each step's [tokens up to its end, advantage]; where an environment answers, `turns`,
+    and what `ended` the episode.
     """
     batch, rollout = done.batch, done.rollout
     advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(rollout.texts)
@@ -52,6 +53,9 @@ def rows_of(done: Done, decode: Callable[[Tensor], str], scored: bool = True) ->
         }
         for (number, group, t), advantage, cut in zip(episodes, advantages, truncated, strict=True)
     ]
+    if conversed([t for _, _, t in episodes]):
+        for row, (_, _, episode) in zip(rows, episodes, strict=True):
+            row["ended"] = episode.ended
     for row, shown in zip(rows, batch.demonstration.tolist(), strict=True) if batch.demonstration is not None else ():
         row["demonstration"] = shown
     for row, end, psi in zip(rows, batch.step_end, done.psi, strict=True) if batch.step_end is not None else ():

@@ -30,6 +30,7 @@ from policygrad.tasks import load_task
 from policygrad.tasks.types import Task
 from policygrad.training.config.run import Run
 from policygrad.training.engines import engine_of
+from policygrad.training.environment import chosen_environment
 from policygrad.training.reading import row_reading
 from policygrad.waiting import Waiter
 
@@ -321,7 +322,7 @@ def needed_for(
         phase=phase,
         sampler=sampler,
         engine=engine_of(run, sampler),
-        environment=environment,
+        environment=chosen_environment(run.environment, environment),
         routing_replay=run.learner.routing_replay,
         apart=run.staleness > 0,
         trust_remote_code=run.trust_remote_code,

@@ -356,8 +356,10 @@ class Trainer(Lifecycle[Run, Progress, float]):
     @property
     def _own(self) -> dict[str, Any]:
         """The options that may name code of one's own."""
-        mapped = {"map": self.config.map} if isinstance(self.config.map, str) else {}
-        return {"algorithm": algorithm_to_dict(self.config.algorithm), "reward": list(self.config.reward), **mapped}
+        run = self.config
+        single = {"map": run.map, "environment": run.environment}
+        named = {option: name for option, name in single.items() if isinstance(name, str)}
+        return {"algorithm": algorithm_to_dict(run.algorithm), "reward": list(run.reward), **named}
 
     @property
     def _leave(self) -> str:

@@ -84,9 +84,10 @@ def named(data: Mapping[str, Any]) -> Iterator[str]:
     for name in rewards if isinstance(rewards, list) else [rewards]:
         if isinstance(name, str):
             yield from codes_of(name)
-    mapped = data.get("map")
-    if isinstance(mapped, str) and is_own(mapped):
-        yield mapped.rpartition(":")[0] or mapped
+    for option in ("map", "environment"):
+        name = data.get(option)
+        if isinstance(name, str) and is_own(name):
+            yield name.rpartition(":")[0] or name
     algorithm = data.get("algorithm")
     if isinstance(algorithm, Mapping):
         for key, value in algorithm.items():

@@ -10,7 +10,7 @@ from policygrad.training.config.allowed import Allowed, check_allowed
 from policygrad.training.config.run import OBJECT, Draft
 from policygrad.training.config.toml import from_dict, read
 
-SAME = ("task", "map", "skip_bad_rows", "reward", "held_out", "sampling", "seed", "trust_remote_code")
+SAME = ("task", "map", "skip_bad_rows", "reward", "environment", "held_out", "sampling", "seed", "trust_remote_code")
 """Options that mean the same where a model is measured."""
 _READ = (*SAME, "evaluation", "rewards", "learner")
 

@@ -87,6 +87,9 @@ class Options:
     reward: Annotated[tuple[Any, ...], named("NAME", tuple[str, ...], "the task's own")] = ()
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
     Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
+    environment: Annotated[Any, named("FILE:NAME", str, "the prompt and one answer")] = None
+    """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME.
+    Without --reward its own rewards are all there is. From Python also the object."""
     step_end: Annotated[str | None, optional("REGEX", "the task's own")] = None
     """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
     held_out: Annotated[Any, named("FILE", str, "a sixteenth of the task, chosen by a hash of the prompt")] = None
@@ -168,7 +171,7 @@ class Run(Draft):
     @property
     def objects(self) -> tuple[str, ...]:
         """The options that are given as objects, which a file cannot hold: such a run goes on from Python only."""
-        names = ("model", "tokenizer", "task", "map", "held_out")
+        names = ("model", "tokenizer", "task", "map", "environment", "held_out")
         found = tuple(n for n in names if not isinstance(getattr(self, n), str | NoneType))
         return found + (() if all(isinstance(reward, str) for reward in self.reward) else ("reward",))
 

@@ -1,0 +1,139 @@
+"""Conversations with tools: the policy calls, is answered, calls again, and says what it has found."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from policygrad.environments.base import Action, Environment, Observation, Step, takes_seed
+from policygrad.environments.tools import FAILURES, MALFORMED, UNKNOWN, Answer, Tool
+from policygrad.errors import ConfigError
+from policygrad.models.plain_tools import tool_response
+from policygrad.models.tool_calls import CallForm, ToolCall
+from policygrad.sandbox.tool import shortened
+from policygrad.tasks.types import Example, Prompt
+
+ANSWER, TURNS = "answer", "turns"
+"""What ends a conversation, besides the budget of tokens: the policy, by a turn without a call, or the number of turns."""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """An environment's factory: `pg.train(run, environment=pg.ToolUse((add,)))`, or on the command line `mine.py:NAME`.
+
+    A turn that calls no tool is the answer and ends the episode. What cannot be read, or fails, is told to the policy as
+    `error: …`, and counted: `environment/calls`, `environment/calls_malformed`, `…_unknown`, `…_arguments`, `…_raised`, `…_slow`.
+
+    Raises:
+        ConfigError: a tool that cannot be described, two of one name, a budget that leaves nothing.
+    """
+
+    tools: Sequence[Callable[..., Any]] | Callable[..., Sequence[Callable[..., Any]]]
+    """Functions with types and a docstring, plain or async; or a function from an example (and `seed`) to those of one episode."""
+    reward: Callable[[str, Example], Any] | None = None
+    """Of an episode, from its answer ("" = none) and its example, plain or async; None = the run's reward functions."""
+    call_reward: Callable[[ToolCall, Answer], float] | None = None
+    """Of a turn: of each of its calls, added up."""
+    max_turns: int = 8
+    """Turns of the policy; the tokens of all of them are the run's `max_tokens`."""
+    seconds: float = 10.0
+    """For one call."""
+    longest: int = 4000
+    """Characters of an answer; what is longer loses its middle."""
+    describe: bool = True
+    """Whether the prompt says what tools there are: by the chat template, or, where it knows none, before the first message."""
+    form: CallForm | None = None
+    """How calls are written; None = as the model's chat template has it."""
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1 or not self.seconds > 0 or self.longest < 1:
+            raise ConfigError(
+                "ToolUse: max_turns and longest must be at least 1 and seconds above 0, not "
+                f"{self.max_turns}, {self.longest}, {self.seconds:g}"
+            )
+        if not callable(self.tools):
+            self._described  # noqa: B018  refuses what cannot be described now, not in the first episode
+
+    @cached_property
+    def _described(self) -> dict[str, Tool]:
+        return {} if callable(self.tools) else described(self.tools)
+
+    def __call__(self, example: Example, seed: int = 0) -> Environment:
+        given = self.tools
+        if not callable(given):
+            return _Conversation(self, example, self._described)
+        return _Conversation(
+            self, example, described(given(example, seed=seed) if takes_seed(given) else given(example))
+        )
+
+
+def described(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
+    """Tools by their names.
+
+    Raises:
+        ConfigError: two of one name, or what `Tool.of` refuses.
+    """
+    tools = [Tool.of(function) for function in functions]
+    twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
+    if twice:
+        raise ConfigError(f"two tools are called {twice[0]!r}: a call would not say which; rename one")
+    return {tool.name: tool for tool in tools}
+
+
+class _Conversation:
+    """One episode."""
+
+    def __init__(self, asked: ToolUse, example: Example, tools: dict[str, Tool]) -> None:
+        self.asked, self.example, self.tools = asked, example, tools
+        self.turns = 0
+
+    async def reset(self) -> Observation:
+        schemas = tuple(tool.schema for tool in self.tools.values()) if self.asked.describe else ()
+        return Observation(self.example.prompt, schemas)
+
+    async def step(self, action: Action) -> Step:
+        self.turns += 1
+        calls = self.asked.form(action.text) if self.asked.form else action.calls
+        metrics = {"calls": float(len(calls))} | {f"calls_{why}": 0.0 for why in FAILURES}
+        if not calls:
+            return Step(reward=await self._reward(action.text), metrics=metrics, ended=ANSWER)
+        if action.truncated or self.turns >= self.asked.max_turns:
+            metrics["calls_malformed"] = float(sum(bool(call.error) for call in calls))
+            return Step(reward=await self._reward(""), metrics=metrics, ended=TURNS)
+        answers = [await self._answer(call) for call in calls]
+        for answer in answers:
+            if answer.failed:
+                metrics[f"calls_{answer.failed}"] += 1.0
+        worth = self.asked.call_reward
+        own = None if worth is None else float(sum(worth(c, a) for c, a in zip(calls, answers, strict=True)))
+        return Step(Observation(self._said(answers)), own, metrics)
+
+    async def _answer(self, call: ToolCall) -> Answer:
+        if call.error:
+            return Answer(f"error: {call.error}", MALFORMED)
+        if (tool := self.tools.get(call.name)) is None:
+            return Answer(
+                f"error: there is no tool {call.name!r}, there are {', '.join(self.tools) or 'none'}", UNKNOWN
+            )
+        answer = await tool(call, self.asked.seconds)
+        return Answer(shortened(answer.text, self.asked.longest), answer.failed)
+
+    def _said(self, answers: Sequence[Answer]) -> Prompt:
+        """Text goes on as text; messages by the role that templates with tools have, or as the user."""
+        tagged = "\n".join(tool_response(answer.text) for answer in answers)
+        if isinstance(self.example.prompt, str):
+            return f"\n{tagged}\n"
+        if not self.asked.describe:
+            return ({"role": "user", "content": tagged},)
+        return tuple({"role": "tool", "content": answer.text} for answer in answers)
+
+    async def _reward(self, answer: str) -> float | None:
+        if self.asked.reward is None:
+            return None
+        found = self.asked.reward(answer, self.example)
+        worth = await found if inspect.isawaitable(found) else found
+        return None if worth is None else float(worth)

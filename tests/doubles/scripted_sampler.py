@@ -1,0 +1,55 @@
+"""A sampler that says what is written for it, in token ids, and certain of it; and `conversation`, which plays an environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from policygrad.models.tokenizer import Tokenizer
+from policygrad.rollout.episodes import play
+from policygrad.rollout.trajectory import TRAIN, Group, Start
+from policygrad.samplers.base import Generation, Request, Sampling
+from policygrad.tasks.types import Example
+
+
+class ScriptedSampler:
+    """`say(key, context)` is the turn's text; an end token follows where the budget has room."""
+
+    def __init__(self, tokenizer: Tokenizer, say: Callable[[tuple[int, ...], str], str]) -> None:
+        self.tokenizer, self.say = tokenizer, say
+        self.asked: list[Request] = []
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        self.asked += requests
+        return [self._one(request) for request in requests]
+
+    def _one(self, request: Request) -> Generation:
+        text = self.say(request.key, self.tokenizer.hf.decode(request.tokens))
+        ids = [*self.tokenizer.hf(text, add_special_tokens=False)["input_ids"], min(self.tokenizer.end)]
+        cut = len(ids) > request.max_tokens
+        tokens = torch.tensor(ids[: request.max_tokens])
+        return Generation(tokens, torch.zeros(len(tokens)), "length" if cut else "stop", 0)
+
+    async def update(self, weights: Any) -> None:
+        pass
+
+
+def conversation(
+    tokenizer: Tokenizer,
+    environment: Any,
+    example: Example,
+    turns: Sequence[str],
+    *,
+    max_tokens: int = 1000,
+    samples: int = 1,
+) -> tuple[Group, ScriptedSampler]:
+    """The group of episodes in which the policy says these turns."""
+    sampler = ScriptedSampler(tokenizer, lambda key, context: turns[key[5] if len(key) > 5 else 0])
+    starts = [Start(example, (0, TRAIN, 1, 0), max_tokens)]
+    work = play(
+        starts, samples, Sampling(max_tokens=max_tokens), sampler=sampler, encoder=tokenizer, environment=environment
+    )
+    return asyncio.run(work)[0], sampler

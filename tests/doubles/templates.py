@@ -1,0 +1,62 @@
+"""Chat templates, as the model cards of public models have them, and the embedded tokenizer with each."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from policygrad.models.loading import resolve
+from policygrad.models.tokenizer import Tokenizer
+
+ENDS = {  # the template's name, and the token that ends its turns
+    "embedded": "<eos>",
+    "chatml": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "mistral": "</s>",
+    "reasoning": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "llama31": "<|eot_id|>",
+    "mistral_tools": "</s>",
+    "phi3": "<|end|>",
+    "phi4": "<|im_end|>",
+    "transformers:llama4/processing_llama4.py": "<|eot|>",
+    "transformers:qwen2_audio/processing_qwen2_audio.py": "<|im_end|>",
+}
+MARKS = (
+    "<bos>",
+    "<s>",
+    "<|begin_of_text|>",
+    "<|im_start|>",
+    "<start_of_turn>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+)
+
+
+def template(name: str) -> str:
+    """The model's own, one of those beside this test, or the one that a module of transformers writes out."""
+    if name == "embedded":
+        return (Path(resolve("tiny")) / "chat_template.jinja").read_text()
+    place, _, file = name.partition(":")
+    if not file:
+        return (Path(__file__).parents[1] / "models" / "templates" / f"{name}.jinja").read_text()
+    found = find_spec(place)
+    assert found is not None
+    assert found.origin is not None
+    code = ast.parse((Path(found.origin).parent / "models" / file).read_text())
+    texts = [node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return next(text for text in texts if "{%" in text and "add_generation_prompt" in text)
+
+
+@cache
+def tokenizer(name: str) -> Tokenizer:
+    """The embedded model's, with another template and its special tokens."""
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(resolve("tiny"))
+    hf.add_special_tokens({"additional_special_tokens": [*MARKS, *(set(ENDS.values()) - {"<eos>"})]})
+    hf.chat_template = template(name)
+    return Tokenizer(hf, frozenset([hf.convert_tokens_to_ids(ENDS[name])]), name, None)

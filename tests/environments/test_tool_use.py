@@ -1,0 +1,303 @@
+"""Tools that are plain functions: described, called, answered, budgeted; whatever a policy says of them, nothing falls over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import policygrad as pg
+from doubles.scripted_sampler import conversation
+from policygrad.environments.base import Observation, Step
+from policygrad.environments.tools import Answer, Tool
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.rollout.batching import measure, to_batch
+from policygrad.sandbox import PythonTool, standing
+
+ASKED = pg.Example("1 + 2 =\n", {"answer": "3"})
+ENDLESS = threading.Event()
+
+
+def add(a: int, b: int = 0) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+async def later(text: str) -> dict[str, str]:
+    """Says it later.
+
+    Args:
+        text: what is to be said
+    """
+    await asyncio.sleep(0)
+    return {"said": text}
+
+
+def fails(how: Literal["value", "exit", "stop", "own"]) -> str:
+    """Fails.
+
+    Args:
+        how: in which way
+    """
+    raise {"value": ValueError("no such number"), "exit": SystemExit(3), "stop": StopIteration()}.get(
+        how, pg.ConfigError("no wall")
+    )
+
+
+def hangs() -> None:
+    """Comes back much too late."""
+    ENDLESS.wait(30)
+
+
+async def sleeps() -> None:
+    """Never comes back."""
+    await asyncio.Event().wait()
+
+
+TOOLS = (add, later, fails, hangs, sleeps)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Iterator[Tokenizer]:
+    yield load_tokenizer("tiny", load_model("tiny"))
+    ENDLESS.set()
+
+
+def right(answer: str, example: pg.Example) -> float:
+    return float(answer.strip() == example.columns["answer"])
+
+
+def played(tokenizer: Tokenizer, *turns: str, example: pg.Example = ASKED, **options: Any) -> Any:
+    given = {"describe": False, "reward": right} | options
+    tools = given.pop("tools", TOOLS)
+    budget = {"max_tokens": given.pop("max_tokens")} if "max_tokens" in given else {}
+    group, sampler = conversation(tokenizer, pg.ToolUse(tools, **given), example, turns, **budget)  # type: ignore[arg-type]
+    (trajectory,) = group.trajectories
+    return trajectory, sampler
+
+
+def call(name: str, **arguments: Any) -> str:
+    return "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
+
+
+def test_a_function_is_its_own_description() -> None:
+    tool = Tool.of(add)
+    assert tool.schema == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "the first"},
+                    "b": {"type": "integer", "description": "the second"},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+
+
+def test_a_conversation_with_a_tool(tokenizer: Tokenizer) -> None:
+    trajectory, sampler = played(tokenizer, f"I add. {call('add', a=1, b=2)}", "3")
+    first, answer, second = trajectory.segments
+    assert (first.sampled, answer.sampled, second.sampled) == (True, False, True)
+    assert tokenizer.decode(answer.tokens) == "\n<tool_response>\n3\n</tool_response>\n"
+    assert (trajectory.reward, trajectory.ended, trajectory.truncated) == (1.0, "answer", False)
+    assert trajectory.metrics["calls"] == 1.0
+    asked = torch.cat([sampler.asked[0].tokens, first.tokens, answer.tokens])
+    assert torch.equal(sampler.asked[1].tokens, asked)  # the very ids, and nothing but a continuation of them
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "why"),
+    [
+        (call("add", a=4, b=5), "9", ""),
+        ("<tool_call>add(4, 5)</tool_call>", "9", ""),
+        (call("add", a=4), "4", ""),
+        (call("later", text="é"), '{"said": "é"}', ""),
+        ("<tool_call>{nothing}</tool_call>", "error: the call is no JSON", "malformed"),
+        (call("subtract", a=1), "error: there is no tool 'subtract', there are add, later, fails", "unknown"),
+        (call("add", a=1, c=2), "error: add: got an unexpected keyword argument 'c'", "arguments"),
+        (call("add"), "error: add: missing a required argument: 'a'", "arguments"),
+        (call("add", a="1"), 'error: add: a is to be of type integer, not "1"', "arguments"),
+        (call("add", a=True), "error: add: a is to be of type integer, not true", "arguments"),
+        (
+            call("fails", how="softly"),
+            'error: fails: how is to be one of ["value", "exit", "stop", "own"], not "softly"',
+            "arguments",
+        ),
+        (call("fails", how="value"), "error: ValueError: no such number", "raised"),
+        (call("fails", how="exit"), "error: RuntimeError: SystemExit(3)", "raised"),
+        (call("fails", how="stop"), "error: RuntimeError: StopIteration()", "raised"),
+        (call("hangs"), "error: hangs took longer than 0.05 seconds", "slow"),
+        (call("sleeps"), "error: sleeps took longer than 0.05 seconds", "slow"),
+    ],
+)
+def test_what_comes_of_a_call(tokenizer: Tokenizer, said: str, answer: str, why: str) -> None:
+    slow = {"seconds": 0.05} if why == "slow" else {}
+    trajectory, _ = played(tokenizer, said, "3", **slow)
+    assert f"<tool_response>\n{answer}" in tokenizer.decode(trajectory.segments[1].tokens)
+    failures = {name: count for name, count in trajectory.metrics.items() if name != "calls" and count}
+    assert failures == ({f"calls_{why}": 1.0} if why else {})
+    assert trajectory.reward == 1.0  # the episode goes on
+
+
+def test_what_a_policy_cannot_help_is_raised(tokenizer: Tokenizer) -> None:
+    with pytest.raises(pg.ConfigError, match="no wall"):
+        played(tokenizer, call("fails", how="own"), "3")
+
+
+def test_several_calls_are_answered_in_their_order_and_paid_for(tokenizer: Tokenizer) -> None:
+    both = call("add", a=1, b=1) + call("add", a="x")
+
+    def paid(called: pg.ToolCall, answer: Answer) -> float:
+        assert called.name == "add"
+        return -0.5 if answer.failed else 0.1
+
+    trajectory, _ = played(tokenizer, both, "4", call_reward=paid)
+    said = tokenizer.decode(trajectory.segments[1].tokens)
+    assert said.index("\n2\n") < said.index("error: add")
+    assert trajectory.turn_rewards == (pytest.approx(-0.4), 0.0)
+    assert trajectory.metrics["calls"] == 2.0
+
+
+def test_turns_and_tokens_end_an_episode_and_that_is_said(tokenizer: Tokenizer) -> None:
+    again = call("add", a=1, b=2)
+    trajectory, _ = played(tokenizer, again, again, again, "3", max_turns=3)
+    assert (trajectory.ended, trajectory.reward, len(trajectory.turn_rewards)) == ("turns", 0.0, 3)
+    size = len(tokenizer.hf(again)["input_ids"]) + 1
+    cut, _ = played(tokenizer, again, again, "3", max_tokens=size + 5)
+    assert (cut.ended, cut.truncated, cut.reward, cut.sampled) == ("tokens", True, 0.0, size + 5)
+    full, _ = played(tokenizer, again, "3", max_tokens=size)  # nothing is left to say, so the answer is not heard
+    assert (full.ended, full.truncated, len(full.segments)) == ("tokens", True, 1)
+    narrow = Tokenizer(tokenizer.hf, tokenizer.end, "narrow", len(tokenizer.hf("1 + 2 =\n")["input_ids"]) + size + 3)
+    short, _ = played(narrow, again, "3", max_tokens=size)
+    assert short.ended == "tokens"
+
+
+def test_the_model_s_context_ends_an_episode_and_that_is_said(tokenizer: Tokenizer) -> None:
+    class Talks:
+        def __init__(self, example: pg.Example) -> None:
+            pass
+
+        async def reset(self) -> Observation:
+            return Observation("1")
+
+        async def step(self, action: pg.Action) -> Step:
+            return Step(Observation(" 2" * 20))
+
+    narrow = Tokenizer(tokenizer.hf, tokenizer.end, "narrow", 30)
+    group, _ = conversation(narrow, Talks, ASKED, ["3"] * 9, max_tokens=20)
+    assert (group.trajectories[0].ended, group.trajectories[0].truncated) == ("context", True)
+
+
+def test_it_is_measured(tokenizer: Tokenizer) -> None:
+    again = call("add", a=1, b=2)
+    groups = []
+    for turns in ([again, "3"], [again, again, again]):
+        group, _ = conversation(tokenizer, pg.ToolUse((add,), right, max_turns=3, describe=False), ASKED, turns)
+        groups.append(group)
+    values = {name: metric.value for name, metric in measure([(groups, to_batch(groups))]).items()}
+    assert values["environment/turns"] == 2.5
+    assert (values["environment/ended_answer"], values["environment/ended_turns"]) == (0.5, 0.5)
+    assert (values["environment/calls"], values["environment/calls_raised"]) == (2.0, 0.0)
+
+
+def test_an_answer_that_is_long_loses_its_middle(tokenizer: Tokenizer) -> None:
+    def counts(n: int) -> str:
+        """Counts.
+
+        Args:
+            n: to where
+        """
+        return " ".join(map(str, range(n)))
+
+    trajectory, _ = played(tokenizer, call("counts", n=500), "3", tools=(counts,), longest=40)
+    said = tokenizer.decode(trajectory.segments[1].tokens)
+    assert said.startswith("\n<tool_response>\n0 1 2 3")
+    assert "characters" in said
+    assert len(said) < 120
+
+
+def test_tools_may_know_the_example_and_a_seed_that_the_group_shares(tokenizer: Tokenizer) -> None:
+    seeds: list[int] = []
+
+    def tools(example: pg.Example, seed: int) -> list[Any]:
+        seeds.append(seed)
+
+        def reveal() -> str:
+            """What the answer is."""
+            return f"{example.columns['answer']} of {seed}"
+
+        return [reveal]
+
+    environment = pg.ToolUse(tools, right, describe=False)
+    group, _ = conversation(tokenizer, environment, ASKED, [call("reveal"), "3"], samples=3)
+    assert len(seeds) == 3
+    assert len({*seeds}) == 1
+    assert f"3 of {seeds[0]}" in group.trajectories[2].text
+    other = pg.Example("2 + 1 =\n", {"answer": "3"})
+    conversation(tokenizer, environment, other, [call("reveal"), "3"])
+    assert seeds[-1] == seeds[0]  # of the run's seed, the step and the place in it: known before anything is drawn
+
+
+def test_python_is_a_tool(tokenizer: Tokenizer) -> None:
+    tool = Tool.of(PythonTool())
+    assert tool.name == "python"
+    assert list(tool.schema["function"]["parameters"]["properties"]) == ["code"]
+    try:
+        standing()
+    except pg.ConfigError as error:
+        pytest.skip(f"no wall stands here: {error}")
+    trajectory, _ = played(tokenizer, call("python", code="2 ** 70"), "3", tools=(PythonTool(),))
+    assert "1180591620717411303424" in trajectory.text
+
+
+def test_a_tool_that_cannot_be_described_is_refused_with_the_way_out() -> None:
+    def silent(a: int) -> int:
+        return a
+
+    def half(a: int) -> int:
+        """Returns it."""
+        return a
+
+    def untyped(a):  # type: ignore[no-untyped-def]
+        """Returns it.
+
+        Args:
+            a: it
+        """
+        return a
+
+    for function in (silent, half, untyped):
+        with pytest.raises(pg.ConfigError, match=rf"the tool '{function.__name__}' cannot be described .*`Args:`"):
+            pg.ToolUse((function,))
+    with pytest.raises(pg.ConfigError, match="a tool is a function, and 3 is none"):
+        pg.ToolUse((3,))  # type: ignore[arg-type]
+    with pytest.raises(pg.ConfigError, match="two tools are called 'add'"):
+        pg.ToolUse((add, add))
+    with pytest.raises(pg.ConfigError, match="max_turns and longest must be at least 1"):
+        pg.ToolUse((add,), max_turns=0)
+
+
+def test_the_prompt_says_what_tools_there_are(tokenizer: Tokenizer) -> None:
+    chat = pg.Example(({"role": "user", "content": "1 + 2?"},), {"answer": "3"})
+    for example in (ASKED, chat):
+        trajectory, sampler = played(tokenizer, call("add", a=1, b=2), "3", example=example, describe=True)
+        prompt = tokenizer.decode(sampler.asked[0].tokens)
+        assert '"description": "Adds two numbers."' in prompt
+        assert prompt.index("</tools>") < prompt.index("1 + 2")
+        assert "<tool_response>\n3\n</tool_response>" in tokenizer.decode(trajectory.segments[1].tokens)
