@@ -11,6 +11,7 @@ from torch import nn
 
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.rewards.waits import Phase, nobody
 from policygrad.samplers.config import ENGINES, LOCAL, SamplerConfig
 from policygrad.samplers.http import AwayError, Http
 
@@ -39,11 +40,17 @@ def engine_class(name: str) -> type[EngineSampler]:
 
 
 def engine_sampler(
-    config: SamplerConfig, model: nn.Module, tokenizer: Tokenizer, folder: Path, temperature: float
+    config: SamplerConfig,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    folder: Path,
+    temperature: float,
+    tell: Phase = nobody,
 ) -> EngineSampler:
-    """What draws from servers. folder: where weights are published, unless the configuration says another."""
+    """What draws from servers. folder: where weights are published, unless the configuration says another. tell: is told when no
+    server is there."""
     own = folder if config.folder is None else Path(config.folder).expanduser()
-    return engine_class(config.engine)(model, tokenizer, config, own.resolve(), temperature)
+    return engine_class(config.engine)(model, tokenizer, config, own.resolve(), temperature, tell)
 
 
 async def recognised(url: str) -> str:
@@ -68,10 +75,12 @@ async def recognised(url: str) -> str:
     raise EngineError(f"{url} answers as none of {', '.join(ENGINES)} does")
 
 
-def engine_of(run: Run, given: Any = None) -> Callable[[nn.Module, Tokenizer], EngineSampler] | None:
+def engine_of(
+    run: Run, given: Any = None, tell: Phase = nobody
+) -> Callable[[nn.Module, Tokenizer], EngineSampler] | None:
     """What makes a run's sampler, once there are a model and a tokenizer; None = this process samples.
 
-    given: a sampler from Python.
+    given: a sampler from Python. tell: is told when no server is there.
 
     Raises:
         ConfigError: two samplers.
@@ -81,4 +90,6 @@ def engine_of(run: Run, given: Any = None) -> Callable[[nn.Module, Tokenizer], E
     if given is not None:
         raise ConfigError(f"sampler= was given, and sampler.engine is {run.sampler.engine}: leave one of the two away")
     folder = Path(run.output or ".") / FOLDER
-    return lambda model, tokenizer: engine_sampler(run.sampler, model, tokenizer, folder, run.sampling.temperature)
+    return lambda model, tokenizer: engine_sampler(
+        run.sampler, model, tokenizer, folder, run.sampling.temperature, tell
+    )

@@ -60,7 +60,7 @@ class Needed:
     device: str = "auto"
     rewards: Rewarding = field(default_factory=Rewarding)
     phase: Phase = nobody
-    """Is told what rewards are waited for."""
+    """Is told what rewards or servers are waited for."""
     sampler: Sampler | SamplerFactory | None = None
     environment: EnvironmentFactory | None = None
     routing_replay: bool = False
@@ -318,7 +318,7 @@ def needed_for(
         rewards=run.rewards,
         phase=phase,
         sampler=sampler,
-        engine=engine_of(run, sampler),
+        engine=engine_of(run, sampler, phase),
         environment=environment,
         routing_replay=run.learner.routing_replay,
         apart=run.staleness > 0,
