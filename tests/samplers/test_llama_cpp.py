@@ -19,6 +19,9 @@ import policygrad as pg
 from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.rewards import RewardPool
+from policygrad.rewards.begun import Begun
+from policygrad.samplers import servers
 from policygrad.samplers.base import Request, Sampling
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.llama_cpp import LlamaCpp
@@ -213,6 +216,76 @@ def test_a_run_learns_goes_on_after_a_kill_and_resumes(tmp_path: Path) -> None:
     assert all(row["publication/bytes"] > 2e6 and row["publication/seconds"] > 0 for row in rows)
     assert all(row["publication/probe_max"] < 1e-4 for row in rows)
     assert all(row["staleness/max"] == 0 for row in rows if not row.get("dynamic/carried"))
+
+
+@pytest.mark.slow
+def test_a_model_is_measured_by_servers_as_it_is_here_and_judged_meanwhile(
+    run_command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy completions are the same ones, whoever draws them."""
+    early: list[int] = []
+    look = Begun.look
+
+    def looked(begun: Begun, completions: Any) -> None:
+        early.append(len(completions))
+        look(begun, completions)
+
+    monkeypatch.setattr(Begun, "look", looked)
+    monkeypatch.setattr(RewardPool, "pays", lambda *_: True)
+    words = ["eval", "tiny", "--problems", "12", "--samples", "1", "--temperature", "0", "--json"]
+    code, here, _ = run_command(*words)
+    assert code == 0
+    early.clear()
+    code, there, _ = run_command(*words, "--sampler.engine", "llama_cpp", "--sampler.context", "256")
+    assert code == 0
+    assert there == here
+    assert early.count(1) == 12  # one by one, as they came
+
+
+class Ending(Callback):
+    """Ends the server after the second step, for good."""
+
+    def step(self, trainer: Any, step: int, metrics: Any) -> None:
+        if step == 2:
+            process = trainer.resources.rollouter.sampler.process
+            process.end()
+            process.ensure = lambda: None
+
+
+class Phases(pg.Tracker):
+    """What is waited for."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def phase(self, text: str, done: int = 0, total: int = 0) -> None:
+        self.said.append(text)
+
+
+@pytest.mark.slow
+def test_without_a_server_a_run_waits_with_a_message_ends_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "SILENCE", 0.0)
+    run = pg.Run(
+        algorithm=pg.algorithm("grpo"),
+        sampler=replace(CONFIG, patience=2.0),
+        steps=4,
+        prompts_per_step=2,
+        samples_per_prompt=4,
+        evaluation=pg.Evaluation(problems=0),
+        output=str(tmp_path / "run"),
+    )
+    told = Phases()
+    with pytest.raises(EngineError, match=r"no server has answered for 2 seconds") as error:
+        pg.train(run, display=told, callbacks=[Ending()])
+    assert any("step 2 is saved" in note and "--resume" in note for note in error.value.__notes__)
+    assert any(text.startswith("waiting for a server, each for up to 2 s (http://127.0.0.1:") for text in told.said)
+    assert told.said[-1] == ""
+    patient = replace(run, sampler=CONFIG)
+    assert pg.train(patient, resume=tmp_path / "run", display=False).steps == 4
+    rows = [_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3, 4]
 
 
 def _json(line: str) -> dict[str, Any]:

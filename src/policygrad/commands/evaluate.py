@@ -17,6 +17,7 @@ from policygrad.errors import ConfigError, RewardError
 from policygrad.models.lora import holds_model
 from policygrad.rewards.config import Isolation
 from policygrad.samplers.base import Sampling
+from policygrad.samplers.config import SamplerConfig
 from policygrad.training.config.checks import check_seed
 from policygrad.training.config.run import optional
 
@@ -54,6 +55,8 @@ class EvalOptions:
     """A completion with at least this score is correct, for pass@k."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     """The distribution completions are drawn from."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """What draws them: this process, or an engine's servers."""
     seed: int = 0
     """Of the samples."""
     device: str = "auto"
@@ -107,6 +110,7 @@ def evaluate(args: list[str]) -> int:
         options.model,
         options.task,
         **{name: getattr(options, name) for name in names},
+        engine=options.sampler,
         memory=options.rewards.memory,
         sandbox=options.rewards.sandbox,
         reward_environment=options.rewards.environment,

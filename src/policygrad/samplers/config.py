@@ -32,7 +32,8 @@ class SamplerConfig:
     ] = ()
     """Servers, http://host:port each; the one with the fewest requests is asked next. None: llama_cpp starts one of its own."""
     folder: Annotated[
-        str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: weights in the run's folder)")
+        str | None,
+        tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: weights in the run's folder, or a temporary one)"),
     ] = None
     """Where weights are published, under a path that the servers know by the same name."""
     parallel: int = 16

@@ -141,15 +141,16 @@ class EngineSampler(ABC):
         Raises:
             EngineError: they cannot be written, or a server draws from something else.
         """
-        began = time.perf_counter()
+        began, first, there = time.perf_counter(), self.published is None, sum(s.ready for s in self.servers.all)
         put_weights(weights.tensors, self.model)
         self.published = self.versions.publish(weights)
         await self.servers.ready()
         self.versions.sweep(self.published)
         took = time.perf_counter() - began
         found: Metrics = {"publication/seconds": Sum(took), "publication/bytes": Sum(float(self.published.bytes))}
+        if not first:
+            found["publication/servers"] = Min(float(there))
         found["publication/asked_again"] = Sum(float(self.servers.moved))
-        found["publication/servers"] = Min(float(sum(server.ready for server in self.servers.all)))
         self.servers.moved = 0
         if self.verdict is not None:
             found["publication/probe_max"] = Max(self.verdict.difference)

@@ -17,10 +17,9 @@ from policygrad.samplers.http import AwayError, Http
 
 if TYPE_CHECKING:
     from policygrad.samplers.engine import EngineSampler
-    from policygrad.training.config.run import Run
 
 FOLDER = "weights"
-"""In the run's folder."""
+"""In the run's folder, or a temporary one."""
 _ASKS = 10.0
 """Seconds."""
 _KNOWN = (
@@ -76,20 +75,17 @@ async def recognised(url: str) -> str:
 
 
 def engine_of(
-    run: Run, given: Any = None, tell: Phase = nobody
+    config: SamplerConfig, folder: Path, temperature: float, given: Any = None, tell: Phase = nobody
 ) -> Callable[[nn.Module, Tokenizer], EngineSampler] | None:
-    """What makes a run's sampler, once there are a model and a tokenizer; None = this process samples.
+    """What makes the sampler that is configured, once there are a model and a tokenizer; None = this process samples.
 
-    given: a sampler from Python. tell: is told when no server is there.
+    folder, temperature, tell: as `engine_sampler`'s. given: a sampler from Python.
 
     Raises:
         ConfigError: two samplers.
     """
-    if run.sampler.engine == LOCAL:
+    if config.engine == LOCAL:
         return None
     if given is not None:
-        raise ConfigError(f"sampler= was given, and sampler.engine is {run.sampler.engine}: leave one of the two away")
-    folder = Path(run.output or ".") / FOLDER
-    return lambda model, tokenizer: engine_sampler(
-        run.sampler, model, tokenizer, folder, run.sampling.temperature, tell
-    )
+        raise ConfigError(f"sampler= was given, and sampler.engine is {config.engine}: leave one of the two away")
+    return lambda model, tokenizer: engine_sampler(config, model, tokenizer, folder, temperature, tell)
