@@ -198,7 +198,7 @@ class Faults:
         for path in (weights, self.folder / kind):
             shutil.rmtree(path, ignore_errors=True)
         ended = 0
-        keeps = keeping(weights, self.folder / "old-weights") if kind == "old" else contextlib.nullcontext(0)
+        keeps = keeping(weights, self.folder / "kept") if kind == "old" else contextlib.nullcontext(0)
         with two_engines(weights, draw) as engines, keeps as old:
             injecting = Injecting(kind, self.repeats, engines, draw, old)
             config = SamplerConfig(
