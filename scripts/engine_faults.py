@@ -163,9 +163,12 @@ class Injecting(Callback):
             seconds = self.draw.uniform(0.05, LASTS.get(self.kind, LONGEST))
             with contextlib.ExitStack() as stack:
                 chosen = self.engines if self.kind == "gone" else [self.draw.choice(self.engines)]
+                if self.kind == "gone":
+                    self.sampler.servers.patience = SHORT  # now only: a server takes longer to start
                 for engine in chosen:
                     stack.enter_context(engine.faulty(self.kind, self.old))
                 time.sleep(3 * SHORT + seconds if self.kind == "gone" else seconds)
+            self.sampler.servers.patience = PATIENCE
         self.over = True
 
 
@@ -206,7 +209,7 @@ class Faults:
                 urls=tuple(engine.proxy.url for engine in engines),
                 parallel=PARALLEL,
                 timeout=TIMEOUT,
-                patience=SHORT if kind == "gone" else PATIENCE,
+                patience=PATIENCE,
             )
 
             def sampler(model: Any, tokenizer: Any) -> Checked:

@@ -199,6 +199,104 @@ def test_waiting_for_servers_is_said_and_over(make: Make, wait: Waiter, monkeypa
     assert said.count("") == 1
 
 
+def test_an_answer_in_pieces_goes_on_from_its_tokens_with_what_is_left_of_the_budget(make: Make, wait: Waiter) -> None:
+    sampler = make(piece=3)
+    wait(sampler.update(weights(sampler, 5)))
+    asked: list[tuple[list[int], int]] = []
+
+    def noted(server: Any, request: Request, drawn: Drawn) -> Drawn:
+        asked.append((request.tokens.tolist(), request.max_tokens))
+        return drawn
+
+    sampler.standins[ONE].fault = noted
+    [found] = wait(sampler.generate([request(4, 8)]))
+    tokens, begin = found.tokens.tolist(), [5, 70, 300]
+    assert (len(tokens), found.finish_reason, found.version) == (8, "length", 5)
+    assert asked == [(begin, 3), (begin + tokens[:3], 3), (begin + tokens[:6], 2)]
+    own = sampler.model(torch.tensor([begin + tokens])).logits[0, 2:-1].log_softmax(-1)
+    assert torch.allclose(found.logp, own.gather(-1, found.tokens[:, None])[:, 0], atol=1e-5)
+    [again] = wait(sampler.generate([request(4, 8)]))
+    assert again.tokens.tolist() == tokens
+    ended = [g for g in wait(sampler.generate([request(i, 400) for i in range(4)])) if g.finish_reason == "stop"]
+    assert ended
+    assert all((g.tokens == 1).nonzero().tolist() == [[len(g.tokens) - 1]] for g in ended)
+
+
+def test_weights_change_between_the_pieces_of_an_answer_and_each_token_says_its_version(
+    make: Make, wait: Waiter
+) -> None:
+    sampler = make(ONE, TWO, piece=2, parallel=2)
+    wait(sampler.update(weights(sampler, 0)))
+    tables = {0: sampler.model.table.detach().clone()}
+    begun = asyncio.Event()
+
+    def starts(server: Any, request: Request, drawn: Drawn) -> Drawn:
+        if len(request.tokens) == 7:  # two pieces are there
+            begun.set()
+        return drawn
+
+    for server in sampler.standins.values():
+        server.fault = starts
+
+    async def both() -> list[Any]:
+        drawing = asyncio.ensure_future(sampler.generate([request(i, 40) for i in range(6)]))
+        await begun.wait()
+        await sampler.update(weights(sampler, 3, 0.1))
+        tables[3] = sampler.model.table.detach().clone()
+        assert not drawing.done()
+        return list(await drawing)
+
+    found = wait(both())
+    changed = [g for g in found if isinstance(g.version, torch.Tensor)]
+    assert changed
+    for generation in found:
+        versions = generation.version
+        if isinstance(versions, int):
+            versions = torch.full_like(generation.tokens, versions)
+        assert versions.tolist() == sorted(versions.tolist())
+        assert set(versions.tolist()) <= {0, 3}
+        before = torch.cat([torch.tensor([300]), generation.tokens[:-1]])
+        rows = torch.stack([tables[int(v)][token] for v, token in zip(versions, before, strict=True)])
+        own = rows.log_softmax(-1).gather(-1, generation.tokens[:, None])[:, 0]
+        assert torch.allclose(generation.logp, own, atol=1e-5)
+
+
+def test_a_server_answers_what_it_was_asked_before_it_is_given_other_weights(make: Make, wait: Waiter) -> None:
+    sampler = make(piece=0)
+    wait(sampler.update(weights(sampler, 0)))
+    before = sampler.model.table.detach().clone()
+    holding, held = asyncio.Event(), asyncio.Event()
+    drawing, loading = sampler.draw, sampler.load
+    order: list[str] = []
+
+    async def holds(url: str, asked: Request, seed: int) -> Drawn:
+        if len(asked.tokens) == 3:
+            held.set()
+            await holding.wait()
+            order.append("answered")
+        return await drawing(url, asked, seed)
+
+    async def loads(url: str, publication: Any) -> None:
+        order.append("loaded")
+        await loading(url, publication)
+
+    sampler.draw, sampler.load = holds, loads  # type: ignore[method-assign]
+
+    async def both() -> Any:
+        asked = asyncio.ensure_future(sampler.generate([request()]))
+        await held.wait()
+        asyncio.get_running_loop().call_later(0, lambda: asyncio.get_running_loop().call_soon(holding.set))
+        await sampler.update(weights(sampler, 1, 0.1))
+        return await asked
+
+    [found] = wait(both())
+    assert order == ["answered", "loaded"]
+    assert found.version == 0
+    rows = torch.cat([torch.tensor([300]), found.tokens[:-1]])
+    own = before[rows].log_softmax(-1).gather(-1, found.tokens[:, None])[:, 0]
+    assert torch.allclose(found.logp, own, atol=1e-5)
+
+
 def test_completions_are_told_of_while_others_are_drawn(make: Make, wait: Waiter) -> None:
     sampler = make(parallel=2)
     assert isinstance(sampler, Watchable)

@@ -27,6 +27,7 @@ from policygrad.samplers.base import Generation, Request, Watch
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.drawn import Drawn, generation
 from policygrad.samplers.http import AwayError, Http
+from policygrad.samplers.pieces import in_pieces
 from policygrad.samplers.seeds import seeds
 from policygrad.samplers.servers import Server, Servers
 from policygrad.weight_sync.base import Published
@@ -106,18 +107,18 @@ class EngineSampler(ABC):
     # the sampler
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """One generation per request, in their order, from whichever servers are there.
+        """One generation per request, in their order, from whichever servers are there. Weights may be updated meanwhile: what is
+        asked for after that is drawn with them, and each token says its version.
 
         Raises:
             EngineError: no server answers, or one says what cannot be.
         """
         if self.published is None:
             raise EngineError("an engine has no weights before the first update(weights)")
-        servers, published = self.servers, self.published
         words = seeds([request.key for request in requests])
 
         async def one(request: Request, word: int) -> Generation:
-            found = await servers.call(partial(self._one, request, word >> 33, published))
+            found = await in_pieces(request, word, self.config.piece, self._ask)
             if self._watch is not None:
                 self._watch([(request, found.tokens)])
             return found
@@ -204,7 +205,12 @@ class EngineSampler(ABC):
             raise EngineError(f"{url} does not answer as {self.name} does: {error}. {self.way_out}") from error
         return probe.judge(self.model, asked, drawn, self.tolerance, f"{self.name} at {url}", self.way_out)
 
-    async def _one(self, request: Request, seed: int, published: Publication, server: Server) -> Generation:
+    async def _ask(self, request: Request, word: int) -> Generation:
+        return await self.servers.call(partial(self._one, request, word >> 33))
+
+    async def _one(self, request: Request, seed: int, server: Server) -> Generation:
+        published = self.published  # a server is given others only when it has answered what it was asked
+        assert published is not None
         drawn = await self.draw(server.url, request, seed)
         if drawn.weights not in (None, published.name):  # it went and came back between two requests
             raise AwayError(f"it draws with the weights {drawn.weights}, and those of now are {published.name}")

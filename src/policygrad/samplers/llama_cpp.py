@@ -83,7 +83,7 @@ class LlamaCpp(EngineSampler):
             "n_probs": 1,
             "post_sampling_probs": True,
             "return_tokens": True,
-            "cache_prompt": False,
+            "cache_prompt": self.config.piece > 0,  # its tokens so far have just been read
             "stream": False,
         }
         if sampling.cuts_off:

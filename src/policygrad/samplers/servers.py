@@ -43,6 +43,8 @@ class Server:
     """Why it could not be reached, or was refused, the last time; empty = neither."""
     lost: bool = False
     """Whether it was away for longer than it may, or was refused too often."""
+    drains: bool = False
+    """Whether it answers what it was asked before it is made ready: it is to be given other weights."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
     """What makes it ready."""
 
@@ -95,15 +97,19 @@ class Servers:
             finally:
                 async with self._changed:
                     server.load -= 1
-                    self._changed.notify()  # one place is free, for one of perhaps thousands
+                    if server.ready:
+                        self._changed.notify()  # one place is free, for one of perhaps thousands
+                    else:
+                        self._changed.notify_all()  # for what has waited for its last answer
         raise AssertionError
 
     async def ready(self) -> None:
         """Prepares every server anew; returns when each is ready, or away while others are ready."""
+        for server in self.all:  # before anything else is asked of them
+            server.ready, server.lost, server.away, server.refused, server.drains = False, False, "", 0, True
         await self.close()  # what makes a server ready for the weights of before
         self._error = None
         for server in self.all:
-            server.ready, server.lost, server.away, server.refused = False, False, "", 0
             self._recover(server)
         async with self._changed:
             await self._changed.wait_for(self._settled)
@@ -159,10 +165,14 @@ class Servers:
 
     def _recover(self, server: Server) -> None:
         """Has a server made ready, unless that is going on or was given up."""
-        if not server.lost and (server.task is None or server.task.done()):
+        if not (server.ready or server.lost) and (server.task is None or server.task.done()):
             server.task = asyncio.get_running_loop().create_task(self._until_ready(server))
 
     async def _until_ready(self, server: Server) -> None:
+        if server.drains:
+            async with self._changed:
+                await self._changed.wait_for(lambda: server.load == 0)
+            server.drains = False
         deadline, wait = time.monotonic() + self.patience, _FIRST
         while not server.ready:
             try:
