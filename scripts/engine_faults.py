@@ -243,6 +243,7 @@ class Faults:
             "of_another_version": sum(sampler.wrong for sampler in made),
             "asked_again": round(injecting.asked_again),
             "ended_and_resumed": ended,
+            "timeout": TIMEOUT,
             "seconds": round(time.monotonic() - began, 1),
         }
 

@@ -32,7 +32,7 @@ def faults_block(found: dict[str, Any] | None = None) -> str:
     versions = ", ".join(f"{name} {found['versions'][name]}" for name in ("xllamacpp", "torch"))
     intro = (
         f"`{found['made_by']}`: two real llama.cpp servers, the embedded model, `--staleness {found['staleness']}`, each fault at "
-        f"random moments, for a random while ({versions}; {found['machine']})."
+        f"random moments, for a random while ({versions}; {found['machine']}). {found.get('note', '')}".rstrip()
     )
     wrong = "\n".join(f"- **It does not hold:** {text}." for text in found["broken"])
     return "\n\n".join(part for part in (intro, table(HEAD, rows) if rows else "", wrong) if part)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import os
 import shlex
 import signal
@@ -21,7 +23,7 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import RewardPool
 from policygrad.rewards.begun import Begun
-from policygrad.samplers import servers
+from policygrad.samplers import probe, servers
 from policygrad.samplers.base import Request, Sampling
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.llama_cpp import LlamaCpp
@@ -180,6 +182,49 @@ def test_a_server_that_is_killed_in_the_middle_comes_back_with_its_weights(
     gone(served)
 
 
+@pytest.mark.slow
+def test_weights_change_while_answers_are_drawn_and_each_token_is_of_the_version_it_says(
+    tokenizer: Tokenizer, tmp_path: Path, wait: Waiter
+) -> None:
+    model = load_model("tiny", dtype="fp32", device="cpu")
+    sampler = LlamaCpp(model, tokenizer, replace(CONFIG, piece=2), tmp_path)
+    wait(sampler.update(published(model, 0)))
+    models = {0: copy.deepcopy(model)}
+    requests = [replace(r, sampling=Sampling(temperature=3.0)) for r in asked(24)]
+    drawing, begun = sampler.draw, asyncio.Event()
+
+    async def drawn(url: str, request: Request, seed: int) -> Any:
+        found = await drawing(url, request, seed)
+        if len(request.tokens) == 8:  # two pieces were there
+            begun.set()
+        return found
+
+    async def both() -> list[Any]:
+        going = asyncio.ensure_future(sampler.generate(requests))
+        await begun.wait()
+        sampler.draw = drawing  # type: ignore[method-assign]
+        await sampler.update(published(model, 2, 1e-2))
+        assert not going.done()
+        return list(await going)
+
+    sampler.draw = drawn  # type: ignore[method-assign]
+    try:
+        found = wait(both())
+    finally:
+        wait(sampler.close())
+    models[2] = model
+    mixed = 0
+    for request, generation in zip(requests, found, strict=True):
+        versions = torch.as_tensor(generation.version).expand(len(generation.tokens))
+        assert versions.tolist() == sorted(versions.tolist())
+        assert set(versions.tolist()) <= {0, 2}
+        mixed += len(set(versions.tolist())) == 2
+        own = {v: probe.looked_up(m, [request], [generation])[0] for v, m in models.items()}
+        said = torch.stack([own[int(v)][i] for i, v in enumerate(versions)])
+        assert (generation.logp.double() - said).abs().max() < 1e-4
+    assert mixed
+
+
 def gone(pid: int) -> None:
     """Returns when the process has ended."""
     subprocess.run(["tail", f"--pid={pid}", "-f", "/dev/null"], timeout=60, check=True)
@@ -240,6 +285,40 @@ def test_a_model_is_measured_by_servers_as_it_is_here_and_judged_meanwhile(
     assert code == 0
     assert there == here
     assert early.count(1) == 12  # one by one, as they came
+
+
+class Versions(pg.Trainer):
+    """Notes the versions that each completion's tokens were drawn with."""
+
+    seen: list[set[int]]
+
+    def record(self, done: Any) -> Any:
+        self.seen += [set(v[own].tolist()) for v, own in zip(done.batch.version, done.batch.own, strict=True)]
+        return super().record(done)
+
+
+@pytest.mark.slow
+def test_a_run_publishes_while_its_next_rollout_is_drawn(tmp_path: Path) -> None:
+    run = pg.Run(
+        algorithm=pg.algorithm("grpo"),
+        sampler=replace(CONFIG, piece=2),
+        staleness=1,
+        steps=4,
+        prompts_per_step=8,
+        samples_per_prompt=4,
+        sampling=Sampling(temperature=3.0, max_tokens=24),  # which seldom ends early
+        evaluation=pg.Evaluation(problems=0),
+        output=str(tmp_path / "run"),
+    )
+    trainer = Versions(run, display=False)
+    trainer.seen = []
+    assert trainer.train().steps == 4
+    assert any(len(versions) == 2 for versions in trainer.seen)
+    assert all(len(versions) <= 2 for versions in trainer.seen)
+    rows = [_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
+    assert all(row["staleness/mean"] < 1 for row in rows)
+    assert all(row["publication/probe_max"] < 1e-4 for row in rows)
 
 
 class Ending(Callback):

@@ -70,6 +70,7 @@ class EngineSampler(ABC):
         self.versions = VersionFolder(folder, self.writer())
         self.http = Http(config.timeout)
         self.published: Publication | None = None
+        self.in_flight = config.piece > 0
         self.verdict: probe.Verdict | None = None
         self.refused = set[str]()
         """Servers whose last probe failed, which are given their weights again whatever they say of themselves."""
