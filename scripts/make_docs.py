@@ -1,5 +1,5 @@
-"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.*, docs/reliability.md, and of
-docs/architecture.md the picture, the layers and the tree.
+"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.*, docs/reliability.md, of
+docs/architecture.md the picture, the layers and the tree, and of docs/engines.md the table of faults.
 
 python scripts/make_docs.py              writes them
 python scripts/make_docs.py --check      only says which are out of date
@@ -16,6 +16,7 @@ from pages.algorithm import algorithm_page
 from pages.architecture import layers_block, tree
 from pages.checked import renew
 from pages.curves import curves
+from pages.engine_faults import faults_block
 from pages.index import by_family, index_page
 from pages.measured import measured_page
 from pages.metrics import metrics_page
@@ -51,6 +52,7 @@ def generated() -> dict[Path, str]:
         DOCS / "architecture.svg": picture(),
         DOCS / "algorithms" / "index.md": index_page(),
         **pages,
+        DOCS / "engines.md": filled(DOCS / "engines.md", faults=faults_block()),
         DOCS / "tables.md": tables_page(),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),

@@ -7,6 +7,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -14,22 +15,36 @@ T = TypeVar("T")
 
 
 class Waiter:
-    """Runs coroutines to their end, one after another, in one loop, so that an engine's connections stay open between them.
+    """Runs coroutines to their end, one after another, in one loop, so that an engine's connections stay open between them. One
+    that another thread brings meanwhile is run beside the one that is going on.
 
     Ctrl-C acts at once, as it does in code that does not await: the loop leaves the signal to whoever handles it.
     """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._host: object = None
+        """The thread whose call the loop runs for; None = nothing is going on."""
+        self._guests = list[Future[Any]]()
 
     def __call__(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns; what it raises is raised here."""
-        loop = self._loop = self._loop or asyncio.new_event_loop()
+        with self._lock:
+            loop = self._loop = self._loop or asyncio.new_event_loop()
+            guest = None
+            if self._host not in (None, threading.current_thread()):
+                guest = asyncio.run_coroutine_threadsafe(work, loop)
+                self._guests.append(guest)
+            else:
+                self._host = threading.current_thread()
+        if guest is not None:
+            return _result(guest)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return self._complete(loop, work)
-        return _in_thread(loop, work)  # this thread's own loop is busy with whoever called us
+        return _in_thread(loop, lambda: self._complete(loop, work))  # this thread's own is busy with whoever called us
 
     def _complete(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
         """What an interrupted call has begun ends with it: the next one would go on with its questions."""
@@ -40,7 +55,22 @@ class Waiter:
             if not task.done():
                 task.cancel()
                 loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+            for guest in self._guests:
+                guest.cancel()
             raise
+        finally:
+            self._see_off(loop)
+
+    def _see_off(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Waits for what other threads have brought, and takes nothing more."""
+        while True:
+            with self._lock:
+                self._guests = [guest for guest in self._guests if not guest.done()]
+                if not self._guests:
+                    self._host = None
+                    return
+                guest = asyncio.wrap_future(self._guests[0], loop=loop)
+            loop.run_until_complete(asyncio.wait([guest]))
 
     def close(self) -> None:
         """Ends the loop, unless an interrupted call is still in it; again is no error."""
@@ -56,14 +86,23 @@ class Waiter:
         self.close()
 
 
-def _in_thread(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+def _result(guest: Future[T]) -> T:
+    """What another thread's loop comes to; an interrupt of this one cancels it."""
+    try:
+        return guest.result()
+    except KeyboardInterrupt:
+        guest.cancel()
+        raise
+
+
+def _in_thread(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]) -> T:
     """In a thread of its own; an interrupt of this one cancels it, so that it ends where it next awaits."""
     found: list[T] = []
     raised: list[BaseException] = []
 
     def target() -> None:
         try:
-            found.append(loop.run_until_complete(work))
+            found.append(complete())
         except BaseException as error:
             raised.append(error)
 

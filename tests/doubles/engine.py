@@ -19,7 +19,8 @@ from policygrad.models.tokenizer import Tokenizer
 from policygrad.samplers.base import Request
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.draw import log_probabilities
-from policygrad.samplers.engine import Drawn, EngineSampler
+from policygrad.samplers.drawn import Drawn
+from policygrad.samplers.engine import EngineSampler
 from policygrad.samplers.http import AwayError
 from policygrad.weight_sync.folder import Publication, Write
 

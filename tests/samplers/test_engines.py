@@ -19,9 +19,10 @@ from doubles.engine import Bigram, Fault, Standins, refused, whole
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers import servers
+from policygrad.samplers.base import Request, Sampling, Watchable
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engine import Drawn
+from policygrad.samplers.drawn import Drawn
 from policygrad.samplers.http import AwayError, Http
 from policygrad.waiting import Waiter
 from policygrad.weight_sync.base import Published
@@ -113,12 +114,216 @@ def test_a_server_that_draws_from_something_else_is_refused(
     assert "Start it as it should be" in str(error.value)
 
 
-def test_a_server_that_keeps_old_weights_is_refused(make: Make, wait: Waiter) -> None:
+def test_a_server_that_keeps_old_weights_is_not_asked_until_it_takes_the_new_ones(make: Make, wait: Waiter) -> None:
     sampler = make(ONE, TWO)
     wait(sampler.update(weights(sampler, 0)))
-    sampler.standins[TWO].stale = True
-    with pytest.raises(EngineError, match=r"http://two: its log-probabilities differ .* an older version"):
+    two = sampler.standins[TWO]
+    two.stale = True
+    assert wait(sampler.update(weights(sampler, 1, 1e-3)))["publication/servers"].value == 2
+    assert sampler.refused == {TWO}
+    assert not any(server.ready for server in sampler.servers.all if server.url == TWO)
+    assert "an older version" in sampler.servers.all[1].away
+    two.stale = False
+    assert wait(sampler.update(weights(sampler, 2, 1e-3)))["publication/servers"].value == 1
+    assert all(server.ready for server in sampler.servers.all)
+    assert not sampler.refused
+
+
+def test_servers_that_all_keep_old_weights_end_the_run_by_name(make: Make, wait: Waiter) -> None:
+    sampler = make()
+    wait(sampler.update(weights(sampler, 0)))
+    sampler.standins[ONE].stale = True
+    with pytest.raises(
+        EngineError, match=r"refused 10 times .http://one: .*log-probabilities differ .* an older version"
+    ):
         wait(sampler.update(weights(sampler, 1, 1e-3)))
+
+
+def test_one_with_old_weights_at_first_contact_is_a_mistake_and_refused_at_once(make: Make, wait: Waiter) -> None:
+    sampler = make(ONE, TWO, patience=60.0)
+    with torch.no_grad():
+        sampler.standins[TWO].model.table.mul_(0.5)
+    sampler.standins[TWO].stale = True
+    with pytest.raises(EngineError, match=r"at http://two: its log-probabilities differ"):
+        wait(sampler.update(weights(sampler, 0)))
+
+
+def garbled(share: int) -> Fault:
+    """Every `share`-th answer is one that no rollout can be made of."""
+    count = iter(range(10**6))
+    return lambda s, r, d: replace(d, tokens=[-1] * len(d.tokens)) if next(count) % share == 0 else d
+
+
+def test_one_that_answers_garbage_loses_its_requests_and_is_probed_before_it_is_asked_again(
+    make: Make, wait: Waiter
+) -> None:
+    sampler = make(ONE, TWO, patience=60.0)
+    wait(sampler.update(weights(sampler, 4)))
+    asked = [request(i) for i in range(24)]
+    alone = wait(sampler.generate(asked))
+    one = sampler.standins[ONE]
+    one.fault, loaded = garbled(60), one.loaded
+    found = wait(sampler.generate(asked))
+    assert [g.tokens.tolist() for g in found] == [g.tokens.tolist() for g in alone]
+    assert sampler.servers.moved == 1
+    assert one.loaded > loaded
+
+
+def test_an_answer_drawn_with_the_weights_of_before_is_asked_again(make: Make, wait: Waiter) -> None:
+    """A server that went and came back between two requests, which no connection tells of."""
+    sampler = make()
+    wait(sampler.update(weights(sampler, 0)))
+    one = sampler.standins[ONE]
+    assert sampler.published is not None
+    name, loaded = sampler.published.name, one.loaded
+    one.fault = lambda s, r, d: replace(d, weights="v00000000-older" if s.loaded == loaded else name)
+    assert len(wait(sampler.generate([request(i) for i in range(8)]))) == 8
+    assert one.loaded > loaded
+    one.fault = lambda s, r, d: replace(d, weights="v00000000-older")
+    with pytest.raises(EngineError, match=r"asked 10 times.*draws with the weights v00000000-older"):
+        wait(sampler.generate([request()]))
+    wait(sampler.close())
+
+
+def test_waiting_for_servers_is_said_and_over(make: Make, wait: Waiter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "SILENCE", 0.0)
+    said: list[str] = []
+    sampler = make(ONE, TWO, patience=60.0)
+    sampler.tell = lambda text, done, total: said.append(text)
+    for server in sampler.standins.values():
+        server.away = 2
+    wait(sampler.update(weights(sampler, 0)))
+    assert said[0] == "waiting for a server, each for up to 60 s (http://one: not there)"
+    assert "http://two: not there" in said[1]
+    assert said[-1] == ""
+    assert said.count("") == 1
+
+
+def test_an_answer_in_pieces_goes_on_from_its_tokens_with_what_is_left_of_the_budget(make: Make, wait: Waiter) -> None:
+    sampler = make(piece=3)
+    wait(sampler.update(weights(sampler, 5)))
+    asked: list[tuple[list[int], int]] = []
+
+    def noted(server: Any, request: Request, drawn: Drawn) -> Drawn:
+        asked.append((request.tokens.tolist(), request.max_tokens))
+        return drawn
+
+    sampler.standins[ONE].fault = noted
+    [found] = wait(sampler.generate([request(4, 8)]))
+    tokens, begin = found.tokens.tolist(), [5, 70, 300]
+    assert (len(tokens), found.finish_reason, found.version) == (8, "length", 5)
+    assert asked == [(begin, 3), (begin + tokens[:3], 3), (begin + tokens[:6], 2)]
+    own = sampler.model(torch.tensor([begin + tokens])).logits[0, 2:-1].log_softmax(-1)
+    assert torch.allclose(found.logp, own.gather(-1, found.tokens[:, None])[:, 0], atol=1e-5)
+    [again] = wait(sampler.generate([request(4, 8)]))
+    assert again.tokens.tolist() == tokens
+    ended = [g for g in wait(sampler.generate([request(i, 400) for i in range(4)])) if g.finish_reason == "stop"]
+    assert ended
+    assert all((g.tokens == 1).nonzero().tolist() == [[len(g.tokens) - 1]] for g in ended)
+
+
+def test_weights_change_between_the_pieces_of_an_answer_and_each_token_says_its_version(
+    make: Make, wait: Waiter
+) -> None:
+    sampler = make(ONE, TWO, piece=2, parallel=2)
+    wait(sampler.update(weights(sampler, 0)))
+    tables = {0: sampler.model.table.detach().clone()}
+    begun = asyncio.Event()
+
+    def starts(server: Any, request: Request, drawn: Drawn) -> Drawn:
+        if len(request.tokens) == 7:  # two pieces are there
+            begun.set()
+        return drawn
+
+    for server in sampler.standins.values():
+        server.fault = starts
+
+    async def both() -> list[Any]:
+        drawing = asyncio.ensure_future(sampler.generate([request(i, 40) for i in range(6)]))
+        await begun.wait()
+        await sampler.update(weights(sampler, 3, 0.1))
+        tables[3] = sampler.model.table.detach().clone()
+        assert not drawing.done()
+        return list(await drawing)
+
+    found = wait(both())
+    changed = [g for g in found if isinstance(g.version, torch.Tensor)]
+    assert changed
+    for generation in found:
+        versions = generation.version
+        if isinstance(versions, int):
+            versions = torch.full_like(generation.tokens, versions)
+        assert versions.tolist() == sorted(versions.tolist())
+        assert set(versions.tolist()) <= {0, 3}
+        before = torch.cat([torch.tensor([300]), generation.tokens[:-1]])
+        rows = torch.stack([tables[int(v)][token] for v, token in zip(versions, before, strict=True)])
+        own = rows.log_softmax(-1).gather(-1, generation.tokens[:, None])[:, 0]
+        assert torch.allclose(generation.logp, own, atol=1e-5)
+
+
+def test_a_server_answers_what_it_was_asked_before_it_is_given_other_weights(make: Make, wait: Waiter) -> None:
+    sampler = make(piece=0)
+    wait(sampler.update(weights(sampler, 0)))
+    before = sampler.model.table.detach().clone()
+    holding, held = asyncio.Event(), asyncio.Event()
+    drawing, loading = sampler.draw, sampler.load
+    order: list[str] = []
+
+    async def holds(url: str, asked: Request, seed: int) -> Drawn:
+        if len(asked.tokens) == 3:
+            held.set()
+            await holding.wait()
+            order.append("answered")
+        return await drawing(url, asked, seed)
+
+    async def loads(url: str, publication: Any) -> None:
+        order.append("loaded")
+        await loading(url, publication)
+
+    sampler.draw, sampler.load = holds, loads  # type: ignore[method-assign]
+
+    async def both() -> Any:
+        asked = asyncio.ensure_future(sampler.generate([request()]))
+        await held.wait()
+        asyncio.get_running_loop().call_later(0, lambda: asyncio.get_running_loop().call_soon(holding.set))
+        await sampler.update(weights(sampler, 1, 0.1))
+        return await asked
+
+    [found] = wait(both())
+    assert order == ["answered", "loaded"]
+    assert found.version == 0
+    rows = torch.cat([torch.tensor([300]), found.tokens[:-1]])
+    own = before[rows].log_softmax(-1).gather(-1, found.tokens[:, None])[:, 0]
+    assert torch.allclose(found.logp, own, atol=1e-5)
+
+
+def test_completions_are_told_of_while_others_are_drawn(make: Make, wait: Waiter) -> None:
+    sampler = make(parallel=2)
+    assert isinstance(sampler, Watchable)
+    wait(sampler.update(weights(sampler, 0)))
+    asked = [request(i) for i in range(6)]
+    seen: list[tuple[Request, list[int]]] = []
+    drawn: list[int] = []
+
+    def watch(over: Any) -> None:
+        seen.extend((request, tokens.tolist()) for request, tokens in over)
+        drawn.append(sampler.standins[ONE].drawn)
+
+    with sampler.watched(watch):
+        found = wait(sampler.generate(asked))
+    assert {r.key: tokens for r, tokens in seen} == {
+        r.key: g.tokens.tolist() for r, g in zip(asked, found, strict=True)
+    }
+    assert len(seen) == 6
+    assert drawn[0] < drawn[-1]
+    wait(sampler.generate(asked))
+    assert len(seen) == 6
+
+    def stops(over: Any) -> None:
+        raise ZeroDivisionError
+
+    with sampler.watched(stops), pytest.raises(ZeroDivisionError):
+        wait(sampler.generate(asked))
 
 
 def test_what_an_update_of_the_smallest_kind_changes_is_within_the_tolerance_that_is_asked_for(
@@ -142,12 +347,16 @@ def test_what_an_update_of_the_smallest_kind_changes_is_within_the_tolerance_tha
         (lambda s, r, d: replace(d, logp=[None, *d.logp[1:]]), "None as a log-probability"),
         (lambda s, r, d: replace(d, logp=[0.3, *d.logp[1:]]), "0.3 as a log-probability"),
         (lambda s, r, d: Drawn(d.tokens[:3], d.logp[:3]), "ends after 3 of 8 tokens"),
+        (lambda s, r, d: replace(d, tokens=[487, *d.tokens[1:]]), "487 as a token"),
+        (lambda s, r, d: replace(d, tokens=["7", *d.tokens[1:]]), "'7' as a token"),
+        (lambda s, r, d: Drawn([*d.tokens, 1], [*d.logp, -1.0]), "9 tokens, and was asked for 8"),
     ],
 )
 def test_what_no_rollout_can_be_made_of_is_refused(make: Make, wait: Waiter, fault: Fault, words: str) -> None:
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
-    sampler.standins[ONE].fault = lambda s, r, d: fault(s, r, Drawn([7] * 8, [-1.0] * 8))
+    probed = lambda s, r, d: d if len(r.tokens) > 3 else fault(s, r, Drawn([7] * 8, [-1.0] * 8))  # noqa: E731
+    sampler.standins[ONE].fault = probed
     with pytest.raises(EngineError) as error:
         wait(sampler.generate([request()]))
     assert words in str(error.value)

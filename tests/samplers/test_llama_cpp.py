@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import os
 import shlex
 import signal
@@ -19,6 +21,9 @@ import policygrad as pg
 from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.rewards import RewardPool
+from policygrad.rewards.begun import Begun
+from policygrad.samplers import probe, servers
 from policygrad.samplers.base import Request, Sampling
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.llama_cpp import LlamaCpp
@@ -177,6 +182,49 @@ def test_a_server_that_is_killed_in_the_middle_comes_back_with_its_weights(
     gone(served)
 
 
+@pytest.mark.slow
+def test_weights_change_while_answers_are_drawn_and_each_token_is_of_the_version_it_says(
+    tokenizer: Tokenizer, tmp_path: Path, wait: Waiter
+) -> None:
+    model = load_model("tiny", dtype="fp32", device="cpu")
+    sampler = LlamaCpp(model, tokenizer, replace(CONFIG, piece=2), tmp_path)
+    wait(sampler.update(published(model, 0)))
+    models = {0: copy.deepcopy(model)}
+    requests = [replace(r, sampling=Sampling(temperature=3.0)) for r in asked(24)]
+    drawing, begun = sampler.draw, asyncio.Event()
+
+    async def drawn(url: str, request: Request, seed: int) -> Any:
+        found = await drawing(url, request, seed)
+        if len(request.tokens) == 8:  # two pieces were there
+            begun.set()
+        return found
+
+    async def both() -> list[Any]:
+        going = asyncio.ensure_future(sampler.generate(requests))
+        await begun.wait()
+        sampler.draw = drawing  # type: ignore[method-assign]
+        await sampler.update(published(model, 2, 1e-2))
+        assert not going.done()
+        return list(await going)
+
+    sampler.draw = drawn  # type: ignore[method-assign]
+    try:
+        found = wait(both())
+    finally:
+        wait(sampler.close())
+    models[2] = model
+    mixed = 0
+    for request, generation in zip(requests, found, strict=True):
+        versions = torch.as_tensor(generation.version).expand(len(generation.tokens))
+        assert versions.tolist() == sorted(versions.tolist())
+        assert set(versions.tolist()) <= {0, 2}
+        mixed += len(set(versions.tolist())) == 2
+        own = {v: probe.looked_up(m, [request], [generation])[0] for v, m in models.items()}
+        said = torch.stack([own[int(v)][i] for i, v in enumerate(versions)])
+        assert (generation.logp.double() - said).abs().max() < 1e-4
+    assert mixed
+
+
 def gone(pid: int) -> None:
     """Returns when the process has ended."""
     subprocess.run(["tail", f"--pid={pid}", "-f", "/dev/null"], timeout=60, check=True)
@@ -213,6 +261,110 @@ def test_a_run_learns_goes_on_after_a_kill_and_resumes(tmp_path: Path) -> None:
     assert all(row["publication/bytes"] > 2e6 and row["publication/seconds"] > 0 for row in rows)
     assert all(row["publication/probe_max"] < 1e-4 for row in rows)
     assert all(row["staleness/max"] == 0 for row in rows if not row.get("dynamic/carried"))
+
+
+@pytest.mark.slow
+def test_a_model_is_measured_by_servers_as_it_is_here_and_judged_meanwhile(
+    run_command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy completions are the same ones, whoever draws them."""
+    early: list[int] = []
+    look = Begun.look
+
+    def looked(begun: Begun, completions: Any) -> None:
+        early.append(len(completions))
+        look(begun, completions)
+
+    monkeypatch.setattr(Begun, "look", looked)
+    monkeypatch.setattr(RewardPool, "pays", lambda *_: True)
+    words = ["eval", "tiny", "--problems", "12", "--samples", "1", "--temperature", "0", "--json"]
+    code, here, _ = run_command(*words)
+    assert code == 0
+    early.clear()
+    code, there, _ = run_command(*words, "--sampler.engine", "llama_cpp", "--sampler.context", "256")
+    assert code == 0
+    assert there == here
+    assert early.count(1) == 12  # one by one, as they came
+
+
+class Versions(pg.Trainer):
+    """Notes the versions that each completion's tokens were drawn with."""
+
+    seen: list[set[int]]
+
+    def record(self, done: Any) -> Any:
+        self.seen += [set(v[own].tolist()) for v, own in zip(done.batch.version, done.batch.own, strict=True)]
+        return super().record(done)
+
+
+@pytest.mark.slow
+def test_a_run_publishes_while_its_next_rollout_is_drawn(tmp_path: Path) -> None:
+    run = pg.Run(
+        algorithm=pg.algorithm("grpo"),
+        sampler=replace(CONFIG, piece=2),
+        staleness=1,
+        steps=4,
+        prompts_per_step=8,
+        samples_per_prompt=4,
+        sampling=Sampling(temperature=3.0, max_tokens=24),  # which seldom ends early
+        evaluation=pg.Evaluation(problems=0),
+        output=str(tmp_path / "run"),
+    )
+    trainer = Versions(run, display=False)
+    trainer.seen = []
+    assert trainer.train().steps == 4
+    assert any(len(versions) == 2 for versions in trainer.seen)
+    assert all(len(versions) <= 2 for versions in trainer.seen)
+    rows = [_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
+    assert all(row["staleness/mean"] < 1 for row in rows)
+    assert all(row["publication/probe_max"] < 1e-4 for row in rows)
+
+
+class Ending(Callback):
+    """Ends the server after the second step, for good."""
+
+    def step(self, trainer: Any, step: int, metrics: Any) -> None:
+        if step == 2:
+            process = trainer.resources.rollouter.sampler.process
+            process.end()
+            process.ensure = lambda: None
+
+
+class Phases(pg.Tracker):
+    """What is waited for."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def phase(self, text: str, done: int = 0, total: int = 0) -> None:
+        self.said.append(text)
+
+
+@pytest.mark.slow
+def test_without_a_server_a_run_waits_with_a_message_ends_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "SILENCE", 0.0)
+    run = pg.Run(
+        algorithm=pg.algorithm("grpo"),
+        sampler=replace(CONFIG, patience=2.0),
+        steps=4,
+        prompts_per_step=2,
+        samples_per_prompt=4,
+        evaluation=pg.Evaluation(problems=0),
+        output=str(tmp_path / "run"),
+    )
+    told = Phases()
+    with pytest.raises(EngineError, match=r"no server has answered for 2 seconds") as error:
+        pg.train(run, display=told, callbacks=[Ending()])
+    assert any("step 2 is saved" in note and "--resume" in note for note in error.value.__notes__)
+    assert any(text.startswith("waiting for a server, each for up to 2 s (http://127.0.0.1:") for text in told.said)
+    assert told.said[-1] == ""
+    patient = replace(run, sampler=CONFIG)
+    assert pg.train(patient, resume=tmp_path / "run", display=False).steps == 4
+    rows = [_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3, 4]
 
 
 def _json(line: str) -> dict[str, Any]:

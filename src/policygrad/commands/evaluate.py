@@ -20,6 +20,7 @@ from policygrad.models.trust import FLAG
 from policygrad.rewards import resolve
 from policygrad.rewards.config import Isolation
 from policygrad.samplers.base import Sampling
+from policygrad.samplers.config import SamplerConfig
 from policygrad.training.config.allowed import RUN, Allowed, from_words
 from policygrad.training.config.checks import check_seed
 from policygrad.training.config.measured import SAME, measured
@@ -71,6 +72,8 @@ class EvalOptions:
     """A completion with at least this score is correct, for pass@k."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     """The distribution completions are drawn from."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """What draws them: this process, or an engine's servers."""
     seed: int = 0
     """Of the samples."""
     device: Annotated[str, _short("learner.device", "--device")] = "auto"
@@ -106,8 +109,9 @@ def evaluate(args: list[str]) -> int:
     from policygrad.training.evaluation import evaluate as measure
 
     folder = None if options.output is None else writable_folder(options.output)
-    same = "reward environment held_out problems samples sampling seed device dtype budget map".split()
-    given = {name: getattr(options, name) for name in (*same, "trust_remote_code", "skip_bad_rows")}
+    sampled = ("problems", "samples", "sampling", "seed", "device", "dtype")
+    data = ("reward", "environment", "held_out", "budget", "map", "skip_bad_rows", "trust_remote_code")
+    given = {name: getattr(options, name) for name in (*sampled, *data)}
     isolated = {name: getattr(options.rewards, name) for name in ("memory", "sandbox")}
     found = {}
     for model in options.model:
@@ -116,6 +120,7 @@ def evaluate(args: list[str]) -> int:
             options.task,
             **given,
             **isolated,
+            engine=options.sampler,
             reward_environment=options.rewards.environment,
             progress=_count(model if len(options.model) > 1 else ""),
             phase=_waits(),

@@ -31,7 +31,7 @@ from policygrad.rollout.trajectory import EVALUATE, TRAIN, Group, Start
 from policygrad.rollout.turns import with_turns
 from policygrad.rollout.values import with_values
 from policygrad.rollout.vine import branched
-from policygrad.samplers.base import Sampler, Sampling
+from policygrad.samplers.base import InFlight, Sampler, Sampling
 from policygrad.tasks.types import Example
 from policygrad.waiting import Waiter
 from policygrad.weight_sync.base import Published
@@ -92,6 +92,11 @@ class Rollouter:
     def update(self, weights: Published) -> Metrics:
         """From now on episodes are played with these weights; what it cost to get them there."""
         return self.wait(self.sampler.update(weights)) or {}
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether `update` may be called while another thread collects: what is drawn from then on is drawn with these weights."""
+        return isinstance(self.sampler, InFlight) and self.sampler.in_flight
 
     def play(self, starts: Sequence[Start], n: int, sampling: Sampling) -> list[Group]:
         """n episodes from each start, not judged yet."""

@@ -103,6 +103,14 @@ class Closing(Protocol):
         ...
 
 
+@runtime_checkable
+class InFlight(Sampler, Protocol):
+    """A sampler that may be given weights while it generates, where it says so: what is drawn from then on is drawn with them, and
+    each token says its version."""
+
+    in_flight: bool
+
+
 Watch = Callable[[Sequence[tuple[Request, Tensor]]], None]
 """Looks in after every token of a batch, with the requests that are over with it, be they none, and their tokens [n] int64."""
 

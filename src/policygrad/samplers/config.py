@@ -32,11 +32,14 @@ class SamplerConfig:
     ] = ()
     """Servers, http://host:port each; the one with the fewest requests is asked next. None: llama_cpp starts one of its own."""
     folder: Annotated[
-        str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: weights in the run's folder)")
+        str | None,
+        tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: weights in the run's folder, or a temporary one)"),
     ] = None
     """Where weights are published, under a path that the servers know by the same name."""
     parallel: int = 16
     """Requests that a server is given at a time."""
+    piece: int = 0
+    """Tokens of an answer that are asked for at a time: what is drawn stays where a server is lost or weights change; 0 = all."""
     context: int = 0
     """Tokens of a prompt and its completion, for a server that is started here; 0 = as many as the model reads."""
     threads: int = 0
@@ -66,8 +69,10 @@ class SamplerConfig:
             raise ConfigError(
                 "sampler.urls names a server twice: name each once, --sampler.parallel gives it more requests"
             )
-        if self.parallel < 1 or self.context < 0 or self.threads < 0:
-            raise ConfigError("sampler.parallel must be at least 1, sampler.context and sampler.threads at least 0")
+        if self.parallel < 1 or min(self.piece, self.context, self.threads) < 0:
+            raise ConfigError(
+                "sampler.parallel must be at least 1, sampler.piece, sampler.context and sampler.threads at least 0"
+            )
         if not (0 < self.timeout < math.inf and 0 < self.patience < math.inf and 0 <= self.tolerance < math.inf):
             raise ConfigError(
                 "sampler.timeout and sampler.patience must be above 0, sampler.tolerance at least 0, and finite"

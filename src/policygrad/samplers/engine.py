@@ -8,38 +8,34 @@ after every publication, and when a server that was away comes back.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
-from policygrad.core.metrics import Max, Metrics, Sum
+from policygrad.core.metrics import Max, Metrics, Min, Sum
 from policygrad.errors import EngineError
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.rewards.waits import Phase, nobody
 from policygrad.samplers import probe
-from policygrad.samplers.base import Generation, Request
+from policygrad.samplers.base import Generation, Request, Watch
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.http import Http
+from policygrad.samplers.drawn import Drawn, generation
+from policygrad.samplers.http import AwayError, Http
+from policygrad.samplers.pieces import in_pieces
 from policygrad.samplers.seeds import seeds
 from policygrad.samplers.servers import Server, Servers
 from policygrad.weight_sync.base import Published
 from policygrad.weight_sync.folder import Publication, VersionFolder, Write
 from policygrad.weight_sync.in_process import put_weights
 
-
-@dataclass(frozen=True)
-class Drawn:
-    """A server's answer to one request: as many log-probabilities [nats] as token ids."""
-
-    tokens: Sequence[int]
-    logp: Sequence[float]
+LOOKS = 0.05
+"""Seconds between two looks of whoever watches, where no completion comes."""
 
 
 class EngineSampler(ABC):
@@ -56,17 +52,31 @@ class EngineSampler(ABC):
         config: SamplerConfig,
         folder: Path,
         temperature: float = 1.0,
+        tell: Phase = nobody,
     ) -> None:
-        """model: with the learner's weights, or a replica that takes them over; folder: where weights are published.
+        """model: with the learner's weights, or a replica that takes them over; folder: where weights are published; tell: is told
+        when no server is there.
 
         Raises:
             EngineError: a model that the engine cannot be given.
         """
-        self.model, self.tokenizer, self.config, self.temperature = model, tokenizer, config, temperature
+        self.model, self.tokenizer, self.config, self.temperature, self.tell = (
+            model,
+            tokenizer,
+            config,
+            temperature,
+            tell,
+        )
         self.versions = VersionFolder(folder, self.writer())
         self.http = Http(config.timeout)
         self.published: Publication | None = None
+        self.in_flight = config.piece > 0
         self.verdict: probe.Verdict | None = None
+        self.refused = set[str]()
+        """Servers whose last probe failed, which are given their weights again whatever they say of themselves."""
+        table: Any = model.get_input_embeddings()  # type: ignore[operator]
+        self.vocabulary = len(tokenizer.hf) if table is None else int(table.weight.shape[0])
+        self._watch: Watch | None = None
         dtype = next(model.parameters()).dtype
         self.tolerance = config.tolerance or probe.TOLERANCE.get(dtype, 0.2)
         self._servers: Servers | None = None
@@ -98,20 +108,34 @@ class EngineSampler(ABC):
     # the sampler
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """One generation per request, in their order, from whichever servers are there.
+        """One generation per request, in their order, from whichever servers are there. Weights may be updated meanwhile: what is
+        asked for after that is drawn with them, and each token says its version.
 
         Raises:
             EngineError: no server answers, or one says what cannot be.
         """
         if self.published is None:
             raise EngineError("an engine has no weights before the first update(weights)")
-        servers, version = self.servers, self.published.version
         words = seeds([request.key for request in requests])
-        work = [
-            servers.call(partial(self._one, request, word >> 33, version))
-            for request, word in zip(requests, words[:, 0].tolist(), strict=True)
-        ]
-        return await _all(work)
+
+        async def one(request: Request, word: int) -> Generation:
+            found = await in_pieces(request, word, self.config.piece, self._ask)
+            if self._watch is not None:
+                self._watch([(request, found.tokens)])
+            return found
+
+        work = [one(request, word) for request, word in zip(requests, words[:, 0].tolist(), strict=True)]
+        async with _every(LOOKS, self._watch):
+            return await _all(work)
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """As `Watchable`: told of every completion as it comes, and from time to time of none."""
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
 
     async def update(self, weights: Published) -> Metrics:
         """Writes the weights, has every server take them over, and compares what it then draws with the learner's distribution.
@@ -119,13 +143,15 @@ class EngineSampler(ABC):
         Raises:
             EngineError: they cannot be written, or a server draws from something else.
         """
-        began = time.perf_counter()
+        began, first, there = time.perf_counter(), self.published is None, sum(s.ready for s in self.servers.all)
         put_weights(weights.tensors, self.model)
         self.published = self.versions.publish(weights)
         await self.servers.ready()
         self.versions.sweep(self.published)
         took = time.perf_counter() - began
         found: Metrics = {"publication/seconds": Sum(took), "publication/bytes": Sum(float(self.published.bytes))}
+        if not first:
+            found["publication/servers"] = Min(float(there))
         found["publication/asked_again"] = Sum(float(self.servers.moved))
         self.servers.moved = 0
         if self.verdict is not None:
@@ -144,7 +170,7 @@ class EngineSampler(ABC):
     def servers(self) -> Servers:
         if self._servers is None:
             config = self.config
-            self._servers = Servers(self.start(), self._prepare, config.parallel, config.patience)
+            self._servers = Servers(self.start(), self._prepare, config.parallel, config.patience, self.tell)
         return self._servers
 
     async def _prepare(self, server: Server) -> None:
@@ -152,7 +178,12 @@ class EngineSampler(ABC):
         assert self.published is not None
         await self.greet(server.url)
         await self.load(server.url, self.published)
-        self.verdict = await self.probe(server.url)
+        try:
+            self.verdict = await self.probe(server.url)
+        except EngineError:
+            self.refused.add(server.url)
+            raise
+        self.refused.discard(server.url)
 
     async def probe(self, url: str) -> probe.Verdict:
         """Whether a server draws from the model's distribution.
@@ -167,7 +198,7 @@ class EngineSampler(ABC):
 
         async def one(request: Request, word: int) -> Generation:
             async with gate:
-                return self._checked(url, request, await self.draw(url, request, word >> 33), version)
+                return self._generation(url, request, await self.draw(url, request, word >> 33), version)
 
         try:
             drawn = await _all([one(request, word) for request, word in zip(asked, words, strict=True)])
@@ -175,39 +206,39 @@ class EngineSampler(ABC):
             raise EngineError(f"{url} does not answer as {self.name} does: {error}. {self.way_out}") from error
         return probe.judge(self.model, asked, drawn, self.tolerance, f"{self.name} at {url}", self.way_out)
 
-    async def _one(self, request: Request, seed: int, version: int, server: Server) -> Generation:
-        return self._checked(server.url, request, await self.draw(server.url, request, seed), version)
+    async def _ask(self, request: Request, word: int) -> Generation:
+        return await self.servers.call(partial(self._one, request, word >> 33))
 
-    def _checked(self, url: str, request: Request, drawn: Drawn, version: int) -> Generation:
-        """The generation, up to its first end token. Raises EngineError for what no rollout can be made of."""
-        tokens, logp = list(drawn.tokens), list(drawn.logp)
-        if len(tokens) != len(logp):
-            raise EngineError(
-                f"{url} gives {len(logp)} log-probabilities for {len(tokens)} tokens: tokens whose text is no whole "
-                "UTF-8 are lost in its text"
-            )
-        end = next((i for i, token in enumerate(tokens) if token in self.tokenizer.end), None)
-        if end is not None:
-            tokens, logp = tokens[: end + 1], logp[: end + 1]
-        elif len(tokens) != request.max_tokens:
-            raise EngineError(
-                f"{url} ends after {len(tokens)} of {request.max_tokens} tokens, without an end token of the policy "
-                f"({', '.join(map(str, sorted(self.tokenizer.end)))}): its context is too short, or its model has other end tokens"
-            )
-        if odd := [x for x in logp if not (isinstance(x, float | int) and -9000 < x <= 1e-4 and math.isfinite(x))]:
-            raise EngineError(
-                f"{url} gives {odd[0]} as a log-probability: a placeholder, or a token that could not be drawn"
-            )
-        sampled = torch.tensor(logp, dtype=torch.float32).clamp(max=0.0)
-        greedy = (
-            request.sampling.temperature == 0
-        )  # all probability is on the token that is taken, whatever an engine says
-        return Generation(
-            torch.tensor(tokens, dtype=torch.int64),
-            torch.zeros_like(sampled) if greedy else sampled,
-            "length" if end is None else "stop",
-            version,
-        )
+    async def _one(self, request: Request, seed: int, server: Server) -> Generation:
+        published = self.published  # a server is given others only when it has answered what it was asked
+        assert published is not None
+        drawn = await self.draw(server.url, request, seed)
+        if drawn.weights not in (None, published.name):  # it went and came back between two requests
+            raise AwayError(f"it draws with the weights {drawn.weights}, and those of now are {published.name}")
+        return self._generation(server.url, request, drawn, published.version)
+
+    def _generation(self, url: str, request: Request, drawn: Drawn, version: int) -> Generation:
+        return generation(url, request, drawn, version, ends=self.tokenizer.end, vocabulary=self.vocabulary)
+
+
+@asynccontextmanager
+async def _every(seconds: float, watch: Watch | None) -> AsyncIterator[None]:
+    """Inside, `watch` looks in as often; what it raises is for whoever tells it of completions to find out."""
+    if watch is None:
+        yield
+        return
+
+    async def looks() -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            watch([])
+
+    task = asyncio.ensure_future(looks())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _all(work: Sequence[Any]) -> list[Generation]:

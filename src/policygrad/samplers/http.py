@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from policygrad.errors import EngineError
@@ -29,9 +30,10 @@ class Http:
             import httpx
         except ImportError as error:
             raise EngineError("servers are asked through httpx: pip install 'policygrad[engines]'") from error
-        self._errors = (httpx.TransportError,)
+        self._error = httpx.RequestError
+        self._timeout = timeout
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout, connect=min(timeout, 5.0), pool=None),
+            timeout=httpx.Timeout(None, connect=min(timeout, 5.0)),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,
             transport=transport,
@@ -51,10 +53,14 @@ class Http:
         return await self._ask("GET", url, None, timeout)
 
     async def _ask(self, method: str, url: str, body: dict[str, Any] | None, timeout: float | None) -> Any:
+        seconds = timeout or self._timeout
         try:
-            answer = await self._client.request(method, url, json=body, timeout=timeout or self._client.timeout)
-        except self._errors as error:
+            async with asyncio.timeout(seconds):  # for all of it: httpx's own is for each piece that comes
+                answer = await self._client.request(method, url, json=body)
+        except self._error as error:
             raise AwayError(f"{type(error).__name__} {error}".strip()) from error
+        except TimeoutError as error:
+            raise AwayError(f"no answer within {seconds:g} seconds") from error
         if answer.status_code in _AWAY or answer.status_code >= 500:
             raise AwayError(f"{answer.status_code} {answer.text[:_SHOWN]}".strip())
         if answer.status_code >= 300:

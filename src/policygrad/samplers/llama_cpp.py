@@ -14,7 +14,8 @@ from typing import Any
 
 from policygrad.errors import EngineError
 from policygrad.samplers.base import Request
-from policygrad.samplers.engine import Drawn, EngineSampler
+from policygrad.samplers.drawn import Drawn
+from policygrad.samplers.engine import EngineSampler
 from policygrad.samplers.http import AwayError
 from policygrad.samplers.llama_process import LlamaProcess
 from policygrad.weight_sync.folder import Publication, Write
@@ -82,7 +83,7 @@ class LlamaCpp(EngineSampler):
             "n_probs": 1,
             "post_sampling_probs": True,
             "return_tokens": True,
-            "cache_prompt": False,
+            "cache_prompt": self.config.piece > 0,  # its tokens so far have just been read
             "stream": False,
         }
         if sampling.cuts_off:
@@ -94,8 +95,9 @@ class LlamaCpp(EngineSampler):
             entries = answer.get("completion_probabilities", [])
             if [entry["id"] for entry in entries] != tokens[: len(entries)]:
                 raise EngineError(f"{url} gives probabilities of other tokens than it has drawn")
-            return Drawn(tokens, [math.log(entry["prob"]) if entry["prob"] > 0 else -math.inf for entry in entries])
-        except (KeyError, TypeError, AttributeError) as error:
+            logp = [math.log(entry["prob"]) if entry["prob"] > 0 else -math.inf for entry in entries]
+            return Drawn(tokens, logp, answer.get("model"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(
                 f"{url} does not answer as the server of llama.cpp does ({type(error).__name__} {error}): is it one?"
             ) from error

@@ -71,7 +71,7 @@ def judge(
         EngineError: it is not drawn from the model's distribution, and as far as that can be seen, why not.
     """
     said = torch.cat([g.logp.double() for g in drawn])
-    own, raw, within = _looked_up(model, asked, drawn)
+    own, raw, within = looked_up(model, asked, drawn)
     gap = (said - own).abs()
     worst = float(gap.max())
     if not worst <= tolerance:
@@ -103,9 +103,7 @@ def judge(
 
 
 @torch.no_grad()
-def _looked_up(
-    model: nn.Module, asked: Sequence[Request], drawn: Sequence[Generation]
-) -> tuple[Tensor, Tensor, Tensor]:
+def looked_up(model: nn.Module, asked: Sequence[Request], drawn: Sequence[Generation]) -> tuple[Tensor, Tensor, Tensor]:
     """Per token drawn [N]: its log-probability at the temperature, that at temperature 1, and the probability of all tokens that
     are at least as probable."""
     device, own, raw, within = next(model.parameters()).device, [], [], []

@@ -11,13 +11,19 @@ from itertools import count
 from typing import TypeVar
 
 from policygrad.errors import EngineError
+from policygrad.rewards.waits import SILENCE, Phase, nobody
 from policygrad.samplers.http import AwayError
 
 T = TypeVar("T")
 TRIES = 10
-"""Times that one question is asked: servers that came back each time were there, and it is the question that they fail at."""
+"""Times that one question is asked: servers that came back each time were there, and it is the question that they fail at. And
+times in a row that a server which has been ready is refused, before it is given up."""
+GARBAGE = 3
+"""Times that one question is answered with what cannot be used, or refused."""
 _FIRST, _MOST = 0.02, 2.0
 """Seconds between two attempts: twice as long each time, from the first to the second."""
+_SHOWN = 100
+"""Letters of each server's reason while it is waited for."""
 
 
 @dataclass(eq=False)
@@ -29,57 +35,81 @@ class Server:
     """Questions that wait for its answer."""
     ready: bool = False
     """Whether it is reached, and answers with the weights of now."""
+    times: int = 0
+    """That it was made ready. One that has been is refused for a fault that may pass; at first contact it is a mistake."""
+    refused: int = 0
+    """Times in a row that it was reached, and was not what it should be."""
     away: str = ""
-    """Why it could not be reached, the last time; empty = it could."""
+    """Why it could not be reached, or was refused, the last time; empty = neither."""
     lost: bool = False
-    """Whether it was away for longer than it may."""
+    """Whether it was away for longer than it may, or was refused too often."""
+    drains: bool = False
+    """Whether it answers what it was asked before it is made ready: it is to be given other weights."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
     """What makes it ready."""
 
 
 class Servers:
-    """Asks; `prepare(server)` makes one ready, or raises AwayError where that has to be tried again."""
+    """Asks; `prepare(server)` makes one ready, or raises AwayError where that has to be tried again, and EngineError where it is
+    not what it should be. tell: is told when all are away."""
 
     def __init__(
-        self, urls: Sequence[str], prepare: Callable[[Server], Awaitable[None]], parallel: int, patience: float
+        self,
+        urls: Sequence[str],
+        prepare: Callable[[Server], Awaitable[None]],
+        parallel: int,
+        patience: float,
+        tell: Phase = nobody,
     ) -> None:
         self.all = [Server(url.rstrip("/")) for url in urls]
-        self.prepare, self.parallel, self.patience = prepare, parallel, patience
+        self.prepare, self.parallel, self.patience, self.tell = prepare, parallel, patience, tell
         self.moved = 0
         """Questions that another server, or the same one later, was asked again."""
         self._changed = asyncio.Condition()
         self._error: Exception | None = None
+        self._alone: float | None = None
+        """Since when no server is ready, by the clock; None = some is."""
+        self._told = False
 
     async def call(self, ask: Callable[[Server], Awaitable[T]]) -> T:
-        """What a server answers.
+        """What a server answers. One whose answer cannot be used is made ready again, as one that gives none.
 
         Raises:
-            EngineError: all of them are lost, or one is not what it should be.
+            EngineError: all of them are lost, or the question is not answered as it has to be, whoever is asked.
         """
+        garbage = 0
         for attempt in count(1):
             server = await self._next()
+            times = server.times
             try:
                 return await ask(server)
             except AwayError as error:
-                server.ready, server.away = False, str(error)
-                self.moved += 1
                 if attempt == TRIES:
                     raise EngineError(
                         f"one question was asked {TRIES} times, the last time {server.url}: {error}"
                     ) from error
-                self._recover(server)
+                self._failed(server, times, error)
+            except EngineError as error:
+                garbage += 1
+                if garbage == GARBAGE:
+                    raise
+                self._failed(server, times, error)
             finally:
                 async with self._changed:
                     server.load -= 1
-                    self._changed.notify()  # one place is free, for one of perhaps thousands
+                    if server.ready:
+                        self._changed.notify()  # one place is free, for one of perhaps thousands
+                    else:
+                        self._changed.notify_all()  # for what has waited for its last answer
         raise AssertionError
 
     async def ready(self) -> None:
         """Prepares every server anew; returns when each is ready, or away while others are ready."""
+        for server in self.all:  # before anything else is asked of them
+            server.ready, server.lost, server.away, server.refused, server.drains = False, False, "", 0, True
         await self.close()  # what makes a server ready for the weights of before
         self._error = None
         for server in self.all:
-            server.ready, server.lost, server.away = False, False, ""
             self._recover(server)
         async with self._changed:
             await self._changed.wait_for(self._settled)
@@ -91,6 +121,15 @@ class Servers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._over()
+
+    def _failed(self, server: Server, times: int, error: Exception) -> None:
+        """times: `Server.times` when it was asked; it may have been made ready since, which this is no word about."""
+        self.moved += 1
+        if server.times == times:
+            server.ready, server.away = False, str(error)
+        if not server.ready:
+            self._recover(server)
 
     def _settled(self) -> bool:
         some = any(server.ready for server in self.all)
@@ -117,30 +156,61 @@ class Servers:
             raise self._error
         if all(server.lost for server in self.all):
             told = "; ".join(f"{server.url}: {server.away}" for server in self.all)
+            self._over()
+            often = f", or was refused {TRIES} times" * any(server.refused for server in self.all)
             raise EngineError(
-                f"no server has answered for {self.patience:g} seconds ({told}): see what it says, start it again and go on with "
-                "--resume, or give it longer, --sampler.patience SECONDS"
+                f"no server has answered for {self.patience:g} seconds{often} ({told}): see what it says, start it again and go on "
+                "with --resume, or give it longer, --sampler.patience SECONDS"
             )
 
     def _recover(self, server: Server) -> None:
         """Has a server made ready, unless that is going on or was given up."""
-        if not server.lost and (server.task is None or server.task.done()):
+        if not (server.ready or server.lost) and (server.task is None or server.task.done()):
             server.task = asyncio.get_running_loop().create_task(self._until_ready(server))
 
     async def _until_ready(self, server: Server) -> None:
+        if server.drains:
+            async with self._changed:
+                await self._changed.wait_for(lambda: server.load == 0)
+            server.drains = False
         deadline, wait = time.monotonic() + self.patience, _FIRST
         while not server.ready:
             try:
                 await self.prepare(server)
-                server.ready, server.away = True, ""
+                server.ready, server.away, server.refused = True, "", 0
+                server.times += 1
+                self._over()
             except AwayError as error:
-                server.away = str(error) or type(error).__name__
-                server.lost = time.monotonic() + wait > deadline
+                server.away, server.refused = str(error) or type(error).__name__, 0
+            except EngineError as error:
+                server.away, server.refused = str(error), server.refused + 1
+                if not server.times:
+                    self._error = error
             except Exception as error:  # a bug, too, has to reach whoever waits
                 self._error = error
+            server.lost = not server.ready and (time.monotonic() + wait > deadline or server.refused == TRIES)
             async with self._changed:
                 self._changed.notify_all()
             if server.ready or server.lost or self._error is not None:
                 return
+            self._waiting()
             await asyncio.sleep(wait)
             wait = min(2 * wait, _MOST)
+
+    def _waiting(self) -> None:
+        """Says what is waited for, once it takes longer than a server that is given new weights."""
+        if any(server.ready for server in self.all):
+            return
+        now = time.monotonic()
+        self._alone = now if self._alone is None else self._alone
+        if now - self._alone >= SILENCE:
+            self._told = True
+            whom = "; ".join(f"{server.url}: {server.away[:_SHOWN]}" for server in self.all if server.away)
+            self.tell(f"waiting for a server, each for up to {self.patience:g} s ({whom})", 0, 0)
+
+    def _over(self) -> None:
+        """One is ready, or nobody waits any more."""
+        self._alone = None
+        if self._told:
+            self._told = False
+            self.tell("", 0, 0)

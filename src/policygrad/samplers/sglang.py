@@ -10,7 +10,8 @@ from typing import Any
 
 from policygrad.errors import EngineError
 from policygrad.samplers.base import Request
-from policygrad.samplers.engine import Drawn, EngineSampler
+from policygrad.samplers.drawn import Drawn
+from policygrad.samplers.engine import EngineSampler
 from policygrad.samplers.http import AwayError
 from policygrad.weight_sync.folder import Publication, Write
 from policygrad.weight_sync.safetensors_folder import safetensors_writer
@@ -72,8 +73,8 @@ class Sglang(EngineSampler):
             tokens = [int(token) for token in answer["output_ids"]]
             if [int(entry[1]) for entry in entries] != tokens[: len(entries)]:
                 raise EngineError(f"{url} gives log-probabilities of other tokens than it has drawn")
-            return Drawn(tokens, [entry[0] for entry in entries])
-        except (KeyError, TypeError, IndexError) as error:
+            return Drawn(tokens, [entry[0] for entry in entries], about.get("weight_version"))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise EngineError(
                 f"{url} does not answer as SGLang does ({type(error).__name__} {error}): is it one?"
             ) from error

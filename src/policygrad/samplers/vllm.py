@@ -11,7 +11,8 @@ from typing import Any
 
 from policygrad.errors import EngineError
 from policygrad.samplers.base import Request
-from policygrad.samplers.engine import Drawn, EngineSampler
+from policygrad.samplers.drawn import Drawn
+from policygrad.samplers.engine import EngineSampler
 from policygrad.weight_sync.folder import Publication, Write
 from policygrad.weight_sync.safetensors_folder import safetensors_writer
 
@@ -45,7 +46,8 @@ class Vllm(EngineSampler):
 
     async def load(self, url: str, publication: Publication) -> None:
         told = await self._control(url, "GET", "/weight_info")
-        if isinstance(told, dict) and told.get("weight_version") == publication.name:
+        known = told.get("weight_version") if isinstance(told, dict) else None
+        if known == publication.name and url not in self.refused:
             return
         patience = self.config.patience
         await self._control(url, "POST", "/pause?mode=keep")
@@ -99,7 +101,7 @@ class Vllm(EngineSampler):
             if tokens is None:
                 raise EngineError(f"{url} gives no token ids: vLLM 0.11 or later does (return_token_ids)")
             return Drawn(tokens, logp)
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise EngineError(
                 f"{url} does not answer as vLLM does ({type(error).__name__} {error}): is it one?"
             ) from error

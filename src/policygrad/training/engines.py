@@ -11,15 +11,15 @@ from torch import nn
 
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.rewards.waits import Phase, nobody
 from policygrad.samplers.config import ENGINES, LOCAL, SamplerConfig
 from policygrad.samplers.http import AwayError, Http
 
 if TYPE_CHECKING:
     from policygrad.samplers.engine import EngineSampler
-    from policygrad.training.config.run import Run
 
 FOLDER = "weights"
-"""In the run's folder."""
+"""In the run's folder, or a temporary one."""
 _ASKS = 10.0
 """Seconds."""
 _KNOWN = (
@@ -39,11 +39,17 @@ def engine_class(name: str) -> type[EngineSampler]:
 
 
 def engine_sampler(
-    config: SamplerConfig, model: nn.Module, tokenizer: Tokenizer, folder: Path, temperature: float
+    config: SamplerConfig,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    folder: Path,
+    temperature: float,
+    tell: Phase = nobody,
 ) -> EngineSampler:
-    """What draws from servers. folder: where weights are published, unless the configuration says another."""
+    """What draws from servers. folder: where weights are published, unless the configuration says another. tell: is told when no
+    server is there."""
     own = folder if config.folder is None else Path(config.folder).expanduser()
-    return engine_class(config.engine)(model, tokenizer, config, own.resolve(), temperature)
+    return engine_class(config.engine)(model, tokenizer, config, own.resolve(), temperature, tell)
 
 
 async def recognised(url: str) -> str:
@@ -68,17 +74,18 @@ async def recognised(url: str) -> str:
     raise EngineError(f"{url} answers as none of {', '.join(ENGINES)} does")
 
 
-def engine_of(run: Run, given: Any = None) -> Callable[[nn.Module, Tokenizer], EngineSampler] | None:
-    """What makes a run's sampler, once there are a model and a tokenizer; None = this process samples.
+def engine_of(
+    config: SamplerConfig, folder: Path, temperature: float, given: Any = None, tell: Phase = nobody
+) -> Callable[[nn.Module, Tokenizer], EngineSampler] | None:
+    """What makes the sampler that is configured, once there are a model and a tokenizer; None = this process samples.
 
-    given: a sampler from Python.
+    folder, temperature, tell: as `engine_sampler`'s. given: a sampler from Python.
 
     Raises:
         ConfigError: two samplers.
     """
-    if run.sampler.engine == LOCAL:
+    if config.engine == LOCAL:
         return None
     if given is not None:
-        raise ConfigError(f"sampler= was given, and sampler.engine is {run.sampler.engine}: leave one of the two away")
-    folder = Path(run.output or ".") / FOLDER
-    return lambda model, tokenizer: engine_sampler(run.sampler, model, tokenizer, folder, run.sampling.temperature)
+        raise ConfigError(f"sampler= was given, and sampler.engine is {config.engine}: leave one of the two away")
+    return lambda model, tokenizer: engine_sampler(config, model, tokenizer, folder, temperature, tell)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from policygrad.environments import EnvironmentFactory
@@ -12,9 +14,12 @@ from policygrad.rewards.waits import Phase, nobody
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.rollouter import Rollout
 from policygrad.samplers.base import Sampler, Sampling
+from policygrad.samplers.config import SamplerConfig
 from policygrad.training.config.run import Run
+from policygrad.training.engines import FOLDER, engine_of
 from policygrad.training.environment import chosen_environment
 from policygrad.training.resources import Needed, SamplerFactory, load, needed_for
+from policygrad.weight_sync.base import Published
 
 
 def collect(
@@ -67,15 +72,18 @@ def evaluate(
     trust_remote_code: bool = False,
     map: Any = None,
     skip_bad_rows: bool = False,
+    engine: SamplerConfig | None = None,
 ) -> EvaluationResult:
     """Scores of a model on a task's held-out problems, as `Run`'s options of these names say; budget, memory, sandbox and
-    reward_environment as `Rewarding`'s. phase: is told what rewards are waited for.
+    reward_environment as `Rewarding`'s. phase: is told what rewards or servers are waited for. engine: `Run.sampler`, whose
+    servers are given the model's weights and draw.
 
     Raises:
         PolicygradError: what does not exist or does not fit, with the way out.
     """
-    sampling = sampling or Sampling()
+    sampling, engine = sampling or Sampling(), engine or SamplerConfig()
     with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="policygrad-"))) / FOLDER
         needed = Needed(
             model,
             task,
@@ -89,10 +97,13 @@ def evaluate(
             rewards=Rewarding(budget=budget, memory=memory, sandbox=sandbox, environment=reward_environment),
             phase=phase,
             sampler=sampler,
+            engine=engine_of(engine, folder, sampling.temperature, sampler, phase),
             environment=chosen_environment(environment),
             trust_remote_code=trust_remote_code,
             map=map,
             skip_bad_rows=skip_bad_rows,
         )
         found = load(stack, needed)
+        if needed.engine is not None:
+            found.rollouter.update(Published(0, dict(found.model.named_parameters())))
         return found.rollouter.evaluate(found.task.held_out(problems), samples, sampling, progress)

@@ -99,10 +99,12 @@ def loop(
             shaped = algorithm.shaped(batch)
             psi, batch = algorithm.advantages(batch, shaped), algorithm.with_targets(batch, shaped)
             measured = learner.update(batch, psi, algorithm)
-        updated = time.perf_counter()
-        coming = later()
-        waited = time.perf_counter()
-        published = rollouter.update(learner.publish())
+            published = rollouter.update(learner.publish()) if rollouter.in_flight else None
+            updated = time.perf_counter()
+            coming = later()
+            waited = time.perf_counter()
+        if published is None:
+            published = rollouter.update(learner.publish())
         ended = time.perf_counter()
         clock: Metrics = {
             "time/rollout": Sum(sampled - began + waited - updated),  # what the step has waited for

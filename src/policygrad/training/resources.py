@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from policygrad.samplers.local import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.types import Task
 from policygrad.training.config.run import Run
-from policygrad.training.engines import engine_of
+from policygrad.training.engines import FOLDER, engine_of
 from policygrad.training.environment import chosen_environment
 from policygrad.training.reading import row_reading
 from policygrad.waiting import Waiter
@@ -61,7 +62,7 @@ class Needed:
     device: str = "auto"
     rewards: Rewarding = field(default_factory=Rewarding)
     phase: Phase = nobody
-    """Is told what rewards are waited for."""
+    """Is told what rewards or servers are waited for."""
     sampler: Sampler | SamplerFactory | None = None
     environment: EnvironmentFactory | None = None
     routing_replay: bool = False
@@ -321,7 +322,7 @@ def needed_for(
         rewards=run.rewards,
         phase=phase,
         sampler=sampler,
-        engine=engine_of(run, sampler),
+        engine=engine_of(run.sampler, Path(run.output or ".") / FOLDER, run.sampling.temperature, sampler, phase),
         environment=chosen_environment(run.environment, environment),
         routing_replay=run.learner.routing_replay,
         apart=run.staleness > 0,

@@ -1,0 +1,309 @@
+"""Faults of engines at random moments of a run: two real llama.cpp servers, the embedded model; docs/results/engine-faults.json.
+
+python scripts/engine_faults.py [--repeats 30] [--kinds killed hangs …] [--staleness K] [--folder DIR]
+
+For each kind of fault a run of grpo, whose two servers stand behind a small proxy each. At a random moment (of a rollout, an
+update, a publication) one of them has the fault for a random while, again and again. `gone` takes both away for longer than the
+run waits: it has to end, and to go on with what it has saved. Counted are groups that were lost or trained on twice, by their
+keys, and completions that were not drawn by the version that they claim: every one is compared with the learner's own
+log-probabilities under it.
+
+What the folder holds already is not done again. Exit code 1: something that is promised does not hold, and the file says what.
+On Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import shlex
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from faulty_engines import PARALLEL, Engine, keeping, two_engines
+
+import policygrad as pg
+from policygrad.core.metrics import Metrics
+from policygrad.errors import EngineError
+from policygrad.rollout.trajectory import TRAIN
+from policygrad.samplers import probe
+from policygrad.samplers.base import Generation, Request
+from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.llama_cpp import LlamaCpp
+from policygrad.training.callbacks import Callback
+from policygrad.training.loop import Done
+from policygrad.weight_sync.base import Published
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results" / "engine-faults.json"
+KINDS = {
+    "killed": "its process is killed; it is started again by what watches it",
+    "hangs": "its process is stopped, and goes on later",
+    "garbage": "it answers 200 with no JSON, half of one, unknown ids, too few probabilities, or some above 1",
+    "errors": "it answers 500",
+    "drops": "it breaks the connection in the middle of its answers",
+    "old": "it comes back with the weights of the run's beginning, and later with those of now",
+    "gone": "both are away for longer than `--sampler.patience`: the run ends, and goes on with `--resume`",
+}
+LONGEST = 1.0
+"""Seconds that a fault lasts, at most."""
+TIMEOUT, PATIENCE, SHORT = 1.5, 60.0, 1.0
+"""Seconds: `sampler.timeout`; `sampler.patience`, and that where both servers are gone."""
+LASTS = {"hangs": 2 * TIMEOUT, "gone": 2.0}
+"""Seconds that other faults last, at most; `gone` beyond thrice `SHORT`."""
+WARM = 2
+"""Steps without a fault, which say how long one takes."""
+
+
+class Checked(LlamaCpp):
+    """Compares all that it draws with the learner's own log-probabilities under the version that it claims."""
+
+    doing = "learning"
+    drawn = wrong = 0
+    seconds = 0.0
+    """That drawing without a fault takes, at least."""
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        self.doing, began = "rollout", time.monotonic()
+        try:
+            found = await super().generate(requests)
+        finally:
+            self.doing = "learning"
+        took = time.monotonic() - began
+        self.seconds = min(self.seconds or took, took)
+        assert self.published is not None
+        own, _, _ = probe.looked_up(self.model, requests, found)
+        near = (torch.cat([g.logp for g in found]).double() - own).abs() <= self.tolerance
+        held = [bool(row.all()) for row in near.split([len(g.tokens) for g in found])]
+        self.drawn += len(found)
+        self.wrong += sum(not (ok and g.version == self.published.version) for ok, g in zip(held, found, strict=True))
+        return found
+
+    async def update(self, weights: Published) -> Metrics:
+        self.doing = "publication"
+        try:
+            return await super().update(weights)
+        finally:
+            self.doing = "learning"
+
+
+class Counted(pg.Trainer):
+    """Notes the keys of the groups that each step was trained on."""
+
+    def __init__(self, *args: Any, trained: list[tuple[int, ...]], **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.trained = trained
+
+    def record(self, done: Done) -> Metrics:
+        self.trained += [group.start.key for group in done.rollout.groups]
+        return super().record(done)
+
+
+@dataclass
+class Injecting(Callback):
+    """One fault after another, each at a random moment after a step has begun."""
+
+    kind: str
+    repeats: int
+    engines: Sequence[Engine]
+    draw: random.Random
+    old: int = 0
+    sampler: Checked | None = None
+    phases: Counter[str] = field(default_factory=Counter)
+    paces: list[float] = field(default_factory=list)
+    """Seconds of steps without a fault."""
+    asked_again: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.began, self.busy, self.woken = time.monotonic(), False, threading.Event()
+        self.over = False
+        threading.Thread(target=self._inject, daemon=True).start()
+
+    def start(self, trainer: Any) -> None:
+        self.began = time.monotonic()
+
+    def step(self, trainer: Any, step: int, metrics: Any) -> None:
+        now = time.monotonic()
+        if len(self.paces) < WARM:
+            self.paces.append(now - self.began)
+        else:
+            self.woken.set()
+        self.began = now
+        self.asked_again += metrics["publication/asked_again"]
+        if self.over:
+            trainer.stop()
+
+    def _inject(self) -> None:
+        for _ in range(self.repeats):
+            self.woken.clear()
+            self.woken.wait()
+            assert self.sampler is not None
+            share = self.draw.random()
+            if self.draw.random() < 0.5:  # rollouts are short beside publications
+                while self.sampler.doing != "rollout":
+                    time.sleep(0.001)
+                time.sleep(share * self.sampler.seconds)
+            else:
+                time.sleep(share * self.paces[-1])
+            self.phases[self.sampler.doing] += 1
+            seconds = self.draw.uniform(0.05, LASTS.get(self.kind, LONGEST))
+            with contextlib.ExitStack() as stack:
+                chosen = self.engines if self.kind == "gone" else [self.draw.choice(self.engines)]
+                if self.kind == "gone":
+                    self.sampler.servers.patience = SHORT  # now only: a server takes longer to start
+                for engine in chosen:
+                    stack.enter_context(engine.faulty(self.kind, self.old))
+                time.sleep(3 * SHORT + seconds if self.kind == "gone" else seconds)
+            self.sampler.servers.patience = PATIENCE
+        self.over = True
+
+
+class Faults:
+    """The runs, kind by kind, in a folder."""
+
+    def __init__(self, folder: Path, repeats: int, seed: int, staleness: int) -> None:
+        self.folder, self.repeats, self.seed, self.staleness = folder, repeats, seed, staleness
+
+    def run(self, kind: str) -> pg.Run:
+        """Long enough for any number of repeats: it is stopped after the last."""
+        return pg.Run(
+            algorithm=pg.algorithm("grpo"),
+            steps=100_000,
+            prompts_per_step=8,
+            samples_per_prompt=4,
+            seed=self.seed,
+            staleness=self.staleness,
+            evaluation=pg.Evaluation(problems=0),
+            checkpoint=pg.Checkpointing(every=50, keep=1),
+            output=str(self.folder / kind),
+        )
+
+    def suffered(self, kind: str) -> dict[str, Any]:
+        """What became of a run with these faults."""
+        began, draw = time.monotonic(), random.Random(f"{self.seed} {kind}")
+        trained: list[tuple[int, ...]] = []
+        made: list[Checked] = []
+        run, weights = self.run(kind), self.folder / f"{kind}-weights"
+        for path in (weights, self.folder / kind):
+            shutil.rmtree(path, ignore_errors=True)
+        ended = 0
+        keeps = keeping(weights, self.folder / "kept") if kind == "old" else contextlib.nullcontext(0)
+        with two_engines(weights, draw) as engines, keeps as old:
+            injecting = Injecting(kind, self.repeats, engines, draw, old)
+            config = SamplerConfig(
+                engine="llama_cpp",
+                urls=tuple(engine.proxy.url for engine in engines),
+                parallel=PARALLEL,
+                timeout=TIMEOUT,
+                patience=PATIENCE,
+            )
+
+            def sampler(model: Any, tokenizer: Any) -> Checked:
+                made.append(Checked(model, tokenizer, config, weights))
+                injecting.sampler = made[-1]
+                return made[-1]
+
+            resume = None
+            while True:
+                trainer = Counted(run, sampler=sampler, display=False, callbacks=[injecting], trained=trained)
+                try:
+                    steps = trainer.train(resume=resume).steps
+                    break
+                except EngineError as error:
+                    if kind != "gone":
+                        return {"repeats": sum(injecting.phases.values()), "ended_by": str(error)}
+                    ended, resume = ended + 1, run.output
+                    while any(engine.proxy.fault for engine in engines):
+                        time.sleep(0.01)
+        wanted = {(self.seed, TRAIN, 1 + i // 8, i) for i in range(8 * steps)}
+        times = Counter(trained)
+        return {
+            "repeats": sum(injecting.phases.values()),
+            "moments": dict(injecting.phases.most_common()),
+            "steps": steps,
+            "groups": len(wanted),
+            "lost": len(wanted - times.keys()),
+            "twice": sum(n - 1 for n in times.values()),
+            "unknown": len(times.keys() - wanted),
+            "completions": sum(sampler.drawn for sampler in made),
+            "of_another_version": sum(sampler.wrong for sampler in made),
+            "asked_again": round(injecting.asked_again),
+            "ended_and_resumed": ended,
+            "timeout": TIMEOUT,
+            "seconds": round(time.monotonic() - began, 1),
+        }
+
+    def report(self, kinds: Sequence[str]) -> dict[str, Any]:
+        """All of it."""
+        found = {}
+        for kind in kinds:
+            kept = self.folder / f"{kind}-{self.repeats}-{self.staleness}-{self.seed}.json"
+            if not kept.exists():
+                kept.write_text(json.dumps(self.suffered(kind)) + "\n")
+            found[kind] = json.loads(kept.read_text())
+            print(kind, json.dumps(found[kind]), flush=True)
+        return {
+            "made_by": shlex.join(["python", "scripts/engine_faults.py", *sys.argv[1:]]),
+            "versions": {"python": platform.python_version()}
+            | {name: version(name) for name in ("policygrad", "torch", "xllamacpp", "httpx")},
+            "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+            "repeats": self.repeats,
+            "staleness": self.staleness,
+            "kinds": found,
+            "broken": broken(found),
+        }
+
+
+def broken(found: dict[str, dict[str, Any]]) -> list[str]:
+    """What does not hold, in words; empty: nothing."""
+    said = []
+    for kind, seen in found.items():
+        if "ended_by" in seen:
+            said.append(f"{kind}: the run ended: {seen['ended_by']}")
+            continue
+        for name in ("lost", "twice", "unknown"):
+            if seen[name]:
+                said.append(f"{kind}: {seen[name]} groups {name}")
+        if seen["of_another_version"]:
+            said.append(f"{kind}: {seen['of_another_version']} completions are not of the version that they claim")
+        if kind == "gone" and not seen["ended_and_resumed"]:
+            said.append(f"gone: {seen['repeats']} times without a server, and the run has never ended")
+    return said
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Every kind, then the file; 1 where something promised does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=30, help="faults of each kind")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--staleness", type=int, default=0, help="of the runs")
+    parser.add_argument("--seed", type=int, default=0, help="of the runs, and of the moments")
+    parser.add_argument("--folder", type=Path, help="where the runs go; default: a temporary one")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args(words)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (args.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        said = Faults(folder, args.repeats, args.seed, args.staleness).report(args.kinds)
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    args.results.write_text(json.dumps(said, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(said["broken"]) or "all of it holds")
+    return 1 if said["broken"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
