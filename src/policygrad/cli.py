@@ -39,8 +39,9 @@ with interchangeable parts
   policygrad compare ROW ROW ...          algorithms against each other: seeds,
                                           learning rates, curves, what can be
                                           concluded
-  policygrad report RUN ...               what runs have done, as a page: curves,
-                                          completions, costs; --watch follows them
+  policygrad report RUN ...               what runs have done, as a page:
+                                          curves, completions, costs; --watch
+                                          follows them
   policygrad algorithms [--json]          the matrix of named algorithms
   policygrad show                         what there is: the algorithms by
                                           family, the parts by where they go
