@@ -13,16 +13,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from policygrad.models.attention import PlainAttention
 
 
-def attend(heads: int = 4, masked: bool = False) -> Tensor:
+def attend(heads: int = 4, masked: str = "causal") -> Tensor:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 33, 8, generator=generator) for h in (4, heads, heads))
-    mask = torch.randn(2, 1, 33, 33, generator=generator) if masked else None
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked, scale=0.3, enable_gqa=heads < 4)
+    added = torch.randn(2, 1, 33, 33, generator=generator)
+    mask = {"causal": None, "added": added, "boolean": (added > 0) | torch.eye(33, dtype=torch.bool)}[masked]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=0.3, enable_gqa=heads < 4)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", ["causal", "added", "boolean"])
 @pytest.mark.parametrize("heads", [4, 2])
-def test_it_is_the_math_kernel_and_no_other_thread_sees_it(heads: int, masked: bool) -> None:
+def test_it_is_the_math_kernel_and_no_other_thread_sees_it(heads: int, masked: str) -> None:
     fused, beside = attend(heads, masked), list[Tensor]()
     with sdpa_kernel(SDPBackend.MATH):
         math = attend(heads, masked)

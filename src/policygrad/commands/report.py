@@ -26,15 +26,15 @@ HELP = (
 class ReportOptions:
     """Options of `policygrad report`."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]] = ()
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")] = ()
     """The folders of runs."""
-    output: Annotated[Path | None, optional("FILE.html", "report.html in the first run's folder")] = None
+    output: Annotated[Path | None, optional("REPORT.html", "report.html in the first run's folder")] = None
     """Where the page is written."""
     watch: bool = False
     """Serve the page on this machine and renew it as the runs go, instead of writing it."""
     port: Annotated[int | None, optional("PORT", "a free one")] = None
     """Of --watch."""
-    host: Annotated[str | None, optional("ADDRESS", "127.0.0.1: this machine alone")] = None
+    host: Annotated[str | None, optional("HOST-OR-ADDRESS", "127.0.0.1: this machine alone")] = None
     """Of --watch: the address to listen at. Others need the token, and http is not encrypted."""
 
     def __post_init__(self) -> None:

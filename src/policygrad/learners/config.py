@@ -63,7 +63,7 @@ class LearnerConfig:
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto = cuda where there is one."""
     micro_tokens: int = 0
-    """Tokens per forward and backward pass, those that texts share once; 0 = 16384 on a GPU, 1024 on a CPU, 2048 of a small model."""
+    """Tokens per forward and backward pass, shared ones once; 0 = 16384 on a GPU, 1024 on a CPU, there 2048 of a small model."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     trainable: str = ""
