@@ -48,6 +48,8 @@ class Lifecycle(ABC, Generic[C, P, M]):
     model: nn.Module
     tokenizer: Tokenizer
     progress: P
+    told: RunInfo
+    """At the start of this process."""
     until: int
 
     def __init__(
@@ -214,7 +216,8 @@ class Lifecycle(ABC, Generic[C, P, M]):
             )
         self.files.truncate_after(self.progress.step if saved else -1)
         write_atomically(self.folder / self.file, sealed(dumps(self.config)))
-        self.trackers.start(self.info(self.progress))
+        self.told = self.info(self.progress)
+        self.trackers.start(self.told)
         if self.measures and not self.measured:
             try:
                 self.before, self.measured = self.take(self.phase("before training"), self.progress.step), True
@@ -275,7 +278,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
     def _finish(self) -> Result[M | None]:
         after = self.take(self.phase("after training"), self.progress.step) if self.measures else None
         numbers, measured = self.numbers(self.progress, after), self.summary(after)
-        held_out = self.info(self.progress).facts.get("held out", "")
+        held_out = self.told.facts.get("held out", "")
         told = card(self.kind, self.folder.name, tomllib.loads(dumps(self.config)), measured, numbers, held_out)
         model = save_model(self.folder, self.model, self.tokenizer.hf, self.resume_words, told)
         write_atomically(self.folder / "result.json", json.dumps(numbers, indent=1) + "\n")
