@@ -120,7 +120,8 @@ class Versus:
         if kept is not None:
             result |= self.learned(kept)
         taken = time.perf_counter() - began
-        record = {"fingerprint": task.fingerprint, "command": task.shell, "taken": when(), "seconds": taken, **result}
+        command = task.shell.replace(sys.executable, "python")  # no folder of the machine, where it is not one of ours
+        record = {"fingerprint": task.fingerprint, "command": command, "taken": when(), "seconds": taken, **result}
         self.store.put(section, task.key, record)
         return record
 
