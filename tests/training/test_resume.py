@@ -283,3 +283,11 @@ def test_another_algorithm_that_a_checkpoint_has_no_state_for_is_refused(small: 
     train(replace(small, algorithm=pg.REINFORCE, steps=2, output=str(folder)), stop_after=1)
     with pytest.raises(RunError, match=r"'critic.*', which a2c needs: .* --model"):
         train(replace(small, algorithm=pg.A2C, steps=2), resume=folder)
+
+
+def test_what_a_killed_save_had_still_to_delete_is_deleted_by_the_resume(small: Run, tmp_path: Path) -> None:
+    run = replace(small, steps=3, checkpoint=pg.Checkpointing(every=1, keep=3), output=str(tmp_path / "run"))
+    train(run, display=False)
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
+    train(replace(run, checkpoint=pg.Checkpointing(every=1, keep=1)), resume=tmp_path / "run", display=False)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]

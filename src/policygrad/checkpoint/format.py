@@ -28,7 +28,7 @@ from policygrad.checkpoint.manifest import check, dump, seal, verify
 from policygrad.checkpoint.tree import decode, encode, same_memory
 from policygrad.errors import CheckpointError
 
-__all__ = ["Checkpoint", "CheckpointError", "load", "load_latest", "save"]
+__all__ = ["Checkpoint", "CheckpointError", "load", "load_latest", "save", "tidy"]
 
 FILES = (STATE, TENSORS) = ("state.json", "tensors.safetensors")
 _NAME = re.compile(r"step-(\d{6,})(\.old)?")  # .old: the one that a save of the same step is about to replace
@@ -211,6 +211,12 @@ def _clean(directory: Path) -> None:
             if final.exists():
                 _remove(final)
             os.replace(old, final)
+
+
+def tidy(directory: Path, step: int, keep: int) -> None:
+    """What `save` deletes after checkpoint `step`, where it was killed before it did."""
+    with contextlib.suppress(OSError):  # nothing is lost by it, and the next save deletes too
+        _prune(directory, step, keep)
 
 
 def _prune(directory: Path, step: int, keep: int) -> None:

@@ -65,6 +65,7 @@ class Checkpointer(Generic[P]):
         """
         saved = checkpoints.load_latest(self.folder, warn=self._note, check=self._complete)
         if saved is not None:
+            checkpoints.tidy(self.folder, saved.step, self.keep)
             torch.set_rng_state(saved.tensors.pop("rng/torch"))
         return saved
 
