@@ -286,8 +286,8 @@ def test_another_algorithm_that_a_checkpoint_has_no_state_for_is_refused(small: 
 
 
 def test_what_a_killed_save_had_still_to_delete_is_deleted_by_the_resume(small: Run, tmp_path: Path) -> None:
-    run = replace(small, steps=3, checkpoint=pg.Checkpointing(every=1, keep=3), output=str(tmp_path / "run"))
+    run = replace(small, steps=3, checkpoint=Checkpointing(every=1, keep=3), output=str(tmp_path / "run"))
     train(run, display=False)
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
-    train(replace(run, checkpoint=pg.Checkpointing(every=1, keep=1)), resume=tmp_path / "run", display=False)
+    train(replace(run, checkpoint=Checkpointing(every=1, keep=1)), resume=tmp_path / "run", display=False)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
