@@ -184,6 +184,11 @@ def test_engines_that_are_started_by_hand_need_addresses() -> None:
         SamplerConfig(engine="vllm")
 
 
+def test_pieces_are_of_servers() -> None:
+    with pytest.raises(ConfigError, match=r"sampler.piece is of an engine's servers, and sampler.engine is local"):
+        SamplerConfig(piece=3)
+
+
 def test_a_model_with_adapters_is_refused(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = load_model(str(random_model), dtype="fp32", device="cpu")

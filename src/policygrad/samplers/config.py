@@ -58,6 +58,10 @@ class SamplerConfig:
             raise ConfigError(
                 f"sampler.urls are servers, and sampler.engine is local: name theirs, --sampler.engine {'|'.join(ENGINES)}"
             )
+        if self.engine == LOCAL and self.piece:
+            raise ConfigError(
+                f"sampler.piece is of an engine's servers, and sampler.engine is local: --sampler.engine {'|'.join(ENGINES)}"
+            )
         if self.engine in STARTED_BY_HAND and not self.urls:
             raise ConfigError(
                 f"sampler.engine {self.engine} needs servers: start one as `policygrad engine {self.engine} --print` says, "

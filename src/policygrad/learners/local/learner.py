@@ -94,8 +94,7 @@ class LocalLearner:
             reference=self.reference if "kl_ref" in algorithm.forward_needs else None,
         )
         self.uses_lr = algorithm.step.uses_lr
-        curvature = Curvature(self.networks)
-        self.curvature = curvature if self.uses_lr else curvature.checked()
+        self.curvature = Curvature(self.networks) if self.uses_lr else Curvature(self.networks).checked()
         self.norms = ScoreNorms.of(self.evaluator, config) if "score_norm" in algorithm.needs else None
 
     def _reference(self, algorithm: Algorithm, given: nn.Module | None, build: Build | None) -> Evaluator | None:
