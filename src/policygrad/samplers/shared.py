@@ -153,7 +153,9 @@ def _attend(
         rows, heads, used, width = keys.shape
         q = (query * (width**-0.5 if scale is None else scale)).reshape(rows, heads, -1, width)
         shared = layout.gather(layout.spread(q) @ context[0])
-        scores = at_least_float32(torch.cat([shared, q @ keys.transpose(2, 3)], -1))
+        # keys are read as they lie; q kᵀ copies them first, where their format is half as wide
+        own = (keys @ q.transpose(2, 3)).transpose(2, 3)
+        scores = at_least_float32(torch.cat([shared, own], -1))
         scores += layout.hidden[..., : layout.length + used]
         p = scores.softmax(-1).to(values.dtype)
         out = p[..., layout.length :] @ values
