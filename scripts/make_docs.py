@@ -1,5 +1,5 @@
-"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.*, docs/reliability.md, of
-docs/architecture.md the picture, the layers and the tree, and of docs/engines.md the table of faults.
+"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.*, docs/reliability.md,
+docs/staleness.md, of docs/architecture.md the picture, the layers and the tree, and of docs/engines.md the tables.
 
 python scripts/make_docs.py              writes them
 python scripts/make_docs.py --check      only says which are out of date
@@ -17,12 +17,14 @@ from pages.architecture import layers_block, tree
 from pages.checked import renew
 from pages.curves import curves
 from pages.engine_faults import faults_block
+from pages.engines import engines_block
 from pages.index import by_family, index_page
 from pages.measured import measured_page
 from pages.metrics import metrics_page
 from pages.picture import picture
 from pages.reliability import reliability_page
 from pages.reports import load
+from pages.staleness import staleness_page
 from pages.tables import tables_page
 from policygrad.algorithms import ALGORITHMS
 
@@ -52,12 +54,13 @@ def generated() -> dict[Path, str]:
         DOCS / "architecture.svg": picture(),
         DOCS / "algorithms" / "index.md": index_page(),
         **pages,
-        DOCS / "engines.md": filled(DOCS / "engines.md", faults=faults_block()),
+        DOCS / "engines.md": filled(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
         DOCS / "tables.md": tables_page(),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "measured.svg": curves(load()),
         DOCS / "reliability.md": reliability_page(),
+        DOCS / "staleness.md": staleness_page(),
     }
 
 
