@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import policygrad as pg
-from doubles.random_batches import Shape, close, make, shapes
+from doubles.random_batches import Random, Shape, close, make, shapes
 from doubles.transcriptions import objectives
 from doubles.transcriptions.turns import multi_turn_gae
 from policygrad.core.turns import Turns
@@ -121,13 +121,14 @@ def test_one_turn_is_the_sequence(shape: Shape) -> None:
     """No two turns: the return is the completion's reward, and GAE at both levels is GAE over tokens."""
     batch = silent(shape)
     mask = torch.arange(shape.width) < batch.lengths[:, None]
-    values = torch.where(mask, torch.randn(mask.shape, generator=torch.Generator().manual_seed(shape.seed)).double(), math.nan)
+    values = torch.where(mask, Random(shape.seed).normal(*mask.shape), math.nan)
     nothing = torch.zeros(mask.shape, dtype=torch.float64)
     batch = replace(batch, mask=mask, values=values, anchor=nothing.long(), token_reward=nothing)
     assert torch.equal(psi(batch, pg.TurnReturn(0.3)), torch.where(mask, batch.reward[:, None], 0.0))
     assert torch.equal(psi(batch, pg.TurnReturn(), pg.TurnDiscount(0.1)), psi(batch, pg.TurnReturn()))
     close(psi(batch, pg.BiLevelGAE(0.9, 0.8, 0.3, 0.2)), psi(batch, pg.GAE(0.9, 0.8)), tolerance=1e-12)
-    close(psi(batch, pg.TurnGAE(0.3, 0.2)), torch.where(mask, batch.reward[:, None] - values[:, :1], 0.0), tolerance=1e-12)
+    less = torch.where(mask, batch.reward[:, None] - values[:, :1], 0.0)
+    close(psi(batch, pg.TurnGAE(0.3, 0.2)), less, tolerance=1e-12)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -185,8 +186,14 @@ def test_a_batch_without_a_token_has_no_credit(link: pg.Advantage) -> None:
         (lambda: pg.BiLevelGAE(turn_lam=-1.0), "BiLevelGAE.turn_lam must be in"),
         (lambda: pg.Critic(turn_gamma=1.5), "Critic.turn_gamma must be in"),
         (lambda: replace(pg.GRPO, psi=(pg.TurnGAE(),)), "an advantage from values without a critic"),
-        (lambda: replace(pg.PPO, psi=(pg.TurnGAE(0.9),)), r"TurnGAE discounts by 0.9 per turn .* by 1, .* turn_gamma=0.9"),
-        (lambda: replace(pg.PPO, critic=pg.Critic(turn_gamma=0.9)), "GAE discounts by 1 per turn and the critic's targets by 0.9"),
+        (
+            lambda: replace(pg.PPO, psi=(pg.TurnGAE(0.9),)),
+            r"TurnGAE discounts by 0.9 per turn .* by 1, .* turn_gamma=0.9",
+        ),
+        (
+            lambda: replace(pg.PPO, critic=pg.Critic(turn_gamma=0.9)),
+            "GAE discounts by 1 per turn and the critic's targets by 0.9",
+        ),
         (lambda: replace(pg.GRPO, psi=(pg.GroupMean(), pg.TurnReturn())), "TurnReturn starts from the rewards"),
         (
             lambda: replace(pg.GRPO, psi=(pg.TurnReturn(), pg.TurnLeaveOneOut()), filters=(pg.MaskTruncated(True),)),
@@ -205,5 +212,8 @@ def test_what_is_refused(make_it: Callable[[], object], says: str) -> None:
 def test_a_mask_without_statistics_and_returns_of_turns_go_together() -> None:
     """Only what compares turns needs them of everybody."""
     replace(pg.GRPO, psi=(pg.TurnReturn(),), filters=(pg.MaskTruncated(True),))
-    assert replace(pg.PPO, psi=(pg.TurnGAE(0.9),), critic=pg.Critic(turn_gamma=0.9)).declared >= {"anchor", "token_reward"}
+    assert replace(pg.PPO, psi=(pg.TurnGAE(0.9),), critic=pg.Critic(turn_gamma=0.9)).declared >= {
+        "anchor",
+        "token_reward",
+    }
     assert pg.Critic().needs == frozenset()

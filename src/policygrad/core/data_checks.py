@@ -54,11 +54,11 @@ def data_problems(algorithm: Composition) -> Iterator[str]:
             "the advantage compares turns, and a masked completion has none left: set MaskTruncated(keep_in_statistics=False)"
         )
     for link in algorithm.psi:
-        gamma = per_turn(link)
-        if algorithm.critic is not None and gamma is not None and gamma != algorithm.critic.turn_gamma:
+        gamma, critic = per_turn(link), algorithm.critic
+        if critic is not None and gamma is not None and gamma != critic.turn_gamma:
             yield (
-                f"{type(link).__name__} discounts by {gamma:g} per turn and the critic's targets by {algorithm.critic.turn_gamma:g}, "
-                f"so that rewards and values would be of different things: set turn_gamma={gamma:g} of the critic"
+                f"{type(link).__name__} discounts by {gamma:g} per turn and the critic's targets by {critic.turn_gamma:g}, so that "
+                f"rewards and values would be of different things: set turn_gamma={gamma:g} of the critic"
             )
     yield from _vine(algorithm)
 

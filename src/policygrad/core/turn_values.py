@@ -1,4 +1,4 @@
-"""LEVER 1 with a critic, along the turns of an episode: turn-level GAE, GAE over tokens with a reward for each turn, and both levels.
+"""LEVER 1 with a critic, along the turns of an episode: GAE over turns, over tokens with a reward for each turn, over both.
 
 A turn's reward stands at its last token, and γ per turn discounts there alone, so that a long turn costs nothing. What γ < 1 per
 turn makes of V is the critic's to learn: `Critic.turn_gamma` must be the same.
@@ -28,7 +28,8 @@ class TurnGAE(Advantage):
     """A_n = Σ_l (γλ)^l δ_{n+l}, δ_n = r_n + γV(s_{n+1}) − V(s_n), at every token of turn n: GAE with turns for steps.
 
     V(s_n) is the critic's value before the turn's first token, r_n the sum of its rewards. λ = 1 is the return to go less V(s_n),
-    unbiased whatever the critic says. Within a turn nothing is told apart.
+    unbiased whatever the critic says. Within a turn nothing is told apart. The paper's critic learns where turns begin, ours at
+    every token.
     Source: Li et al. 2025 (Turn-PPO), arXiv:2512.17008, the turn-level MDP; its best γ, λ are 0.99, 0.9.
 
     Raises:
@@ -108,7 +109,7 @@ class MultiTurnGAE(Advantage):
 
 @dataclass(frozen=True)
 class BiLevelGAE(Advantage):
-    """A_e = δ_n + γ_turn λ_turn A_{e'} at the last token e of turn n, e' that of the next; GAE(γ, λ) from it back to the turn's first.
+    """A_e = δ_n + γ_turn λ_turn A_{e'} at a turn's last token e, e' the next turn's, and GAE(γ, λ) from it back through the turn.
 
     δ_n = r_e + γ_turn V_{e'} − V_e, with V_e the value before the turn's last token; within the turn A_t = r_t + γV_{t+1} − V_t +
     γλA_{t+1}, which ends in A_e. With all four at 1 it is the return to go less V_t, as is `MultiTurnGAE` at λ = 1; an exact
@@ -141,17 +142,18 @@ class BiLevelGAE(Advantage):
     @property
     def formula(self) -> str:
         turn = f"Σ_l ({self.turn_gamma:g}·{self.turn_lam:g})^l δ_{{n+l}} at turn n's last token e"
-        return f"{turn},  δ_n = r_e + {self.turn_gamma:g}·V_{{e'}} − V_e;  GAE({self.gamma:g}, {self.lam:g}) back from it"
+        delta = f"δ_n = r_e + {self.turn_gamma:g}·V_{{e'}} − V_e"
+        return f"{turn},  {delta};  GAE({self.gamma:g}, {self.lam:g}) back from it"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         p, ends = _by_turn(batch, self, self.bootstrap)
-        index = (ends.cumsum(1) - ends.long()).clamp(max=max(0, ends.shape[1] - 1))  # turns that ended before this token
-        reward, value = (torch.zeros_like(x).scatter_add(1, index, ragged.masked(x, ends)) for x in (p.reward, p.value))
-        there = torch.arange(ends.shape[1], device=ends.device) < ends.sum(1, keepdim=True)
-        last, end = there & ~pad(there, (0, 1))[:, 1:], _end(batch, self, self.bootstrap)[:, None].to(value.dtype)
-        after = torch.where(last, end, pad(value, (0, 1))[:, 1:])
-        delta = ragged.masked(reward + self.turn_gamma * after - value, there)
-        by_turn = ragged.recursion(delta, there, self.turn_gamma * self.turn_lam)
+        turns, end = Turns.of(batch, self), _end(batch, self, self.bootstrap)
+        index = turns.index.gather(1, p.order)
+        nothing = torch.zeros_like(turns.there, dtype=p.value.dtype)
+        reward, value = (nothing.scatter_add(1, index, ragged.masked(x, ends)) for x in (p.reward, p.value))
+        after = torch.where(turns.last, end[:, None].to(value.dtype), pad(value, (0, 1))[:, 1:])
+        delta = ragged.masked(reward + self.turn_gamma * after - value, turns.there)
+        by_turn = ragged.recursion(delta, turns.there, self.turn_gamma * self.turn_lam)
         within = p.reward + self.gamma * p.after - p.value
         x = torch.where(ends, by_turn.gather(1, index), within)
         return p.back(ragged.recursion(x, p.mask, torch.full_like(x, self.gamma * self.lam).masked_fill(ends, 0.0)))

@@ -110,8 +110,8 @@ class Episodes(Tree):
         super().__post_init__()
         if self.length % (self.spoken + 1):
             raise ConfigError(
-                f"turns of {self.spoken} tokens and an answer take {self.spoken + 1} columns each, and a length of {self.length} is no "
-                "multiple of that"
+                f"turns of {self.spoken} tokens and an answer take {self.spoken + 1} columns each, and a length of {self.length} "
+                "is no multiple of that"
             )
 
     @cached_property

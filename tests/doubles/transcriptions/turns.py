@@ -80,7 +80,9 @@ def spread(o: Completion, by_turn: list[Tensor]) -> list[Tensor]:
 
 
 def of_turns(credit: ByTurn) -> Callable[[Prompts, int], Tensor]:
-    return lambda prompts, width: clipped(prompts, {id(o): spread(o, credit(o)) for outputs in prompts for o in outputs})
+    return lambda prompts, width: clipped(
+        prompts, {id(o): spread(o, credit(o)) for outputs in prompts for o in outputs}
+    )
 
 
 def of_tokens(credit: ByTurn) -> Callable[[Prompts, int], Tensor]:

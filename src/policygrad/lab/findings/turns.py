@@ -32,7 +32,7 @@ LAMBDAS = (0.0, 0.5, 0.9, 1.0)
 EXACT = 1e-9
 UNBIASED: dict[str, tuple[Advantage, ...]] = {
     "outcome to all turns": (),
-    "outcome − siblings": (LeaveOneOut(),),
+    "LeaveOneOut": (LeaveOneOut(),),
     "TurnReturn": (TurnReturn(),),
     "TurnReturn, LeaveOneOut": (TurnReturn(), LeaveOneOut()),
     "TurnReturn, TurnLeaveOneOut": (TurnReturn(), TurnLeaveOneOut()),
@@ -75,28 +75,27 @@ def turn_credit(seed: int = 0) -> Finding:
     setting = walk(seed=seed)
     steps = all_steps(setting, GROUP)
     exact = {name: measured(name, psi, setting, steps).figures for name, psi in (UNBIASED | COMPARED).items()}
-    bias = max(exact[name].bias for name in UNBIASED)
-    alone, go, own = (exact[name].variance for name in ("outcome to all turns", "TurnReturn", "TurnReturn, TurnLeaveOneOut"))
-    of_groups = exact["GroupInGroup(std=False)"]
+    alone, go, own = (exact[name] for name in ("outcome to all turns", "TurnReturn", "TurnReturn, TurnLeaveOneOut"))
+    bias, of_groups = max(exact[name].bias for name in UNBIASED), exact["GroupInGroup(std=False)"]
     later = (TurnReturn(GAMMA),)
     against = [discounted(psi, setting, steps, GAMMA, seed).bias for psi in (later, (*later, TurnDiscount(GAMMA)))]
     away = measured("", later, setting, steps).figures.bias
     curves, sure = _over_lambda(setting, seed)
-    biased = curves["bias_turn"]
-    holds = max(bias, against[1], sure, *(curves[f"bias_{level}"][-1] for level in FAMILIES)) < EXACT and go < alone
+    (low, *_, high), (least, *_, most) = curves["bias_turn"], curves["variance_turn"]
+    biases = (bias, against[1], sure, *(curves[f"bias_{level}"][-1] for level in FAMILIES))
     return Finding(
         "turn_credit",
         "Rewards to go per turn cut variance against the outcome at all turns, without bias; a critic of turns trades one for "
         "the other.",
-        holds,
-        f"In a walk of up to three turns ({setting.world.tree.size} episodes, groups of {GROUP}) the outcome at all turns has a variance "
-        f"of {alone:.2f} of ‖∇J‖², the reward to go {go:.2f}, less its siblings' at the same turn {own:.2f}; the largest bias of "
-        f"the unbiased chains is {bias:.0e}. GiGPO's sum of an episode's and a state's comparison (F = 1) has "
-        f"{of_groups.variance:.2f} at {of_groups.scale:.2f} times ∇J's length and a cosine of {of_groups.cosine:.4f}. A discount of "
-        f"{GAMMA:g} per turn is {away:.2f} of ‖∇J‖ away from ∇J and {against[0]:.2f} from the gradient of the discounted J, which "
-        f"{verdict(against[1] < EXACT, 'it is', 'it is not')} with γ^n ({tiny(against[1])}). GAE over turns with a critic that errs by "
-        f"{ERROR:g} has a bias of {biased[0]:.2f} at λ = 0 and {biased[-1]:.0e} at λ = 1, and a variance of "
-        f"{curves['variance_turn'][0]:.2f} and {curves['variance_turn'][-1]:.2f}, one episode at a time; an exact critic leaves a bias "
+        max(biases) < EXACT and go.variance < alone.variance and low > high and least < most,
+        f"In a walk of up to three turns ({setting.world.tree.size} episodes, groups of {GROUP}) the outcome at all turns has a "
+        f"variance of {alone.variance:.2f} of ‖∇J‖², the reward to go {go.variance:.2f}, less its siblings' at the same turn "
+        f"{own.variance:.2f}; the largest bias of the unbiased chains is {bias:.0e}. GiGPO's sum of an episode's and a state's "
+        f"comparison (F = 1) has {of_groups.variance:.2f} at {of_groups.scale:.2f} times ∇J's length and a cosine of "
+        f"{of_groups.cosine:.4f}. A discount of {GAMMA:g} per turn is {away:.2f} of ‖∇J‖ away from ∇J and {against[0]:.2f} from "
+        f"the gradient of the discounted J, which {verdict(against[1] < EXACT, 'it is', 'it is not')} with γ^n "
+        f"({tiny(against[1])}). GAE over turns with a critic that errs by {ERROR:g} has a bias of {low:.2f} at λ = 0 and "
+        f"{high:.0e} at λ = 1, and a variance of {least:.2f} and {most:.2f}, one episode at a time; an exact critic leaves a bias "
         f"of at most {sure:.0e} at any λ.",
         {f"{what} {name}": getattr(f, what) for name, f in exact.items() for what in ("bias", "variance", "scale")}
         | {"discounted": away, "discounted_own": against[0], "discounted_weighed": against[1], "exact_critic": sure},
