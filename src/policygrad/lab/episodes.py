@@ -44,23 +44,25 @@ class Game(Protocol):
 
 @dataclass(frozen=True)
 class Walk:
-    """Two steps lead to the door, and being there is worth 1. Saying nothing waits, one token is a step, two are a leap: it costs
-    `effort`, and from the start it reaches the door half the time, else it falls back. A wait costs `delay`."""
+    """Two steps lead to the door, and being there is worth 1. Saying nothing waits, which costs `delay`; one token is a step; two
+    are a leap, which costs `effort` and from the start reaches the door half the time, else it falls back. Whoever gets on
+    earns `progress` in that turn."""
 
     effort: float = 0.3
     delay: float = 0.1
+    progress: float = 0.5
     start: ClassVar[int] = 0
 
     def answers(self, room: int, word: tuple[int, ...]) -> Sequence[Answer]:
         if not word:
             return (Answer(1.0, room, -self.delay),)
-        cost = -self.effort if len(word) > 1 else 0.0
-        arrived = Answer(1.0, None, cost, 1.0)
+        cost = self.effort if len(word) > 1 else 0.0
+        arrived = Answer(1.0, None, self.progress - cost, 1.0)
         if room == 1:
             return (arrived,)
         if len(word) == 1:
-            return (Answer(1.0, 1, cost),)
-        return (replace(arrived, chance=0.5), Answer(0.5, 0, cost))
+            return (Answer(1.0, 1, self.progress),)
+        return (replace(arrived, chance=0.5), Answer(0.5, 0, -cost))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -15,8 +15,9 @@ from policygrad.core.protocols import Advantage
 from policygrad.core.turn_values import BiLevelGAE, MultiTurnGAE, TurnGAE, per_turn
 from policygrad.core.turns import GroupInGroup, TurnDiscount, TurnLeaveOneOut, TurnReturn
 from policygrad.core.values import GAE
+from policygrad.lab.episodes import Walk
 from policygrad.lab.estimators import estimates
-from policygrad.lab.finding import Finding, tiny, verdict
+from policygrad.lab.finding import Finding, tiny
 from policygrad.lab.groups import WeightedSteps, all_steps
 from policygrad.lab.measurement import Figures, Measured, figures, measure
 from policygrad.lab.setting import Setting
@@ -27,7 +28,7 @@ GROUP = 2
 GAMMA = 0.7
 ERROR = 0.3
 """Of the critic, beside an outcome of 0 or 1."""
-CRITICS = 4
+CRITICS = 2
 LAMBDAS = (0.0, 0.5, 0.9, 1.0)
 EXACT = 1e-9
 UNBIASED: dict[str, tuple[Advantage, ...]] = {
@@ -72,47 +73,65 @@ def discounted(psi: tuple[Advantage, ...], setting: Setting, steps: WeightedStep
 
 def turn_credit(seed: int = 0) -> Finding:
     """Outcome to all turns, the reward to go, siblings' turns, a discount per turn, and GAE over turns; γ = 1 but where said."""
-    setting = walk(seed=seed)
+    setting, costly = walk(seed=seed), walk(seed=seed, game=Walk(progress=0.0))
     steps = all_steps(setting, GROUP)
-    exact = {name: measured(name, psi, setting, steps).figures for name, psi in (UNBIASED | COMPARED).items()}
-    alone, go, own = (exact[name] for name in ("outcome to all turns", "TurnReturn", "TurnReturn, TurnLeaveOneOut"))
-    bias, of_groups = max(exact[name].bias for name in UNBIASED), exact["GroupInGroup(std=False)"]
+    exact = {name: measured(name, psi, setting, steps).figures for name, psi in UNBIASED.items()}
+    lost = {name: measured(name, psi, costly, steps).figures for name, psi in UNBIASED.items()}
+    alone, siblings, go, _, own = exact.values()
+    states = measured("", (GroupInGroup(gamma=1.0, std=False),), setting, steps).figures
     later = (TurnReturn(GAMMA),)
     against = [discounted(psi, setting, steps, GAMMA, seed).bias for psi in (later, (*later, TurnDiscount(GAMMA)))]
     away = measured("", later, setting, steps).figures.bias
     curves, sure = _over_lambda(setting, seed)
     (low, *_, high), (least, *_, most) = curves["bias_turn"], curves["variance_turn"]
-    biases = (bias, against[1], sure, *(curves[f"bias_{level}"][-1] for level in FAMILIES))
+    bias = max(f.bias for f in (*exact.values(), *lost.values()))
+    unbiased = (
+        max(bias, against[1], sure["turn"], sure["token"], *(curves[f"bias_{level}"][-1] for level in FAMILIES)) < EXACT
+    )
     return Finding(
         "turn_credit",
         "Rewards to go per turn cut variance against the outcome at all turns, without bias; a critic of turns trades one for "
         "the other.",
-        max(biases) < EXACT and go.variance < alone.variance and low > high and least < most,
-        f"In a walk of up to three turns ({setting.world.tree.size} episodes, groups of {GROUP}) the outcome at all turns has a "
-        f"variance of {alone.variance:.2f} of ‖∇J‖², the reward to go {go.variance:.2f}, less its siblings' at the same turn "
-        f"{own.variance:.2f}; the largest bias of the unbiased chains is {bias:.0e}. GiGPO's sum of an episode's and a state's "
-        f"comparison (F = 1) has {of_groups.variance:.2f} at {of_groups.scale:.2f} times ∇J's length and a cosine of "
-        f"{of_groups.cosine:.4f}. A discount of {GAMMA:g} per turn is {away:.2f} of ‖∇J‖ away from ∇J and {against[0]:.2f} from "
-        f"the gradient of the discounted J, which {verdict(against[1] < EXACT, 'it is', 'it is not')} with γ^n "
-        f"({tiny(against[1])}). GAE over turns with a critic that errs by {ERROR:g} has a bias of {low:.2f} at λ = 0 and "
-        f"{high:.0e} at λ = 1, and a variance of {least:.2f} and {most:.2f}, one episode at a time; an exact critic leaves a bias "
-        f"of at most {sure:.0e} at any λ.",
-        {f"{what} {name}": getattr(f, what) for name, f in exact.items() for what in ("bias", "variance", "scale")}
-        | {"discounted": away, "discounted_own": against[0], "discounted_weighed": against[1], "exact_critic": sure},
+        unbiased and go.variance < alone.variance and own.variance < siblings.variance and low > high and least < most,
+        f"In a walk of up to three turns ({setting.world.tree.size} episodes, groups of {GROUP}) the variance is "
+        f"{alone.variance:.1f} of ‖∇J‖² with the outcome at all turns and {go.variance:.1f} with the reward to go; "
+        f"{siblings.variance:.1f} and {own.variance:.1f} less the siblings' episodes, or their same turns. Where turns only cost "
+        f"something it is {_variances(lost, 'outcome to all turns', 'TurnReturn')} and "
+        f"{_variances(lost, 'LeaveOneOut', 'TurnReturn, TurnLeaveOneOut')}: what was lost before can stand in for a baseline. "
+        f"The largest bias of all these is {bias:.0e}. GiGPO's sum of two comparisons (F = 1) has {states.variance:.1f}, at "
+        f"{states.scale:.2f} times ∇J's length and a cosine of {states.cosine:.4f}. A discount of {GAMMA:g} per turn is {away:.2f} "
+        f"of ‖∇J‖ away from ∇J and {against[0]:.2f} from the gradient of the discounted J, which it is with γ^n to "
+        f"{tiny(against[1])}. GAE over turns with a critic that errs by {ERROR:g} has a bias of {low:.2f} at λ = 0 and {high:.0e} at "
+        f"λ = 1, and a variance of {least:.1f} and {most:.1f}, one episode at a time. An exact critic leaves no bias over turns or "
+        f"tokens ({max(sure['turn'], sure['token']):.0e}), and up to {sure['both']:.2f} at both levels: which token is a turn's last is the "
+        "policy's own choice.",
+        {f"{what} {name}": getattr(f, what) for name, f in exact.items() for what in ("bias", "variance")}
+        | {f"lost {name}": f.variance for name, f in lost.items()}
+        | {
+            "discounted": away,
+            "discounted_own": against[0],
+            "discounted_weighed": against[1],
+            "states": states.variance,
+        }
+        | {f"exact_{level}": x for level, x in sure.items()},
         curves=curves,
     )
 
 
-def _over_lambda(setting: Setting, seed: int) -> tuple[dict[str, tuple[float, ...]], float]:
+def _variances(found: Mapping[str, Figures], *names: str) -> str:
+    return " and ".join(f"{found[name].variance:.1f}" for name in names)
+
+
+def _over_lambda(setting: Setting, seed: int) -> tuple[dict[str, tuple[float, ...]], dict[str, float]]:
     """(bias and variance over λ with an erring critic, the mean over a few; the largest bias with an exact one), G = 1."""
     steps = all_steps(setting, 1)
     erring = [replace(setting, critic_error=ERROR, seed=seed * 100 + k) for k in range(CRITICS)]
     curves: dict[str, tuple[float, ...]] = {"lambda": LAMBDAS}
-    sure = 0.0
+    sure = dict.fromkeys(FAMILIES, 0.0)
     for level, made in FAMILIES.items():
         rows = []
         for lam in LAMBDAS:
-            sure = max(sure, measured("", (made(lam),), setting, steps).figures.bias)
+            sure[level] = max(sure[level], measured("", (made(lam),), setting, steps).figures.bias)
             each = [measured("", (made(lam),), one, steps).figures for one in erring]
             rows.append(torch.tensor([(f.bias, f.variance) for f in each], dtype=torch.float64).mean(0).tolist())
         for i, what in enumerate(("bias", "variance")):
