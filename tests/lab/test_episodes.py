@@ -148,7 +148,7 @@ def test_siblings_are_unbiased_by_brute_force(name: str) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_what_theorems_say(seed: int) -> None:
-    """No bias where none is claimed, whatever the critic at λ = 1, or at any λ where it is exact; a bias where one is owned up to."""
+    """No bias where none is claimed: whatever the critic at λ = 1, at any λ where it is exact; and one where we say so."""
     setting = walk(seed=seed)
     alone, pairs = all_steps(setting, 1), all_steps(setting, 2)
     for psi in UNBIASED.values():

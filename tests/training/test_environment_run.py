@@ -75,7 +75,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     )
 
 
-BY_TURN = replace(pg.PPO, psi=(pg.TurnGAE(0.9), pg.Whiten()), critic=pg.Critic(turn_gamma=0.9))
+BY_TURN = replace(pg.PPO, psi=(pg.TurnGAE(0.9), pg.Whiten()), critic=pg.Critic(turn_gamma=0.9), step=pg.FirstOrder())
 
 
 @pytest.mark.parametrize(("name", "algorithm"), [("Guess", None), ("LOOKS", BY_TURN)], ids=["Guess", "LOOKS"])

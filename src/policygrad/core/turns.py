@@ -77,9 +77,9 @@ class TurnReturn(Advantage):
     """Ψ = R_n = Σ_{m ≥ n} γ^{m−n} r_m at every token of turn n: what the turn and those after it earned, and nothing before it.
 
     A turn is not answerable for rewards that were there before it: leaving them out changes no expectation (γ = 1), and lowers
-    the variance unless what was lost before stood in for a baseline. γ < 1 discounts once per turn, however many tokens it has, and prefers what comes soon; with `TurnDiscount(γ)`
-    behind it, the gradient is that of E[Σ_n γ^n r_n]. Source: Sutton et al. 2000, theorem 1, with turns for actions; R_n as in
-    Feng et al. 2025 (GiGPO).
+    the variance unless what was lost before stood in for a baseline. γ < 1 discounts once per turn, however many tokens it has,
+    and prefers what comes soon; with `TurnDiscount(γ)` behind it, the gradient is that of E[Σ_n γ^n r_n].
+    Source: Sutton et al. 2000, theorem 1, with turns for actions; R_n as in Feng et al. 2025 (GiGPO).
 
     Raises:
         ConfigError: a batch without anchors or token rewards.

@@ -101,10 +101,10 @@ def turn_credit(seed: int = 0) -> Finding:
         f"The largest bias of all these is {bias:.0e}. GiGPO's sum of two comparisons (F = 1) has {states.variance:.1f}, at "
         f"{states.scale:.2f} times ∇J's length and a cosine of {states.cosine:.4f}. A discount of {GAMMA:g} per turn is {away:.2f} "
         f"of ‖∇J‖ away from ∇J and {against[0]:.2f} from the gradient of the discounted J, which it is with γ^n to "
-        f"{tiny(against[1])}. GAE over turns with a critic that errs by {ERROR:g} has a bias of {low:.2f} at λ = 0 and {high:.0e} at "
-        f"λ = 1, and a variance of {least:.1f} and {most:.1f}, one episode at a time. An exact critic leaves no bias over turns or "
-        f"tokens ({max(sure['turn'], sure['token']):.0e}), and up to {sure['both']:.2f} at both levels: which token is a turn's last is the "
-        "policy's own choice.",
+        f"{tiny(against[1])}. GAE over turns with a critic that errs by {ERROR:g} has a bias of {low:.2f} at λ = 0 and "
+        f"{high:.0e} at λ = 1, and a variance of {least:.1f} and {most:.1f}, one episode at a time. An exact critic leaves no bias "
+        f"over turns or tokens ({max(sure['turn'], sure['token']):.0e}), and up to {sure['both']:.2f} at both levels: which token "
+        "is a turn's last is the policy's own choice.",
         {f"{what} {name}": getattr(f, what) for name, f in exact.items() for what in ("bias", "variance")}
         | {f"lost {name}": f.variance for name, f in lost.items()}
         | {
