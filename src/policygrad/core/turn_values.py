@@ -114,8 +114,8 @@ class BiLevelGAE(Advantage):
     δ_n = r_e + γ_turn V_{e'} − V_e, with V_e the value before the turn's last token; within the turn A_t = r_t + γV_{t+1} − V_t +
     γλA_{t+1}, which ends in A_e. With all four at 1 it is the return to go less V_t, as is `MultiTurnGAE` at λ = 1. At λ_turn < 1
     even an exact critic leaves a bias where the policy chooses how long a turn is: V_{e'} has seen that it goes on.
-    Source: Wang et al. 2025 (VAGEN), arXiv:2510.16907, sec. 4.2, as in the authors' code: A_e takes the place of the last token's own
-    advantage, where algorithm 2 adds it.
+    Source: Wang et al. 2025 (VAGEN), arXiv:2510.16907, sec. 4.2, as in the authors' code: A_e takes the place of the last token's
+    own advantage, where algorithm 2 adds it.
 
     Raises:
         ConfigError: a batch without values, anchors or token rewards.
