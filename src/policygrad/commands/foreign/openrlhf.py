@@ -6,7 +6,6 @@ from policygrad.commands.foreign.meanings import (
     BOTH_CLIPS,
     CORRECTION,
     DUAL_CLIP,
-    ENGINE,
     ENTROPY,
     EPOCHS_OF_DATA,
     KL_FORM,
@@ -19,6 +18,7 @@ from policygrad.commands.foreign.meanings import (
     RESUME,
     REWARD_MODEL,
     SCHEDULE,
+    SERVERS,
     TRACKER,
     Ours,
 )
@@ -82,7 +82,7 @@ OPENRLHF = {
     "load_checkpoint": RESUME,
     "bf16": Ours("--learner.dtype bf16", "with fp32 master weights"),
     "gradient_checkpointing": Ours("--learner.gradient-checkpointing", "a switch without a value, off by default"),
-    "vllm_num_engines": ENGINE,
+    "vllm_num_engines": SERVERS,
     "use_wandb": TRACKER,
     "lora_rank": LORA,
 }

@@ -1,0 +1,41 @@
+"""Draws the primer's figures, docs/primer/*.svg, from the lab's experiments: python scripts/make_primer.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pages.chart import chart
+from policygrad.lab.experiments import chosen
+from policygrad.lab.page.plots import plot_of
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "primer"
+FIGURES = (
+    "optimal_baseline",
+    "gae_curve",
+    "product_ratio",
+    "gates",
+    "bound_over_step",
+    "entropy_collapse",
+    "z_score",
+    "length_drift",
+    "k1_in_loss",
+    "reward_hacking",
+)
+"""Experiments, in the order of the page."""
+
+
+def figures() -> dict[str, str]:
+    """Name -> SVG."""
+    drawn = {}
+    for finding in (experiment(0) for experiment in chosen(FIGURES)):
+        plot = plot_of(finding)
+        assert plot is not None, f"{finding.name} has no curves"
+        drawn[finding.name] = chart(finding.claim, plot.drawn(finding))
+    return drawn
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, svg in figures().items():
+        (FOLDER / f"{name}.svg").write_text(svg, encoding="utf-8")
+        print(FOLDER / f"{name}.svg")
