@@ -10,8 +10,8 @@ from policygrad.commands.foreign.answers import LIBRARIES
 from policygrad.commands.foreign.meanings import Ours
 from policygrad.commands.foreign.supervised import SUPERVISED
 
-_OPTION = re.compile(r"--[\w.-]*\w(?: (?:[A-Z]\w+|[\w./]+:\w+|[\w:]*[A-Z]{3,}|\w+=\S+|bf16)\b)?")
-"""An option, and a value that stands behind it: a part, a file's function, a word for a value, bf16."""
+_OPTION = re.compile(r"--[\w.-]*\w(?: (?:[A-Z]\w+|[\w./]+(?::[\w./]+)+|\w+=\S+|bf16|[\d.]+ [\d.]+)\b)?")
+"""An option, and a value that stands behind it: a part, a file and its function, settings, a precision, two numbers."""
 
 
 def options(library: str) -> str:

@@ -89,7 +89,7 @@ def gate_section(name: str) -> str:
     note = OF.get(type(a.gate), "")
     same = [n for n in ALGORITHMS if owner(n) == owner(name) and n != name]
     picture = f"![w over r, for Ψ > 0 and for Ψ < 0](gates/{owner(name)}.svg)"
-    words = f"What a token's gradient is multiplied by, over {axis(a)}" + (f": {note}" if note else "")
+    words = f"w, what a token's gradient is multiplied by, over {axis(a)}" + (f"; here {note}" if note else "")
     others = f" It is {_listed(same)} gate too." if same else ""
     return f"{picture}\n\n{words}.{others}"
 

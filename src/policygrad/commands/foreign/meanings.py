@@ -29,7 +29,7 @@ DUAL_CLIP = Ours(
 )
 MICRO = Ours(
     "--learner.micro-tokens",
-    "tokens per forward and backward pass, padding included; it changes memory, never the gradient",
+    "tokens per forward and backward pass; it changes memory, never the gradient",
 )
 RATIO_WARMUP = Ours("--optimizer.warmup", "counted in optimiser steps, not as a share of the run")
 WARMUP = Ours("--optimizer.warmup", "in optimiser steps, of which a rollout may have several")
