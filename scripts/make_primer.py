@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from pages.chart import chart
@@ -24,18 +25,16 @@ FIGURES = (
 """Experiments, in the order of the page."""
 
 
-def figures() -> dict[str, str]:
-    """Name -> SVG."""
-    drawn = {}
+def figures() -> Iterator[tuple[str, str]]:
+    """(name, SVG)."""
     for finding in (experiment(0) for experiment in chosen(FIGURES)):
         plot = plot_of(finding)
         assert plot is not None, f"{finding.name} has no curves"
-        drawn[finding.name] = chart(finding.claim, plot.drawn(finding))
-    return drawn
+        yield finding.name, chart(finding.claim, plot.drawn(finding))
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for name, svg in figures().items():
+    for name, svg in figures():
         (FOLDER / f"{name}.svg").write_text(svg, encoding="utf-8")
-        print(FOLDER / f"{name}.svg")
+        print(FOLDER / f"{name}.svg", flush=True)

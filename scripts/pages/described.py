@@ -24,7 +24,7 @@ LINE = 100
 
 def section(name: str, thing: Any) -> str:
     """What is said of a public name."""
-    where = Path(inspect.getsourcefile(thing) or "").resolve().relative_to(ROOT).as_posix()
+    where = Path(inspect.getsourcefile(inspect.unwrap(thing)) or "").resolve().relative_to(ROOT).as_posix()
     parts = [
         f"## `{name}`",
         block(signature(name, thing), "python"),
@@ -104,7 +104,8 @@ def shown(value: Any) -> str:
     if isinstance(value, Algorithm) and value.name in ALGORITHMS:
         return f"pg.{value.name.upper()}"
     if is_dataclass(value) and not isinstance(value, type):
-        return part_name(value, changed=True)
+        text = part_name(value, changed=True)
+        return text if text.endswith(")") else f"{text}()"
     if isinstance(value, tuple):
         return f"({', '.join(map(shown, value))}{',' * (len(value) == 1)})"
     return number(value) if isinstance(value, float) else getattr(value, "__name__", repr(value))

@@ -7,14 +7,16 @@ from pages.described import section
 from pages.markdown import page, table
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.roles import ROLES
+from policygrad.training.config.guard import Guard
+from policygrad.training.result import Result
 
 PAGES = {
     "training": (
         "Training",
         "A run, its options, and what follows it. On the command line an option is its field with dashes, "
         "`--learner.micro-tokens`; in a file of options a key in a table, `micro_tokens` in `[learner]`.",
-        "train Run Sampling SamplerConfig LearnerConfig OptimizerConfig Rewarding Evaluation Checkpointing algorithm Trainer "
-        "Callback Tracker RunInfo evaluate collect",
+        "train Run Sampling SamplerConfig LearnerConfig OptimizerConfig Rewarding Evaluation Checkpointing Guard Result "
+        "algorithm Trainer Callback Tracker RunInfo evaluate collect",
     ),
     "supervised": (
         "Fine-tuning and reward models",
@@ -71,6 +73,8 @@ PAGES = {
     ),
 }
 """File -> its title, what stands on top, and its names; a field of an algorithm stands for all parts that go into it."""
+OTHERS = {"Guard": Guard, "Result": Result}
+"""What public names hold or return, by its own."""
 CONSTANTS = {"ALGORITHMS", *(name.upper() for name in ALGORITHMS)}
 """Public names with pages of their own."""
 
@@ -83,16 +87,20 @@ def reference_pages() -> dict[str, str]:
     """
     named = {file: _names(words) for file, (_, _, words) in PAGES.items()}
     every = [name for there in named.values() for name in there]
-    odd = {*policygrad.__all__} ^ CONSTANTS ^ {*every} | {name for name in every if every.count(name) > 1}
+    odd = {*policygrad.__all__, *OTHERS} ^ CONSTANTS ^ {*every} | {name for name in every if every.count(name) > 1}
     if odd:
         raise SystemExit(f"PAGES of {__file__} must have each of {', '.join(sorted(odd))} once")
     return {
         "index.md": _index(named),
         **{
-            f"{file}.md": page(f"# {title}", top, *(section(n, getattr(policygrad, n)) for n in named[file]))
+            f"{file}.md": page(f"# {title}", top, *map(_section, named[file]))
             for file, (title, top, _) in PAGES.items()
         },
     }
+
+
+def _section(name: str) -> str:
+    return section(name, OTHERS[name] if name in OTHERS else getattr(policygrad, name))
 
 
 def _names(words: str) -> list[str]:

@@ -19,14 +19,14 @@ SECTIONS = {
 
 def test_every_public_name_has_one_section() -> None:
     sections = [name for text in PAGES.values() for name in (p.partition("`")[0] for p in text.split("\n## `")[1:])]
-    assert sorted(sections) == sorted(set(pg.__all__) - reference.CONSTANTS)
+    assert sorted(sections) == sorted(({*pg.__all__} - reference.CONSTANTS) | {*reference.OTHERS})
     for name in pg.__all__:
         assert f"[`{name}`](" in PAGES["index.md"] or name == "ALGORITHMS"
 
 
 @pytest.mark.parametrize("name", sorted(SECTIONS))
 def test_every_field_is_there(name: str) -> None:
-    kind = getattr(pg, name)
+    kind = reference.OTHERS.get(name) or getattr(pg, name)
     if is_dataclass(kind):
         for f in settable(kind):
             assert f"| `{f.name}` | " in SECTIONS[name], f.name
@@ -79,6 +79,7 @@ def test_signatures() -> None:
     assert signature("Gate", Gate) == "class Gate(Part)"
     assert signature("algorithm", pg.algorithm) == "algorithm(name: str) -> Algorithm"
     assert "algorithm=pg.DAPO," in signature("Run", pg.Run)
+    assert "sampling=Sampling()," in signature("Run", pg.Run)
     assert shown(("a", 1)) == "('a', 1)"
     assert shown(pg.Clip(0.2, 0.28)) == "Clip(0.2, 0.28)"
     assert escaped("`a*b` and **bold** c*") == "`a*b` and **bold** c\\*"
