@@ -88,7 +88,9 @@ def _trees(page: str) -> Iterator[str]:
             yield _tree(names, f":caption: {caption}\n")
     elif page.endswith("/index"):
         names = sorted(path.stem for path in (DOCS / page).parent.glob("*.md"))
-        yield _tree([f"{name} <{name}>" if page.startswith("algorithms") else name for name in names if name != "index"])
+        yield _tree(
+            [f"{name} <{name}>" if page.startswith("algorithms") else name for name in names if name != "index"]
+        )
 
 
 def _groups() -> Iterator[tuple[str, list[str]]]:

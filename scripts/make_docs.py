@@ -13,6 +13,7 @@ import re
 import sys
 from pathlib import Path
 
+from make_primer import FIGURES
 from pages.algorithm import algorithm_page
 from pages.architecture import layers_block, tree
 from pages.checked import renew
@@ -29,7 +30,6 @@ from pages.reference import reference_pages
 from pages.reliability import reliability_page
 from pages.reports import load
 from pages.tables import tables_page
-from make_primer import FIGURES
 from policygrad.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parents[1]

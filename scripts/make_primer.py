@@ -14,13 +14,13 @@ FIGURES = (
     "optimal_baseline",
     "gae_curve",
     "product_ratio",
-    "gates",
     "bound_over_step",
+    "gates",
     "entropy_collapse",
-    "z_score",
-    "length_drift",
     "k1_in_loss",
     "reward_hacking",
+    "z_score",
+    "length_drift",
 )
 """Experiments, in the order of the page."""
 

@@ -48,9 +48,8 @@ def _wrong(page: Path, text: str, folder: Path, anchors: dict[Path, set[str]]) -
             continue
         name, _, anchor = address.partition("#")
         target = (page.parent / unquote(name.partition("?")[0])).resolve() if name else page
-        if not target.exists() or not target.is_relative_to(folder):
-            yield address
-        elif anchor and target in anchors and unquote(anchor) not in anchors[target]:
+        there = target.exists() and target.is_relative_to(folder)
+        if not there or (anchor and unquote(anchor) not in anchors.get(target, {unquote(anchor)})):
             yield address
 
 

@@ -35,7 +35,9 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        low, high, at = (math.log(x) for x in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+        low, high, at = (
+            (math.log(x) for x in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+        )
         return self.start + (at - low) / (high - low) * (self.end - self.start)
 
     def ticks(self) -> list[float]:
@@ -93,9 +95,7 @@ def _dash(number: int) -> str:
     return f'stroke-dasharray="{DASHES[number]}" ' if DASHES[number] else ""
 
 
-def _panel(
-    left: float, top: float, width: float, x: Mapping[str, Any], panel: Mapping[str, Any]
-) -> Iterator[str]:
+def _panel(left: float, top: float, width: float, x: Mapping[str, Any], panel: Mapping[str, Any]) -> Iterator[str]:
     """Grid, ticks, the axes' names, and the lines; what lies beyond the axes is cut off."""
     values = [v for line in panel["lines"] for v in line["values"] if v is not None]
     start, end = left + LEFT, left + width - RIGHT

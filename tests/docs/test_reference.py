@@ -12,9 +12,7 @@ from pages.described import escaped, section, settable, shown, signature
 from policygrad.core.protocols import Gate
 
 PAGES = reference.reference_pages()
-SECTIONS = {
-    part.partition("`")[0]: part for text in PAGES.values() for part in text.split("\n## `")[1:]
-}
+SECTIONS = {part.partition("`")[0]: part for text in PAGES.values() for part in text.split("\n## `")[1:]}
 
 
 def test_every_public_name_has_one_section() -> None:
@@ -57,7 +55,7 @@ class Shown:
     """How wide."""
     _hidden: int = 0
 
-    def twice(self, other: int, *, by: float = 2.0) -> float:
+    def twice(self, other: int, *, by: float = 0.5) -> float:
         """Twice it."""
         return by * self.width * other
 
@@ -71,7 +69,7 @@ def test_a_class_as_markdown() -> None:
     assert "- `ConfigError`: a width that is none, and a line that goes on.\n- `DataError`: nothing." in text
     assert "| `width` | `float` | `3e-4` | How wide. |" in text
     assert "_hidden" not in text
-    assert "| `twice(other: int, *, by: float = 2.0) -> float` | Twice it. |" in text
+    assert "| `twice(other: int, *, by: float = 0.5) -> float` | Twice it. |" in text
 
 
 def test_signatures() -> None:

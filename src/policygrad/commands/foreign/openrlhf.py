@@ -70,7 +70,9 @@ OPENRLHF = {
     "vllm_is_truncated_threshold": Ours("--algorithm.corrections TruncatedIS --algorithm.corrections.truncated-is.cap"),
     "pretrain": Ours("--model"),
     "reward_pretrain": REWARD_MODEL,
-    "remote_rm_url": Ours("--reward openrlhf:path/to/file.py", "calls its reward_func; servers are not asked for rewards"),
+    "remote_rm_url": Ours(
+        "--reward openrlhf:path/to/file.py", "calls its reward_func; servers are not asked for rewards"
+    ),
     "critic_pretrain": Ours("", "the critic starts as a copy of the model"),
     "prompt_data": Ours("--task", "a file, a built-in task, or hf:REPOSITORY:CONFIG:SPLIT"),
     "eval_dataset": Ours("--held-out", "data, as --task"),
