@@ -61,7 +61,15 @@ DATA = re.compile(r"\[([^\[\]]*)\]\((results/[^)\s]*)\)")
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _read)
+    app.connect("html-page-context", _side, priority=100)  # before the theme asks
     app.connect("build-finished", _finished)
+
+
+def _side(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """At the side stand the pages below the one that is shown, and not those below all others: 48 algorithms on 100 pages."""
+    tree = context.get("toctree")
+    if tree is not None:
+        context["toctree"] = lambda **options: tree(**{**options, "collapse": True})
 
 
 def _read(app: Any, page: str, source: list[str]) -> None:
