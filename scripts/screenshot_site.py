@@ -15,7 +15,7 @@ LARGEST = 150_000
 def main() -> None:
     """An algorithm's page, as it is first seen."""
     with chromium() as browser:
-        png = picture(browser, SITE / "algorithms" / "dapo.html", 1280, 900, "light", ready="article h1")
+        png = picture(browser, SITE / "algorithms" / "dapo.html", 1280, 780, "light", ready="article h1")
     if len(png) > LARGEST:
         raise SystemExit(f"the picture has {len(png)} bytes, more than {LARGEST}: make its view smaller")
     PICTURE.write_bytes(png)

@@ -106,6 +106,8 @@ def shown(value: Any) -> str:
     if is_dataclass(value) and not isinstance(value, type):
         text = part_name(value, changed=True)
         return text if text.endswith(")") else f"{text}()"
+    if type(value).__repr__ is object.__repr__:  # an address in memory says nothing
+        return f"{type(value).__name__}()"
     if isinstance(value, tuple):
         return f"({', '.join(map(shown, value))}{',' * (len(value) == 1)})"
     return number(value) if isinstance(value, float) else getattr(value, "__name__", repr(value))

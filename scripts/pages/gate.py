@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 
 from pages import probe
@@ -30,6 +31,7 @@ OF = {
 """What the picture is of, where a token's weight depends on more than its ratio and Ψ's sign."""
 
 
+@cache
 def owner(name: str) -> str:
     """The first algorithm that has the same gate on the same kind of ratio: one picture serves them all."""
     return next(n for n, a in ALGORITHMS.items() if _shape(a) == _shape(ALGORITHMS[name]))

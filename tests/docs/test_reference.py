@@ -79,5 +79,6 @@ def test_signatures() -> None:
     assert "algorithm=pg.DAPO," in signature("Run", pg.Run)
     assert "sampling=Sampling()," in signature("Run", pg.Run)
     assert shown(("a", 1)) == "('a', 1)"
+    assert shown(object()) == "object()"
     assert shown(pg.Clip(0.2, 0.28)) == "Clip(0.2, 0.28)"
     assert escaped("`a*b` and **bold** c*") == "`a*b` and **bold** c\\*"
