@@ -46,7 +46,7 @@ html_title = "policygrad"
 html_static_path = ["site"]
 html_css_files = ["site.css"]
 html_copy_source = html_show_sphinx = html_show_copyright = html_use_index = False
-html_domain_indices = False
+html_domain_indices = html_show_search_summary = False  # a summary would be fetched, which a page on the disk may not
 smartquotes = False  # -- is an option here, and no dash
 highlight_language = "none"  # a block without a language is a formula or a terminal
 suppress_warnings = ["misc.highlighting_failure"]  # JSON of several lines is none

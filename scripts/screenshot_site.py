@@ -8,14 +8,15 @@ from browser import chromium, picture
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE, PICTURE = ROOT / "build" / "site", ROOT / "docs" / "site" / "site.png"
+VIEW = (1180, 900, "light")
 LARGEST = 150_000
 """Bytes."""
 
 
 def main() -> None:
-    """An algorithm's page, as it is first seen."""
+    """The page of an algorithm."""
     with chromium() as browser:
-        png = picture(browser, SITE / "algorithms" / "dapo.html", 1280, 780, "light", ready="article h1")
+        png = picture(browser, SITE / "algorithms" / "sapo.html", *VIEW, ready="article h1")
     if len(png) > LARGEST:
         raise SystemExit(f"the picture has {len(png)} bytes, more than {LARGEST}: make its view smaller")
     PICTURE.write_bytes(png)

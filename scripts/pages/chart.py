@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-ACROSS, WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 3, 330, 240, 50, 14, 30, 44
+ACROSS, WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 3, 330, 240, 50, 24, 30, 44
 """At most so many panels beside each other, and what each takes: its size, and the margins around its axes."""
 ROW, LETTER = 24, 7.2
 """The legend: the height of a row, and about how wide a letter is."""
