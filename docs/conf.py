@@ -22,6 +22,7 @@ NAV = {
         "rlhf",
         "distillation",
         "engines",
+        "many-processes",
         "evaluation",
         "compare",
         "report",
@@ -30,7 +31,7 @@ NAV = {
     ),
     "Algorithms": ("algorithms/index", "tables", "where-sources-disagree"),
     "The lab": ("lab", "control"),
-    "Measured": ("measured", "benchmarks", "base-model"),
+    "Measured": ("measured", "real-model", "benchmarks", "base-model"),
     "Coming from": ("coming-from-trl", "coming-from-verl", "coming-from-openrlhf"),
     "Reference": ("reference/index", "metrics", "architecture"),
     "When something goes wrong": ("troubleshooting", "reliability"),
@@ -90,15 +91,17 @@ def _inside(page: str, found: re.Match[str]) -> str:
 
 
 def _trees(page: str) -> Iterator[str]:
-    """What stands below a page at the side: all groups below the first, pages of a folder below its index."""
+    """What stands below a page at the side: all groups below the first, a folder's pages below its index, lab/'s below lab.md."""
     if page == "index":
         for caption, names in _groups():
             yield _tree(names, f":caption: {caption}\n")
-    elif page.endswith("/index"):
-        names = sorted(path.stem for path in (DOCS / page).parent.glob("*.md"))
-        yield _tree(
-            [f"{name} <{name}>" if page.startswith("algorithms") else name for name in names if name != "index"]
-        )
+        return
+    here = (DOCS / page).parent
+    folder = here if page.endswith("/index") else DOCS / page
+    below = sorted(path.relative_to(here).with_suffix("") for path in folder.glob("*.md") if path.stem != "index")
+    if below:
+        short = page.startswith("algorithms")  # their titles are long
+        yield _tree([f"{name} <{name}>" if short else name for name in (path.as_posix() for path in below)])
 
 
 def _groups() -> Iterator[tuple[str, list[str]]]:
