@@ -110,7 +110,10 @@ def shown(value: Any) -> str:
         return f"{type(value).__name__}()"
     if isinstance(value, tuple):
         return f"({', '.join(map(shown, value))}{',' * (len(value) == 1)})"
-    return number(value) if isinstance(value, float) else getattr(value, "__name__", repr(value))
+    if isinstance(value, float):
+        return number(value)
+    text = getattr(value, "__name__", repr(value))
+    return f"{type(value).__name__}()" if " at 0x" in text else text
 
 
 def _text(doc: str) -> Iterator[str]:
