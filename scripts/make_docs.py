@@ -1,5 +1,5 @@
-"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.*, docs/reliability.md, of
-docs/architecture.md the picture, the layers and the tree, and of docs/engines.md the table of faults.
+"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.*, docs/reliability.md,
+docs/architecture.md's picture, layers and tree, docs/engines.md's table of faults, docs/real-model.md's results and picture.
 
 python scripts/make_docs.py              writes them
 python scripts/make_docs.py --check      only says which are out of date
@@ -21,6 +21,8 @@ from pages.index import by_family, index_page
 from pages.measured import measured_page
 from pages.metrics import metrics_page
 from pages.picture import picture
+from pages.real_model import picture as real_model_picture
+from pages.real_model import seen_block
 from pages.reliability import reliability_page
 from pages.reports import load
 from pages.tables import tables_page
@@ -57,6 +59,8 @@ def generated() -> dict[Path, str]:
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "measured.svg": curves(load()),
+        DOCS / "real-model.md": filled(DOCS / "real-model.md", seen=seen_block()),
+        DOCS / "real-model.svg": real_model_picture(),
         DOCS / "reliability.md": reliability_page(),
     }
 
