@@ -77,9 +77,7 @@ def entered(line: str, run_command: Run) -> str:
     return out
 
 
-def test_the_page_from_top_to_bottom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Run) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name, text in FILES.items():
@@ -106,7 +104,7 @@ def test_the_page_from_top_to_bottom(
     assert "lr = 0.003" in Path("first-day/run.toml").read_text(encoding="utf-8")
     asked = rows(Path("first-day/completions.jsonl"))[0]
     assert asked["prompt"][0]["role"] == "user"
-    assert set(asked["rewards"]) == {"right", "format"}
+    assert set(asked["rewards"]) == {"my_reward.py:right", "format"}
     assert "first-day − my-model" in said[5]
     assert "model.safetensors" in os.listdir("first-day/merged")
     assert "<|reply|>" in Path("first-day/merged/chat_template.jinja").read_text(encoding="utf-8")
