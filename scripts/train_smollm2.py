@@ -28,8 +28,8 @@ ASK = "What is {} + {}? Reply with the number only."
 HELD_OUT = 5
 """One question of so many is held out."""
 OPTIONS = (
-    "--reward exact_match --lr 1e-5 --prompts-per-step 16 --samples-per-prompt 8 --max-tokens 12 "
-    "--evaluation.problems 128 --evaluation.samples 4 --checkpoint.every 5 --checkpoint.keep 1"
+    "--reward gsm8k:last --lr 1e-5 --prompts-per-step 16 --samples-per-prompt 8 --max-tokens 12 "
+    "--evaluation.problems 128 --evaluation.samples 4 --checkpoint.every 10 --checkpoint.keep 1"
 )
 SHOWN = 4
 """Answers of the first step and of the last that the results keep."""
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL, help="a hub id, or a folder that holds it")
     parser.add_argument("--folder", type=Path, default=Path("runs/smollm2"), help="where problems and the run go")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--weights", default="", help="a remark on the weights, where they are not the hub's own")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()

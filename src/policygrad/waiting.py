@@ -40,11 +40,7 @@ class Waiter:
                 self._host = threading.current_thread()
         if guest is not None:
             return _result(guest)
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return self._complete(loop, work)
-        return _in_thread(loop, lambda: self._complete(loop, work))  # this thread's own is busy with whoever called us
+        return _beside(loop, lambda: self._complete(loop, work))
 
     def _complete(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
         """What an interrupted call has begun ends with it: the next one would go on with its questions."""
@@ -74,10 +70,10 @@ class Waiter:
 
     def close(self) -> None:
         """Ends the loop, unless an interrupted call is still in it; again is no error."""
-        if self._loop is not None and not self._loop.is_running():
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
-        self._loop = None
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_running():
+            _beside(loop, lambda: loop.run_until_complete(loop.shutdown_asyncgens()))
+            loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -93,6 +89,15 @@ def _result(guest: Future[T]) -> T:
     except KeyboardInterrupt:
         guest.cancel()
         raise
+
+
+def _beside(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]) -> T:
+    """In this thread, or in one of its own where this thread's loop is busy with whoever called us, a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return complete()
+    return _in_thread(loop, complete)
 
 
 def _in_thread(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]) -> T:

@@ -51,7 +51,7 @@ def test_no_question_is_both_trained_on_and_held_out() -> None:
 def test_the_command_is_one_that_can_be_given() -> None:
     run, _ = asked(train_smollm2.words("tiny", 20)[1:])
     assert (run.algorithm.name, run.prompts_per_step, run.group_size, run.steps) == ("dr_grpo", 16, 8, 20)
-    assert (run.lr, run.sampling.max_tokens, run.reward) == (1e-5, 12, ("exact_match",))
+    assert (run.lr, run.sampling.max_tokens, run.reward) == (1e-5, 12, ("gsm8k:last",))
 
 
 def test_what_is_told_of_a_run_and_the_page_of_it(found: dict[str, Any]) -> None:
