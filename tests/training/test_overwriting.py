@@ -97,11 +97,11 @@ def test_overwriting_names_its_folder_and_is_no_going_on(
         pg.train(replace(run, output=None), overwrite=True, display=False)
     with pytest.raises(ConfigError, match="leave one of them out"):
         pg.train(run, resume=tmp_path, overwrite=True, display=False)
-    code, _, err = run_command("train", "--resume", str(tmp_path), "--overwrite")
-    assert code == 2
-    assert "--resume goes on with a run and --overwrite begins anew" in err
     sizes = "--steps 1 --prompts-per-step 2 --samples-per-prompt 2 --max-tokens 4 --evaluation.problems 0"
     words = ["train", "--output", str(tmp_path / "run"), *sizes.split()]
     assert run_command(*words)[0] == 0
     assert run_command(*words)[0] == 2
     assert run_command(*words, "--overwrite")[0] == 0
+    code, _, err = run_command("train", "--resume", str(tmp_path / "run"), "--overwrite")
+    assert code == 2
+    assert "--resume goes on with a run and --overwrite begins anew" in err
