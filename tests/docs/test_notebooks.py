@@ -11,6 +11,7 @@ import pytest
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
+jupyter = pytest.importorskip("jupyter_client.manager")
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -57,3 +58,37 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert "<svg" in pictures[0]
         assert "done · step" in pictures[0] or "stop_after" in cell.source
     assert list((tmp_path / "runs").glob("*/model/model.safetensors"))
+
+
+ENDLESS = """
+import policygrad as pg
+
+run = pg.Run(algorithm=pg.DR_GRPO, steps=10**6, prompts_per_step=2, evaluation=pg.Evaluation(problems=0), output="run")
+print(pg.train(run).interrupted)
+"""
+
+
+@pytest.mark.slow
+def test_the_stop_button_ends_a_run_resumably(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is interrupted while it trains, as the button of Jupyter does."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    kernel, client = jupyter.start_new_kernel(cwd=str(tmp_path))
+    asked, printed, picture, over = False, "", "", False
+    try:
+        request = client.execute(ENDLESS)
+        while not over:
+            message = client.get_iopub_msg(timeout=300)
+            kind, content = message["msg_type"], message["content"]
+            printed += content["text"] if kind == "stream" else ""
+            picture = content.get("data", {}).get("text/html", picture)
+            if not asked and "tok/s" in picture:  # of a step
+                asked = True
+                kernel.interrupt_kernel()
+            over = content.get("execution_state") == "idle" and message["parent_header"]["msg_id"] == request
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+    assert printed.endswith("True\n"), printed
+    assert "stopped · step" in picture
+    assert "policygrad train --resume run" in picture
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
