@@ -119,7 +119,7 @@ def main() -> None:
         "weights": args.weights,
         "problems": {"trained_on": rows[0], "held_out": rows[1]},
         "versions": {name: version(name) for name in ("policygrad", "torch", "transformers")},
-        "machine": f"{platform.machine()}, {os.environ.get('OMP_NUM_THREADS', os.cpu_count())} threads",
+        "machine": f"{platform.machine()}, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}",
         "processor_seconds": seconds,
     }
     args.results.parent.mkdir(parents=True, exist_ok=True)
