@@ -38,6 +38,7 @@ docs: $(STAMP)
 
 lab: $(STAMP)
 	$(BIN)/python scripts/make_lab.py
+	$(BIN)/python scripts/make_turns.py
 	$(BIN)/python scripts/screenshot_lab.py
 
 format: $(STAMP)

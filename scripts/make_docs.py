@@ -1,5 +1,5 @@
 """Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.*, docs/reliability.md,
-docs/architecture.md's picture, layers and tree, docs/engines.md's table of faults, docs/real-model.md's results and picture.
+docs/staleness.md, docs/architecture.md's picture, layers and tree, docs/engines.md's tables, docs/real-model.md's results.
 
 python scripts/make_docs.py              writes them
 python scripts/make_docs.py --check      only says which are out of date
@@ -17,6 +17,7 @@ from pages.architecture import layers_block, tree
 from pages.checked import renew
 from pages.curves import curves
 from pages.engine_faults import faults_block
+from pages.engines import engines_block
 from pages.index import by_family, index_page
 from pages.measured import measured_page
 from pages.metrics import metrics_page
@@ -25,6 +26,7 @@ from pages.real_model import picture as real_model_picture
 from pages.real_model import seen_block
 from pages.reliability import reliability_page
 from pages.reports import load
+from pages.staleness import staleness_page
 from pages.tables import tables_page
 from policygrad.algorithms import ALGORITHMS
 
@@ -54,7 +56,7 @@ def generated() -> dict[Path, str]:
         DOCS / "architecture.svg": picture(),
         DOCS / "algorithms" / "index.md": index_page(),
         **pages,
-        DOCS / "engines.md": filled(DOCS / "engines.md", faults=faults_block()),
+        DOCS / "engines.md": filled(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
         DOCS / "tables.md": tables_page(),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
@@ -62,6 +64,7 @@ def generated() -> dict[Path, str]:
         DOCS / "real-model.md": filled(DOCS / "real-model.md", seen=seen_block()),
         DOCS / "real-model.svg": real_model_picture(),
         DOCS / "reliability.md": reliability_page(),
+        DOCS / "staleness.md": staleness_page(),
     }
 
 

@@ -37,7 +37,61 @@ def test_what_another_thread_brings_runs_beside_what_is_going_on() -> None:
         assert wait(asyncio.sleep(0, "later")) == "later"
 
 
-def test_a_guest_is_seen_off_and_its_error_is_its_own() -> None:
+def test_who_is_done_does_not_wait_for_what_others_have_brought() -> None:
+    """The loop goes on in the thread whose call is not over."""
+    begun, order = threading.Event(), list[str]()
+
+    with Waiter() as wait:
+        brought, released = asyncio.Event(), threading.Event()
+
+        async def first() -> None:
+            begun.set()
+            await brought.wait()
+
+        async def second() -> None:
+            brought.set()
+            while not released.is_set():
+                await asyncio.sleep(0)
+
+        def shorter() -> None:
+            wait(first())
+            order.append("first")
+            released.set()
+
+        thread = threading.Thread(target=shorter)
+        thread.start()
+        begun.wait()
+        wait(second())
+        order.append("second")
+        thread.join()
+        assert order == ["first", "second"]
+
+
+def test_what_others_wait_for_can_be_ended() -> None:
+    begun, ended = threading.Event(), list[BaseException]()
+
+    async def endless() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    def waits() -> None:
+        try:
+            wait(endless())
+        except BaseException as error:
+            ended.append(error)
+
+    with Waiter() as wait:
+        thread = threading.Thread(target=waits)
+        thread.start()
+        begun.wait()
+        wait.cancel()
+        thread.join()
+        assert [type(error) for error in ended] == [asyncio.CancelledError]
+        wait.cancel()  # nobody waits
+        assert wait(asyncio.sleep(0, "later")) == "later"
+
+
+def test_a_guest_takes_the_loop_over_and_its_error_is_its_own() -> None:
     begun, brought = threading.Event(), threading.Event()
 
     async def ends_first() -> None:

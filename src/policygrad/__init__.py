@@ -46,7 +46,8 @@ _HOME = {
     "policygrad.core.demonstrations": "DemonstrationNLL",
     "policygrad.core.multi_reward": "RewardZScores",
     "policygrad.core.policy_shaping": "PolicyShaping",
-    "policygrad.core.turns": "GroupInGroup",
+    "policygrad.core.turn_values": "BiLevelGAE MultiTurnGAE TurnGAE",
+    "policygrad.core.turns": "GroupInGroup TurnDiscount TurnLeaveOneOut TurnReturn",
     "policygrad.core.vine": "SelfNormalisation SelfNormalised Vine",
     "policygrad.errors": (
         "CheckpointError ConfigError DataError EngineError ModelError NumericsError PolicygradError RewardError RunError"

@@ -15,32 +15,55 @@ T = TypeVar("T")
 
 
 class Waiter:
-    """Runs coroutines to their end, one after another, in one loop, so that an engine's connections stay open between them. One
-    that another thread brings meanwhile is run beside the one that is going on.
+    """Runs coroutines to their end in one loop, so that an engine's connections stay open between them. What several threads bring
+    runs side by side: the loop is run by one of them, and when its own is over, by another whose is not.
 
     Ctrl-C acts at once, as it does in code that does not await: the loop leaves the signal to whoever handles it.
     """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._host: object = None
         """The thread whose call the loop runs for; None = nothing is going on."""
         self._guests = list[Future[Any]]()
 
     def __call__(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns; what it raises is raised here."""
-        with self._lock:
+        with self._changed:
             loop = self._loop = self._loop or asyncio.new_event_loop()
             guest = None
-            if self._host not in (None, threading.current_thread()):
+            if self._host in (None, threading.current_thread()):
+                self._host = threading.current_thread()
+            else:
                 guest = asyncio.run_coroutine_threadsafe(work, loop)
                 self._guests.append(guest)
-            else:
-                self._host = threading.current_thread()
+                guest.add_done_callback(self._tell)
         if guest is not None:
-            return _result(guest)
+            if not self._takes_over(guest):
+                return guest.result()
+            work = _brought(guest)
         return _beside(loop, lambda: self._complete(loop, work))
+
+    def cancel(self) -> None:
+        """Whoever waits for anything gets `asyncio.CancelledError`."""
+        loop = self._loop
+        if loop is not None and loop.is_running():
+            loop.call_soon_threadsafe(_cancel_all, loop)
+
+    def _takes_over(self, guest: Future[Any]) -> bool:
+        """Waits until it is done, or nobody runs the loop any more: whether this thread has to."""
+        try:
+            with self._changed:
+                while not guest.done() and self._host is not None:
+                    self._changed.wait()
+                if not guest.done():
+                    self._host = threading.current_thread()
+                    return True
+        except KeyboardInterrupt:
+            guest.cancel()
+            raise
+        return False
 
     def _complete(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
         """What an interrupted call has begun ends with it: the next one would go on with its questions."""
@@ -55,18 +78,15 @@ class Waiter:
                 guest.cancel()
             raise
         finally:
-            self._see_off(loop)
-
-    def _see_off(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Waits for what other threads have brought, and takes nothing more."""
-        while True:
-            with self._lock:
+            with self._changed:
                 self._guests = [guest for guest in self._guests if not guest.done()]
-                if not self._guests:
-                    self._host = None
-                    return
-                guest = asyncio.wrap_future(self._guests[0], loop=loop)
-            loop.run_until_complete(asyncio.wait([guest]))
+                self._host = None
+                self._changed.notify_all()
+
+    def _tell(self, done: object = None) -> None:
+        """Those that wait look again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Ends the loop, unless an interrupted call is still in it; again is no error."""
@@ -82,13 +102,14 @@ class Waiter:
         self.close()
 
 
-def _result(guest: Future[T]) -> T:
-    """What another thread's loop comes to; an interrupt of this one cancels it."""
-    try:
-        return guest.result()
-    except KeyboardInterrupt:
-        guest.cancel()
-        raise
+async def _brought(guest: Future[T]) -> T:
+    """What another thread has put into this loop, for that thread to run the loop for."""
+    return await asyncio.wrap_future(guest)
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
 
 
 def _beside(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]) -> T:
@@ -111,16 +132,12 @@ def _in_thread(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]) -> T:
         except BaseException as error:
             raised.append(error)
 
-    def cancel() -> None:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-
     thread = threading.Thread(target=computing(target), daemon=True)
     thread.start()
     try:
         thread.join()
     except KeyboardInterrupt:
-        loop.call_soon_threadsafe(cancel)
+        loop.call_soon_threadsafe(_cancel_all, loop)
         raise
     if raised:
         raise raised[0]

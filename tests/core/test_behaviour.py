@@ -163,6 +163,14 @@ def test_staleness_is_counted_in_versions_over_the_sampled_tokens() -> None:
     assert {name: metric.value for name, metric in found.items()} == {
         "staleness/mean": pytest.approx(5 / 3),
         "staleness/max": 4.0,
+        **dict.fromkeys((f"staleness/age_{age}" for age in (2, 8, 16, 32, 64)), 0.0),
+        **dict.fromkeys((f"staleness/age_{age}" for age in (0, 1, 4)), pytest.approx(1 / 3)),
+    }
+    old = staleness(replace(batch, version=version - 500), VERSION)
+    assert (old["staleness/age_64"].value, old["staleness/age_32"].value) == (1.0, 0.0)
+    assert set(staleness(replace(batch, version=torch.full_like(version, VERSION)), VERSION)) == {
+        "staleness/mean",
+        "staleness/max",
     }
     assert staleness(replace(batch, version=None), VERSION) == {}
     assert staleness(replace(batch, mask=torch.zeros_like(mask)), VERSION) == {}

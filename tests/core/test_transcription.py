@@ -18,6 +18,7 @@ from doubles.transcriptions.off_policy import OFF_POLICY_PARTS, OUTCOME_FIELDS, 
 from doubles.transcriptions.parts import EXTRA_FIELDS, PARTS, ROWS
 from doubles.transcriptions.steps import STEPS, process_alone
 from doubles.transcriptions.trust import TRUST, TRUST_FIELDS, TRUST_PARTS
+from doubles.transcriptions.turns import TURN_FIELDS, TURN_PARTS
 from doubles.transcriptions.vine import VINE, VINE_FIELDS, VINE_PARTS
 from policygrad.core.objective import with_selected
 
@@ -30,6 +31,7 @@ EXTRA_FIELDS = (
     | OUTCOME_FIELDS
     | TRUST_FIELDS
     | FIELDS
+    | TURN_FIELDS
     | VINE_FIELDS
 )
 CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
@@ -42,6 +44,7 @@ TABLE = (
     | {"truncated IS": (CORRECTED, corrected)}
     | OFF_POLICY_PARTS
     | DATA_PARTS
+    | TURN_PARTS
     | two_models.PARTS
     | VINE_PARTS
 )

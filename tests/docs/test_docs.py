@@ -60,6 +60,7 @@ def test_every_file_is_in_the_tree_and_every_room_in_the_picture() -> None:
         "report",
         "pages",
         "papers",
+        "planning",
         "sandbox",
     }  # data does not pass through these
 

@@ -82,6 +82,10 @@ def test_what_is_measured(found) -> None:
     assert by["sequence_mean"].numbers["wrong"] < 1
     assert by["gates"].holds
     assert by["gae_curve"].holds
+    assert by["turn_credit"].holds
+    credit = by["turn_credit"].numbers
+    assert credit["lost TurnReturn"] > credit["lost outcome to all turns"]  # less variance is no theorem
+    assert credit["exact_both"] > 0.1 > 1e-9 > max(credit["exact_turn"], credit["exact_token"])
     assert by["gae_curve"].numbers["best_lambda_0"] == 0
     assert by["experts"].holds
     spread = by["ratio_over_length"].curves["spread_token"]  # one distance per token: no growth with the length

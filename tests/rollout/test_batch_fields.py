@@ -194,6 +194,21 @@ def test_a_turns_advantage_is_what_the_paper_says() -> None:
         assert psi[row, first : last + 1].tolist() == pytest.approx([expected] * (last + 1 - first), abs=2e-3)
 
 
+def test_the_rewards_to_go_are_those_of_the_turns_as_they_were_played() -> None:
+    """From the trajectories: a turn's own reward and half of what comes after it; the reward functions score the last turn."""
+    algorithm = replace(pg.GIGPO, psi=(pg.TurnReturn(0.5),), terms=())
+    rollout = run(algorithm, environment=Rooms)
+    psi, episodes = algorithm.advantages(rollout.batch), [t for g in rollout.groups for t in g.trajectories]
+    seen: dict[int, int] = {}
+    for row, first, last, _, _ in turns(rollout):
+        n = seen[row] = seen.get(row, -1) + 1
+        own = [r or 0.0 for r in episodes[row].turn_rewards]
+        own[-1] += float(episodes[row].reward or 0.0) - sum(own)
+        expected = sum(0.5 ** (m - n) * own[m] for m in range(n, len(own)))
+        assert psi[row, first : last + 1].tolist() == pytest.approx([expected] * (last + 1 - first), abs=1e-6)
+    assert max(seen.values()) == 2
+
+
 def test_a_state_that_cannot_be_looked_up_is_refused() -> None:
     class Listed(Rooms):
         async def reset(self) -> Observation:

@@ -20,6 +20,7 @@ from policygrad.errors import ConfigError, EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers import servers
+from policygrad.samplers.asking import attended
 from policygrad.samplers.base import Request, Sampling, Watchable
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.drawn import Drawn
@@ -326,15 +327,45 @@ def test_completions_are_told_of_while_others_are_drawn(make: Make, wait: Waiter
         wait(sampler.generate(asked))
 
 
+def test_who_gives_no_sign_of_life_is_not_waited_for(wait: Waiter) -> None:
+    asked, ended = list[int](), list[bool]()
+
+    async def never() -> str:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+        return "said"
+
+    async def pulse() -> None:
+        asked.append(len(asked))
+        if len(asked) == 3:
+            raise AwayError("no answer within 30 seconds")
+
+    with pytest.raises(AwayError, match="no answer within 30 seconds"):
+        wait(attended(never(), pulse, 1e-4))
+    assert (asked, ended) == ([0, 1, 2], [True])
+    for seconds in (0.0, 60.0):
+        assert wait(attended(asyncio.sleep(0, "said"), pulse, seconds)) == "said"
+        with pytest.raises(ZeroDivisionError):
+            wait(attended(broken(), pulse, seconds))
+    assert len(asked) == 3
+
+
+async def broken() -> None:
+    raise ZeroDivisionError
+
+
 def test_what_an_update_of_the_smallest_kind_changes_is_within_the_tolerance_that_is_asked_for(
     make: Make, wait: Waiter
 ) -> None:
     sampler = make(tolerance=1.0)
     wait(sampler.update(weights(sampler, 0)))
     sampler.standins[ONE].stale = True
-    wait(sampler.update(weights(sampler, 1, 1e-3)))  # stale, and nobody asked to see it
-    assert sampler.verdict is not None
-    assert 1e-4 < sampler.verdict.difference < 1.0
+    told = wait(sampler.update(weights(sampler, 1, 1e-3)))  # stale, and nobody asked to see it
+    largest = max(verdict.difference for verdict in sampler.verdicts.values())
+    assert 1e-4 < largest < 1.0
+    assert told["publication/probe_max"].value == largest
 
 
 @pytest.mark.parametrize(
@@ -527,8 +558,10 @@ def test_what_cannot_be_written_leaves_the_version_before(tmp_path: Path) -> Non
         ({"urls": ("http://a",)}, "sampler.engine is local"),
         ({"engine": "llama_cpp", "urls": ("a:80",)}, "addresses such as"),
         ({"engine": "llama_cpp", "urls": ("http://a", "http://a")}, "twice"),
-        ({"engine": "llama_cpp", "parallel": 0}, "parallel must be at least 1"),
+        ({"engine": "llama_cpp", "parallel": -1}, r"sampler\.parallel.*must be at least 0"),
+        ({"engine": "llama_cpp", "parallel": 0}, "give llama_cpp a number"),
         ({"engine": "llama_cpp", "timeout": float("inf")}, "finite"),
+        ({"engine": "llama_cpp", "heartbeat": float("nan")}, "sampler.heartbeat at least 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:

@@ -14,6 +14,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 from policygrad.models.routing import Routing
+from policygrad.samplers import shared
 from policygrad.samplers.base import Generation, Request, Sampling
 from policygrad.samplers.contexts import Shared, allows_sharing
 from policygrad.samplers.decoding import Decoding
@@ -68,6 +69,23 @@ def test_log_probabilities_are_those_of_whole_sequences(name: str, rows: int) ->
     assert {x.finish_reason for x in found} == {"stop", "length"}
     for request, x in zip(requests, found, strict=True):
         assert torch.allclose(x.logp.double(), whole(model, request, x.tokens), rtol=0, atol=2e-6)  # kept in float32
+
+
+@pytest.mark.parametrize("rows", [512, 7, 1])
+def test_columns_that_nobody_has_filled_yet_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """As in half precision: beyond a multiple of 32, after moves, with rows that come later."""
+    model, sampling = built("qwen3"), Sampling(max_tokens=90, decode_rows=rows)
+    requests = [
+        replace(r, max_tokens=max(r.max_tokens, 40 + 7 * i % 50)) for i, r in enumerate(asked(GROUPS, sampling))
+    ]
+    never = torch.tensor([-1])
+    plain = Decoding(requests, never, 0, None).run(Shared(model, 0), 0)
+    monkeypatch.setattr(shared, "even", lambda keys: 32)
+    padded = Decoding(requests, never, 0, None).run(Shared(model, 0), 0)
+    assert max(len(x.tokens) for x in padded) > 64
+    for x, y in zip(plain, padded, strict=True):
+        assert torch.equal(x.tokens, y.tokens)
+        assert torch.allclose(x.logp, y.logp, rtol=0, atol=1e-6)
 
 
 def test_log_probabilities_in_float64_are_exact() -> None:

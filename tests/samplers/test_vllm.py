@@ -6,11 +6,7 @@ POLICYGRAD_VLLM names a virtual environment of its own with vLLM 0.32, on a GPU 
 from __future__ import annotations
 
 import os
-import shlex
-import socket
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ import pytest
 import torch
 
 import policygrad as pg
-from policygrad.commands.engine import EngineOptions, command
 from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
@@ -28,38 +23,15 @@ from policygrad.samplers.vllm import Vllm
 from policygrad.waiting import Waiter
 from policygrad.weight_sync.base import Published
 from policygrad.weight_sync.safetensors_folder import safetensors_writer
+from vllm_server import START, serving
 
 VENV = os.environ.get("POLICYGRAD_VLLM", "")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not VENV, reason="POLICYGRAD_VLLM names no environment with vLLM")]
-START = 300.0
-"""Seconds that a server may take to start."""
-
-
-@contextmanager
-def serving(folder: Path, *without: str) -> Iterator[str]:
-    """A server of the embedded model. without: options that are left away, with their value."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment, words = command(EngineOptions("vllm", model="tiny", port=port, context=512))
-    for option in without:
-        at = words.index(option)
-        words = [*words[:at], *words[at + 2 :]]
-    words = [f"{VENV}/bin/{words[0]}", *words[1:], "--enforce-eager", *shlex.split(os.environ.get("VLLM_ARGS", ""))]
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    with (folder / "vllm.log").open("wb") as log:
-        process = subprocess.Popen(words, env=clean | quiet | environment, stdout=log, stderr=log)
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait()
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(tmp_path_factory.mktemp("vllm")) as found:
+    with serving(VENV, tmp_path_factory.mktemp("vllm")) as found:
         yield found
 
 
@@ -122,7 +94,7 @@ def test_a_run_learns(url: str, tmp_path: Path) -> None:
     ("option", "words"), [("--logprobs-mode", "before the temperature"), ("--dtype", "lower precision")]
 )
 def test_what_is_left_away_is_noticed(option: str, words: str, tmp_path: Path, wait: Waiter) -> None:
-    with serving(tmp_path, option) as url:
+    with serving(VENV, tmp_path, (option,)) as url:
         sampler = made(url, tmp_path)
         with pytest.raises(EngineError, match=words):
             wait(sampler.update(changed(sampler.model, 0, 0.0)))

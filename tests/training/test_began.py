@@ -12,6 +12,7 @@ import pytest
 
 import policygrad as pg
 from doubles.files import write_rows
+from doubles.judge_server import judging
 from doubles.trackers import Record
 from policygrad.errors import RunError
 from policygrad.training.began import began, noticed
@@ -73,6 +74,18 @@ def test_what_a_user_may_mean_to_change_is_said(run: pg.Run, tmp_path: Path) -> 
     said = go_on(changed)
     assert f"{mine} changed since the checkpoint" in said
     assert "set otherwise" not in said
+
+
+def test_another_rubric_of_a_judge_is_said(run: pg.Run, tmp_path: Path) -> None:
+    (tmp_path / "rubric.md").write_text("Short answers are good.")
+    with judging(lambda completion, times: (200, '{"score": ' + str(1 + len(completion) % 5) + "}", {})) as asked:
+        judge = f"judge:{tmp_path / 'rubric.md'},model=m,url={asked.url},cache={tmp_path / 'cache'}"
+        judged = replace(run, reward=(f"0.5*{judge}", *run.reward), output=str(tmp_path / "judged"))
+        pg.train(judged, stop_after=1, display=False)
+        assert "rubric.md" not in go_on(judged)
+        (tmp_path / "rubric.md").write_text("Long answers are good.")
+        assert "rubric.md changed since the checkpoint" in go_on(judged)
+    assert asked.bodies
 
 
 def test_versions_and_the_device_are_said(run: pg.Run, tmp_path: Path) -> None:

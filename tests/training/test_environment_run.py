@@ -75,10 +75,16 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     )
 
 
-@pytest.mark.parametrize("name", ["Guess", "LOOKS"])
-def test_a_conversation_goes_on_bit_for_bit(run: pg.Run, tmp_path: Path, name: str) -> None:
-    """Stopped after every step; the world's draws, and tools in threads of their own, change nothing of that."""
-    run = replace(run, environment=f"{tmp_path / 'mine.py'}:{name}")
+BY_TURN = replace(pg.PPO, psi=(pg.TurnGAE(0.9), pg.Whiten()), critic=pg.Critic(turn_gamma=0.9), step=pg.FirstOrder())
+
+
+@pytest.mark.parametrize(("name", "algorithm"), [("Guess", None), ("LOOKS", BY_TURN)], ids=["Guess", "LOOKS"])
+def test_a_conversation_goes_on_bit_for_bit(
+    run: pg.Run, tmp_path: Path, name: str, algorithm: pg.Algorithm | None
+) -> None:
+    """Stopped after every step; the world's draws, tools in threads of their own, and credit along turns from a critic change
+    nothing of that."""
+    run = replace(run, environment=f"{tmp_path / 'mine.py'}:{name}", algorithm=algorithm or run.algorithm)
     whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
     pieces = tmp_path / "pieces"
     result = pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)

@@ -7,19 +7,21 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import Queue
 
 import pytest
 from torch import nn
 
 import policygrad as pg
 from doubles.algorithms import runnable
+from doubles.empty_rollouts import empty
 from doubles.failing import FailingSampler, learner_cut_short
 from doubles.files import rows, same, untimed, weights
 from policygrad.core.batch import Batch
 from policygrad.errors import ConfigError
 from policygrad.models.replica import replica
 from policygrad.models.tokenizer import Tokenizer, padding_id
-from policygrad.rollout.ahead import Ahead, beside
+from policygrad.rollout.ahead import Ahead, Producer
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import Group
 from policygrad.samplers.local import LocalSampler
@@ -113,27 +115,73 @@ def test_a_rollout_begins_where_the_one_before_it_ended() -> None:
 
     def collect(step: int, position: int, carried: Sequence[Group]) -> Rollout:
         asked.append((step, position, carried))
-        rollout: Rollout = object.__new__(Rollout)
-        for name, value in {"position": position + 4, "surplus": (step,)}.items():
-            object.__setattr__(rollout, name, value)
-        return rollout
+        return empty(position + 4, (step,))
 
-    ahead = Ahead(3, (), 10, ()).upto(2, collect)
-    first, rest = ahead.taken()
+    producer = Producer(Ahead(3, (), 10, ()))
+    first = producer.take(2, collect)
     assert asked == [(3, 10, ()), (4, 14, (3,))]
-    assert (first, rest.step, rest.position, rest.carried) == (ahead.rollouts[0], 4, 18, (4,))
-    assert rest.upto(1, collect) is rest
+    assert (first.position, producer.finished.step, producer.finished.next) == (14, 4, (5, 18, (4,)))
+    with producer.beside(1, collect):
+        pass
+    producer.settle()
+    assert len(asked) == 2  # one is there
+    with producer.beside(3, collect):
+        pass
+    producer.settle()
+    assert asked[2:] == [(5, 18, (4,)), (6, 22, (5,))]
+    assert [producer.take(1, collect).surplus for _ in range(4)] == [(4,), (5,), (6,), (7,)]
 
 
-def test_beside_raises_what_was_raised() -> None:
-    def broken() -> None:
+def test_a_thread_draws_on_while_steps_are_taken() -> None:
+    """Two wait at most: it stops there, and goes on when one of them has been taken."""
+    begun, go = Queue[int](), Queue[None]()
+
+    def collect(step: int, position: int, carried: Sequence[Group]) -> Rollout:
+        begun.put(step)
+        go.get()
+        return empty(position + 1)
+
+    producer = Producer(Ahead(1, (), 0, ()))
+    for step in (1, 2, 3):
+        with producer.beside(2, collect):
+            assert begun.get() == step
+            go.put(None)
+            assert producer.take(1, collect).position == step  # while the next one is in the making
+            assert producer.busy > 0
+    for step in (4, 5):
+        assert begun.get() == step
+        go.put(None)
+    producer.settle()
+    assert producer.finished.next == (6, 5, ())
+    assert begun.empty()
+
+
+def test_what_is_in_the_making_is_ended_with_the_run() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def collect(*_: object) -> Rollout:
+        begun.set()
+        ended.wait()
+        raise OSError("cancelled")
+
+    producer = Producer(Ahead(1, (), 0, ()))
+    with producer.beside(1, collect):
+        begun.wait()
+    producer.end(ended.set)
+    assert not [t for t in threading.enumerate() if t.name == "rollout"]
+    producer.end(lambda: pytest.fail("there is nothing to end"))
+
+
+def test_what_was_raised_beside_is_raised_where_it_is_waited_for() -> None:
+    def broken(*_: object) -> Rollout:
         raise OSError("beside")
 
-    with beside(broken, here=False) as result:
-        pass
-    with pytest.raises(OSError, match="beside"):
-        result()
-    with beside(threading.get_ident, here=False) as ident:
-        assert ident() != threading.get_ident()
-    with beside(threading.get_ident, here=True) as ident:
-        assert ident() == threading.get_ident()
+    for wait in (lambda p: p.settle(), lambda p: p.take(1, broken)):
+        producer = Producer(Ahead(1, (), 0, ()))
+        with producer.beside(1, broken):
+            pass
+        with pytest.raises(OSError, match="beside"):
+            wait(producer)
+    with pytest.raises(ZeroDivisionError), Producer(Ahead(1, (), 0, ())).beside(1, lambda *_: empty()):
+        raise ZeroDivisionError
+    assert not [t for t in threading.enumerate() if t.name == "rollout"]

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from policygrad.rollout.ahead import beside
+from doubles.empty_rollouts import empty
+from policygrad.rollout.ahead import Ahead, Producer
+from policygrad.rollout.rollouter import Rollout
 from policygrad.training.threads import SMALL, few_threads
 from policygrad.waiting import Waiter
 
@@ -45,8 +47,16 @@ def test_what_is_done_beside_has_no_more_threads_than_what_it_is_beside(notebook
         return len(os.listdir("/proc/self/task"))
 
     def next_to() -> int:
-        with beside(work, here=False) as result:
-            return result()
+        counted = list[int]()
+
+        def collect(*_: object) -> Rollout:
+            counted.append(work())
+            return empty()
+
+        producer = Producer(Ahead(1, (), 0, ()))
+        with producer.beside(1, collect):
+            producer.settle()
+        return counted[0]
 
     async def below() -> int:
         async def asked() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
@@ -35,13 +36,24 @@ def behaviour(algorithm: Algorithm, batch: Batch, version: int) -> tuple[Algorit
     return algorithm, batch
 
 
+AGES = (0, 1, 2, 4, 8, 16, 32, 64)
+"""Versions; a token counts for the smallest that it is not older than, the oldest for the last."""
+
+
 def staleness(batch: Batch, version: int) -> Metrics:
-    """staleness/mean and /max: by how many versions the weights are ahead of those that drew the tokens; nothing where nobody
-    has said which did."""
+    """staleness/mean and /max: by how many versions the weights are ahead of those that drew the tokens; where some are, also
+    staleness/age_N, the share of tokens that are N old, or less and older than the N before. Nothing where nobody has said which
+    weights drew them."""
     lag = _lag(batch, version)
     if lag is None or not len(lag):
         return {}
-    return {"staleness/mean": Mean(lag.sum().double(), float(len(lag))), "staleness/max": Max(float(lag.max()))}
+    count, largest = float(len(lag)), float(lag.max())
+    found: Metrics = {"staleness/mean": Mean(lag.sum().double(), count), "staleness/max": Max(largest)}
+    if largest > 0:
+        place = torch.bucketize(lag, torch.tensor(AGES, device=lag.device)).clamp(max=len(AGES) - 1)
+        shares = place.bincount(minlength=len(AGES)).double()
+        found |= {f"staleness/age_{age}": Mean(share, count) for age, share in zip(AGES, shares, strict=True)}
+    return found
 
 
 def _lag(batch: Batch, version: int) -> Tensor | None:

@@ -13,6 +13,8 @@ from policygrad.core import ragged
 from policygrad.core.batch import Batch, required
 from policygrad.core.metrics import Metric
 from policygrad.core.protocols import Part, State
+from policygrad.core.ranges import unit
+from policygrad.core.turn_values import MultiTurnGAE
 from policygrad.core.values import GAE
 from policygrad.errors import ConfigError
 
@@ -39,6 +41,8 @@ class Critic(Part):
     lam: float = 0.95
     """λ of the targets; 1 = Monte-Carlo returns."""
     gamma: float = 1.0
+    turn_gamma: float = 1.0
+    """Per turn, at its last token; for an advantage that discounts per turn."""
     coefficient: float = 0.5
     """Of the squared error."""
     clip: float = 0.2
@@ -55,7 +59,7 @@ class Critic(Part):
     """Width of a hidden layer in the head on the policy's states; 0 = a linear head."""
 
     def __post_init__(self) -> None:
-        GAE(self.gamma, self.lam)  # refuses what is outside [0, 1]
+        unit(self, gamma=self.gamma, lam=self.lam, turn_gamma=self.turn_gamma)
         for name in ("lr", "coefficient", "clip", "pretrain", "hidden"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
@@ -102,11 +106,19 @@ class Critic(Part):
     def formula(self) -> str:
         clip = f", clipped at V_old ± {self.clip:g}" if self.clip else ""
         head = ", V on the policy's states" if self.features == "policy" else ""
-        return f"{self.coefficient:g}·(V − (GAE(λ = {self.lam:g}) + V_old))²{clip}{head}"
+        turn = f", γ = {self.turn_gamma:g} per turn" if self.turn_gamma < 1 else ""
+        return f"{self.coefficient:g}·(V − (GAE(λ = {self.lam:g}{turn}) + V_old))²{clip}{head}"
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        """Where turns end, if they discount."""
+        return frozenset({"anchor"} if self.turn_gamma < 1 else ())
 
     def targets(self, batch: Batch) -> Tensor:
         """[B, T] GAE(γ, λ) + V_old; 0 off the mask. The batch's rewards are those after shaping."""
-        advantage = GAE(self.gamma, self.lam)(torch.zeros_like(batch.mask, dtype=batch.reward.dtype), batch)
+        by_turn = MultiTurnGAE(self.gamma, self.lam, self.turn_gamma)
+        estimate = by_turn if self.turn_gamma < 1 else GAE(self.gamma, self.lam)
+        advantage = estimate(torch.zeros_like(batch.mask, dtype=batch.reward.dtype), batch)
         return advantage + ragged.masked(required(batch.values, self, "values"), batch.mask)
 
     def loss(self, values: Tensor, batch: Batch, targets: Tensor) -> Tensor:

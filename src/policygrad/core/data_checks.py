@@ -12,6 +12,7 @@ from policygrad.core.filters import Downsample, MaskTruncated
 from policygrad.core.mixing import rest
 from policygrad.core.success import OverGroupMean
 from policygrad.core.trust_region import TrustRegion
+from policygrad.core.turn_values import per_turn
 from policygrad.core.vine import SelfNormalisation, SelfNormalised, Vine
 from policygrad.errors import ConfigError
 
@@ -47,12 +48,18 @@ def data_problems(algorithm: Composition) -> Iterator[str]:
             f"{type(resting[0]).__name__} learns from a step's groups how well prompts are solved, and a filter that refills sets "
             "those aside before: set DropNoSpread(mode='drop'), or drop one of the two"
         )
-    if "anchor" in declared and any(
-        isinstance(part, MaskTruncated) and part.keep_in_statistics for part in algorithm.filters
-    ):
+    compares = any(link.group_statistic and "anchor" in link.needs for link in algorithm.psi)
+    if compares and any(isinstance(part, MaskTruncated) and part.keep_in_statistics for part in algorithm.filters):
         yield (
             "the advantage compares turns, and a masked completion has none left: set MaskTruncated(keep_in_statistics=False)"
         )
+    for link in algorithm.psi:
+        gamma, critic = per_turn(link), algorithm.critic
+        if critic is not None and gamma is not None and gamma != critic.turn_gamma:
+            yield (
+                f"{type(link).__name__} discounts by {gamma:g} per turn and the critic's targets by {critic.turn_gamma:g}, so that "
+                f"rewards and values would be of different things: set turn_gamma={gamma:g} of the critic"
+            )
     yield from _vine(algorithm)
 
 

@@ -25,12 +25,13 @@ def discounted(x: Tensor, mask: Tensor, rate: float) -> Tensor:
 
 
 def recursion(x: Tensor, mask: Tensor, rate: Tensor | float) -> Tensor:
-    """As `discounted`, one step after the other whatever the rate, a number or one per completion [B]: sums of float32 that run
-    through `to_go` are rounded otherwise."""
+    """As `discounted`, one step after the other whatever the rate, a number, one per completion [B] or one per step [B, T]: sums
+    of float32 that run through `to_go` are rounded otherwise."""
     x = masked(x, mask)
     total, columns = torch.zeros_like(x[:, :1]).sum(1), list[Tensor]()
     for t in reversed(range(x.shape[1])):
-        total = torch.where(mask[:, t], x[:, t] + rate * total, total)
+        now = rate[:, t] if isinstance(rate, Tensor) and rate.ndim == 2 else rate
+        total = torch.where(mask[:, t], x[:, t] + now * total, total)
         columns.append(total)
     return masked(torch.stack(columns[::-1], 1), mask) if columns else x
 

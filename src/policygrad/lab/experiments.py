@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from policygrad.errors import ConfigError
 from policygrad.lab import dynamics, theory
 from policygrad.lab.finding import Finding
-from policygrad.lab.findings import adam, baselines, chains, critics, groups, kl, lengths, ratios, shapes
+from policygrad.lab.findings import adam, baselines, chains, critics, groups, kl, lengths, ratios, shapes, turns
 
 Experiment = Callable[[int], Finding]
 """seed -> Finding."""
@@ -29,6 +29,7 @@ _CLAIMS: tuple[Experiment, ...] = (
     ratios.gates,
     ratios.experts,
     critics.gae_curve,
+    turns.turn_credit,
     kl.kl_places,
     adam.adam,
 )

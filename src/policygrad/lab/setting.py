@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,8 +105,8 @@ class Setting:
         batch = Batch(
             mask=world.mask,
             group=torch.arange(world.prompts).repeat_interleave(world.tree.size),
-            reward=world.reward.flatten(),
             truncated=world.tree.truncated.repeat(world.prompts) if self.cut else None,
+            **self.rewards(reads),
         )
         reference = self.theta if self.reference is None else self.reference
         thetas = {"logp_old": self.behaviour if said else old, "logp_ref": reference, "logp_sampler": self.behaviour}
@@ -121,18 +121,20 @@ class Setting:
         if "step_end" in reads:
             last = torch.arange(world.tree.length) == batch.lengths[:, None] - 1
             filled["step_end"] = world.mask & (last | ((torch.arange(world.tree.length) + 1) % STEP == 0))
-        if "token_reward" in reads:
-            filled["token_reward"] = torch.zeros(world.mask.shape).double()
         if algorithm.reward_model is not None:
             filled["implicit_reward"] = self._implicit(algorithm.reward_model.beta, reference)
         if "rewards" in reads:  # the world's reward is all there is
             filled |= {"rewards": batch.reward[:, None], "reward_names": ("reward",), "reward_weights": (1.0,)}
-        if "anchor" in reads:  # one turn, from the prompt
-            filled["anchor"] = torch.zeros(world.mask.shape, dtype=torch.int64)
         if "demonstration" in reads:  # steps are of samples alone
             filled["demonstration"] = torch.zeros(len(world.mask), dtype=torch.bool)
         batch = replace(batch, **filled)
         return replace(batch, values=self._values(algorithm, batch, old)) if "values" in reads else batch
+
+    def rewards(self, reads: Set[str]) -> dict[str, Any]:
+        """`reward` [X·N], and of `token_reward` and `anchor` [X·N, L] what is read: here one turn, all of it the outcome's."""
+        nothing = torch.zeros(self.world.mask.shape, dtype=torch.float64)
+        of_tokens = {"token_reward": nothing, "anchor": nothing.long()}
+        return {"reward": self.world.reward.flatten()} | {name: x for name, x in of_tokens.items() if name in reads}
 
     def _implicit(self, beta: float, reference: Tensor) -> Tensor:
         """[X·N, L] r_φ(o_t) of a reward model that has learned the rewards: v(prefix and o_t) − v(prefix), v(s) =

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from policygrad.lab.episodes import Conversations, ConversationSetting, Episodes, Walk
 from policygrad.lab.policies import Bigram, Table
 from policygrad.lab.rewards import random_subsets
 from policygrad.lab.sequences import Tree, World, moved
@@ -49,6 +50,13 @@ def two_answers(p: float, rewards: Sequence[float] = (0.0, 1.0)) -> Setting:
     tree = Tree(2, 1)
     theta = torch.tensor([0.0, math.log(p / (1 - p))], dtype=torch.float64)
     return Setting(World(tree, torch.tensor([list(rewards)], dtype=torch.float64), Table(tree)), theta)
+
+
+def walk(turns: int = 3, gamma: float = 1.0, seed: int = 0, game: Walk = Walk()) -> ConversationSetting:  # noqa: B008, frozen
+    """Conversations of up to so many turns with a world that may draw, a logit for each history; J discounts by γ per turn."""
+    tree = Episodes(length=3 * turns, game=game)
+    policy = Table(tree)
+    return ConversationSetting(Conversations.of(tree, policy, gamma), policy.initial(seed))
 
 
 def directional(setting: Setting, gradient: Tensor, direction: Tensor) -> float:

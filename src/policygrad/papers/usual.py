@@ -16,6 +16,7 @@ USUAL: dict[str, str] = {
     "Critic.features": "own, as everywhere in the literature on language models",
     "Critic.hidden": "0: means something with features = policy only",
     "Critic.gamma": "1: an episode is one answer",
+    "Critic.turn_gamma": "1: nothing is discounted per turn",
     "Critic.pretrain": "0: none",
     "Critic.explained": "our choice; without pre-training it means nothing",
     "GroupStd.eps": "our choice, and that of common code",

@@ -82,6 +82,12 @@ def codes_of(name: str) -> tuple[str, ...]:
     return tuple(code for part in parse(name, _known).names if (code := _code_of(part)))
 
 
+def rubrics_of(name: str) -> tuple[str, ...]:
+    """The files that say to judges what is good."""
+    judges = (part.removeprefix("judge:") for part in parse(name, _known).names if part.startswith("judge:"))
+    return tuple(rest.partition(",")[0].strip().removeprefix("rubric=") for rest in judges)
+
+
 def _code_of(name: str) -> str | None:
     if name.startswith("judge:"):
         address = last_value(name, "url") or OPENAI

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import Group
 from policygrad.waiting import computing
 
-T = TypeVar("T")
 Collect = Callable[[int, int, Sequence[Group]], Rollout]
 """(step, the task's next example, groups that the rollout before has left) -> the step's rollout."""
+_ENDING = 1.0
+"""Seconds that a thread is waited for whose work nobody wants any more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,13 +27,14 @@ class Ahead:
     position: int
     carried: tuple[Group, ...]
 
-    def upto(self, count: int, collect: Collect) -> Ahead:
-        """With `count` rollouts at least, what is missing collected."""
-        found = self
-        while len(found.rollouts) < count:
-            rollout = collect(found.step + len(found.rollouts), found.position, found.carried)
-            found = Ahead(found.step, (*found.rollouts, rollout), rollout.position, rollout.surplus)
-        return found
+    @property
+    def next(self) -> tuple[int, int, tuple[Group, ...]]:
+        """What the one after them is collected from."""
+        return self.step + len(self.rollouts), self.position, self.carried
+
+    def and_then(self, rollout: Rollout) -> Ahead:
+        """With the one after them."""
+        return Ahead(self.step, (*self.rollouts, rollout), rollout.position, rollout.surplus)
 
     def taken(self) -> tuple[Rollout, Ahead]:
         """(this step's, those of the steps after it)."""
@@ -40,35 +42,111 @@ class Ahead:
         return first, Ahead(self.step + 1, tuple(rest), self.position, self.carried)
 
 
-@contextmanager
-def beside(work: Callable[[], T], *, here: bool) -> Iterator[Callable[[], T]]:
-    """`work` is done in a thread while what is inside is; what is yielded waits for its result, or raises its error. here: it
-    is done when it is waited for instead.
+class Producer:
+    """Collects rollouts one after the other: here, or in a thread while a step is trained on. `finished` are those that are whole.
 
-    An error inside waits for the thread's end; Ctrl-C does not.
+    One that a later step is drawn for begins no sooner than `beside` has been told of it, so that it is at most as many steps old
+    as were asked for: none is ever dropped for its age, and where enough wait, nothing is drawn.
     """
-    if here:
-        yield work
-        return
-    found: list[T] = []
-    raised: list[BaseException] = []
 
-    def target() -> None:
+    def __init__(self, finished: Ahead) -> None:
+        self.finished = finished
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._collect: Collect | None = None
+        self._wanted = 0
+        self._error: BaseException | None = None
+        self._busy = 0.0
+        self._since: float | None = None
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which rollouts were collected, so far."""
+        with self._changed:
+            return self._busy + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+    def take(self, count: int, collect: Collect) -> Rollout:
+        """This step's rollout: the oldest. Where no thread is at it, what is missing of `count` is collected here."""
+        with self._changed:
+            while self._thread is not None and not self.finished.rollouts and self._error is None:
+                self._changed.wait()
+        self._raise()
+        if self._thread is None:
+            while len(self.finished.rollouts) < count:
+                self._next(collect)
+        with self._changed:
+            rollout, self.finished = self.finished.taken()
+            return rollout
+
+    @contextmanager
+    def beside(self, count: int, collect: Collect) -> Iterator[None]:
+        """While what is inside is done, and after it, a thread collects until `count` rollouts are finished.
+
+        An error inside waits for the one that is in the making; Ctrl-C does not.
+        """
+        with self._changed:
+            self._wanted, self._collect = count, collect
+            if self._thread is None and len(self.finished.rollouts) < count:
+                self._thread = threading.Thread(target=computing(self._work), daemon=True, name="rollout")
+                self._thread.start()
         try:
-            found.append(work())
-        except BaseException as error:  # told to whoever waits
-            raised.append(error)
+            yield
+        except Exception:
+            self._wanted = 0
+            self._join()
+            raise
 
-    def result() -> T:
-        thread.join()
-        if raised:
-            raise raised[0]
-        return found[0]
+    def settle(self) -> None:
+        """Returns when as many are finished as were wanted; raises what has gone wrong with one."""
+        self._join()
+        self._raise()
 
-    thread = threading.Thread(target=computing(target), daemon=True, name="rollout")
-    thread.start()
-    try:
-        yield result
-    except Exception:
-        thread.join()
-        raise
+    def end(self, cancel: Callable[[], None]) -> None:
+        """Nothing more is wanted. cancel: ends what is being drawn."""
+        self._wanted = 0
+        if (thread := self._thread) is not None:
+            cancel()
+            thread.join(_ENDING)
+
+    def _join(self) -> None:
+        if (thread := self._thread) is not None:
+            thread.join()
+
+    def _raise(self) -> None:
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+
+    def _work(self) -> None:
+        """What the thread does."""
+        try:
+            while self._goes_on():
+                assert self._collect is not None
+                self._next(self._collect)
+        except BaseException as error:  # told to whoever takes the next one
+            self._error = error
+        finally:
+            with self._changed:
+                self._thread = None
+                self._changed.notify_all()
+
+    def _goes_on(self) -> bool:
+        with self._changed:
+            more = len(self.finished.rollouts) < self._wanted
+            if not more:
+                self._thread = None  # from here on `beside` begins another one
+            return more
+
+    def _next(self, collect: Collect) -> None:
+        """One more is collected, from where the last one ended."""
+        with self._changed:
+            asked, self._since = self.finished.next, time.perf_counter()
+        try:
+            rollout = collect(*asked)
+        finally:
+            with self._changed:
+                assert self._since is not None
+                self._busy, self._since = self._busy + time.perf_counter() - self._since, None
+        with self._changed:
+            self.finished = self.finished.and_then(rollout)
+            self._changed.notify_all()

@@ -12,6 +12,9 @@ from policygrad.core.protocols import Filter
 from policygrad.rollout.judging import Judged
 from policygrad.rollout.trajectory import Group
 
+Evaluate = Callable[[Batch, frozenset[str]], Batch]
+"""A learner's, for what filters read: (batch, names of the fields that shall be in it)."""
+
 
 @dataclass(frozen=True, eq=False)
 class Round:
@@ -90,3 +93,19 @@ def next_round(missing: int, good: int, seen: int, most: int) -> int:
         return missing
     rate = good / seen
     return min(most, math.ceil((missing + math.sqrt(missing * (1 - rate))) / rate)) if good else most
+
+
+def flat(
+    groups: Sequence[Group], batch: Batch, refilling: Filter | None, evaluate: Evaluate | None
+) -> tuple[bool, ...]:
+    """Per group, whether a filter that refills sets it aside: all that it could teach is dropped."""
+    if refilling is None:
+        return (False,) * len(groups)
+    out = refilling.dropped(filled(batch, refilling.needs, evaluate))
+    out, failed = (x.view(len(groups), -1) for x in (out, ~batch.mask.any(1)))
+    return tuple(((out | failed).all(1) & out.any(1)).tolist())
+
+
+def filled(batch: Batch, needs: frozenset[str], evaluate: Evaluate | None) -> Batch:
+    """The batch with what filters read."""
+    return evaluate(batch, needs) if needs and evaluate is not None else batch

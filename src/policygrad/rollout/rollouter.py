@@ -4,6 +4,7 @@ and prefix values it is one pipeline.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, merge
-from policygrad.core.protocols import Filter
 from policygrad.core.vine import Vine
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError
@@ -21,7 +21,7 @@ from policygrad.rollout.batching import measure, to_batch, used
 from policygrad.rollout.demonstrations import joined
 from policygrad.rollout.episodes import Encoder, play
 from policygrad.rollout.evaluation import EvaluationResult, evaluated
-from policygrad.rollout.filling import Round, fill
+from policygrad.rollout.filling import Evaluate, Round, fill, filled, flat
 from policygrad.rollout.greedy import with_baseline
 from policygrad.rollout.judging import Judged, Score, ScoreSteps, judge, judge_steps, marks_of
 from policygrad.rollout.meanwhile import meanwhile
@@ -38,7 +38,6 @@ from policygrad.weight_sync.base import Published
 
 PORTION = 64
 """Held-out examples at a time, so that progress shows."""
-Evaluate = Callable[[Batch, frozenset[str]], Batch]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +87,8 @@ class Rollouter:
     wait: Waiter = field(default_factory=Waiter)
     pool: RewardPool | None = None
     """Whose `score` it is, so that what is over can be judged while others are drawn; None = all is judged at the end."""
+    turn: threading.RLock = field(default_factory=threading.RLock)
+    """Whoever collects while another thread may evaluate holds it: sampler and pool are told of one batch of episodes at a time."""
 
     def update(self, weights: Published) -> Metrics:
         """From now on episodes are played with these weights; what it cost to get them there."""
@@ -97,6 +98,10 @@ class Rollouter:
     def in_flight(self) -> bool:
         """Whether `update` may be called while another thread collects: what is drawn from then on is drawn with these weights."""
         return isinstance(self.sampler, InFlight) and self.sampler.in_flight
+
+    def cancel(self) -> None:
+        """Ends what other threads are drawing, with an error there."""
+        self.wait.cancel()
 
     def play(self, starts: Sequence[Start], n: int, sampling: Sampling) -> list[Group]:
         """n episodes from each start, not judged yet."""
@@ -134,7 +139,7 @@ class Rollouter:
             groups, of_steps = judge_steps(groups, self.score_steps, self.tokenizer.decode, worth=worth)
             batch = to_batch(groups)
             said |= Judged(messages=(ALL_SOLVED,) * again)
-            return Round(groups, batch, _flat(groups, batch, refilling, evaluate)), said | of_steps, chosen[-1][0] + 1
+            return Round(groups, batch, flat(groups, batch, refilling, evaluate)), said | of_steps, chosen[-1][0] + 1
 
         found = fill(sample, prompts, position, refilling, carried)
         kept, rounds, judged = found.kept, found.rounds, found.judged
@@ -148,7 +153,7 @@ class Rollouter:
             self.score_steps is not None
         ):  # filters look at the outcome's score: they see where steps end, not their worth
             batch = with_steps(batch, marks_of(kept), scored=False)
-        batch = algorithm.filtered(_filled(batch, algorithm.filter_needs, evaluate), refilled=True)
+        batch = algorithm.filtered(filled(batch, algorithm.filter_needs, evaluate), refilled=True)
         if self.score_steps is not None:
             batch = with_steps(batch, marks_of(kept), scored=worth)
         if "anchor" in algorithm.declared:  # filters look at whole episodes' rewards
@@ -230,24 +235,9 @@ class Rollouter:
         for first in range(0, len(examples), PORTION):
             some = enumerate(examples[first : first + PORTION], first)
             starts = [self._start(i, example, sampling, EVALUATE, 0) for i, example in some]
-            groups, said = self._judged(starts, samples, sampling)
+            with self.turn:
+                groups, said = self._judged(starts, samples, sampling)
             found, judged = [*found, *groups], judged | said
             progress(len(found), len(examples))
         voted = voted_by(self.pool.rewards if self.pool else ())
         return evaluated(found, judged.messages, voted)
-
-
-def _flat(
-    groups: Sequence[Group], batch: Batch, refilling: Filter | None, evaluate: Evaluate | None
-) -> tuple[bool, ...]:
-    """Per group, whether a filter that refills sets it aside: all that it could teach is dropped."""
-    if refilling is None:
-        return (False,) * len(groups)
-    out = refilling.dropped(_filled(batch, refilling.needs, evaluate))
-    out, failed = (x.view(len(groups), -1) for x in (out, ~batch.mask.any(1)))
-    return tuple(((out | failed).all(1) & out.any(1)).tolist())
-
-
-def _filled(batch: Batch, needs: frozenset[str], evaluate: Evaluate | None) -> Batch:
-    """The batch with what filters read."""
-    return evaluate(batch, needs) if needs and evaluate is not None else batch

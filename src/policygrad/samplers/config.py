@@ -37,7 +37,7 @@ class SamplerConfig:
     ] = None
     """Where weights are published, under a path that the servers know by the same name."""
     parallel: int = 16
-    """Requests that a server is given at a time."""
+    """Requests that a server is given at a time; 0 = as many as its queue and its cache bear (vllm, sglang)."""
     piece: int = 0
     """Tokens of an answer that are asked for at a time: what is drawn stays where a server is lost or weights change; 0 = all."""
     context: int = 0
@@ -46,6 +46,8 @@ class SamplerConfig:
     """Threads of a server that is started here; 0 = one for a small model, else as many as there are cores."""
     timeout: float = 600.0
     """Seconds that one answer may take."""
+    heartbeat: float = 30.0
+    """Seconds in which a server that owes an answer has to answer /health, asked as often; 0 = it is not asked."""
     patience: float = 120.0
     """Seconds that a server may be away, or take over weights, before it is given up."""
     tolerance: float = 0.0
@@ -73,11 +75,15 @@ class SamplerConfig:
             raise ConfigError(
                 "sampler.urls names a server twice: name each once, --sampler.parallel gives it more requests"
             )
-        if self.parallel < 1 or min(self.piece, self.context, self.threads) < 0:
+        if min(self.parallel, self.piece, self.context, self.threads) < 0:
+            raise ConfigError("sampler.parallel, sampler.piece, sampler.context and sampler.threads must be at least 0")
+        if self.parallel == 0 and self.engine not in STARTED_BY_HAND:
             raise ConfigError(
-                "sampler.parallel must be at least 1, sampler.piece, sampler.context and sampler.threads at least 0"
+                f"sampler.parallel 0 goes by what {' and '.join(STARTED_BY_HAND)} say of themselves: give {self.engine} a number"
             )
-        if not (0 < self.timeout < math.inf and 0 < self.patience < math.inf and 0 <= self.tolerance < math.inf):
+        above, least = (self.timeout, self.patience), (self.tolerance, self.heartbeat)
+        if not (all(0 < x < math.inf for x in above) and all(0 <= x < math.inf for x in least)):
             raise ConfigError(
-                "sampler.timeout and sampler.patience must be above 0, sampler.tolerance at least 0, and finite"
+                "sampler.timeout and sampler.patience must be above 0, sampler.tolerance and sampler.heartbeat at least 0, "
+                "and all finite"
             )

@@ -14,7 +14,7 @@ from policygrad.samplers.memory import KEEP, prefill
 from policygrad.samplers.shared import Layout, SharedLayer, UnsupportedError
 
 _AHEAD = 32
-"""Columns that what rows may see is written down for at a time."""
+"""Columns that what rows may see is written down for at a time, a multiple of those that layers compute with (`shared`)."""
 
 
 class Shared:
@@ -58,9 +58,11 @@ class Shared:
         return out.logits[:, -1].repeat_interleave(repeats, 0), seen.shape[1]
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
-        if self.layout.length + self.layout.used == self.layout.hidden.shape[-1]:
-            more = self.layout.hidden.new_zeros(len(self.rows), 1, 1, _AHEAD)
+        column = self.layout.length + self.layout.used
+        if column == self.layout.hidden.shape[-1]:
+            more = self.layout.hidden.new_full((len(self.rows), 1, 1, _AHEAD), -torch.inf)
             self.layout.hidden = torch.cat([self.layout.hidden, more], -1)
+        self.layout.hidden[..., column] = 0
         out = self.model(
             input_ids=token[:, None],
             attention_mask=torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=self.device),
@@ -110,7 +112,8 @@ class Shared:
         place = torch.empty_like(self.rows)
         place[order] = self.owner[order] * most + nth
         full = rows == contexts * most and bool((place == self.rows).all())
-        own = torch.arange(self.layout.used + _AHEAD, device=self.device) < self.start[:, None]
+        columns = torch.arange((self.layout.used // _AHEAD + 1) * _AHEAD, device=self.device)
+        own = (columns < self.start[:, None]) | (columns >= self.layout.used)
         blind = torch.cat([self.seen[self.owner] == 0, own], 1)[:, None, None]
         dtype = torch.promote_types(self.layers[0].dtype, torch.float32)
         self.layout.hidden = torch.zeros(blind.shape, dtype=dtype, device=self.device).masked_fill_(blind, -torch.inf)

@@ -10,19 +10,20 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
 
-from policygrad.core.metrics import Max, Metrics, Min, Sum
+from policygrad.core.metrics import Max, Mean, Metrics, Min, Sum
 from policygrad.errors import EngineError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards.waits import Phase, nobody
-from policygrad.samplers import probe
+from policygrad.samplers import concurrency, probe
+from policygrad.samplers.asking import attended, repeating, together
 from policygrad.samplers.base import Generation, Request, Watch
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.drawn import Drawn, generation
@@ -34,6 +35,8 @@ from policygrad.weight_sync.base import Published
 from policygrad.weight_sync.folder import Publication, VersionFolder, Write
 from policygrad.weight_sync.in_process import put_weights
 
+TAIL = 0.9
+"""The share of answers that come before the tail."""
 LOOKS = 0.05
 """Seconds between two looks of whoever watches, where no completion comes."""
 
@@ -44,6 +47,10 @@ class EngineSampler(ABC):
     name: ClassVar[str]
     way_out: ClassVar[str]
     """What its servers have to be started with, as a sentence."""
+    health: ClassVar[str] = "/health"
+    """A question that is answered at once, whatever else a server is at."""
+    gauges: ClassVar[concurrency.Gauges | None] = None
+    """What its servers say of their queue and their cache, at /metrics; None = nothing."""
 
     def __init__(
         self,
@@ -71,12 +78,15 @@ class EngineSampler(ABC):
         self.http = Http(config.timeout)
         self.published: Publication | None = None
         self.in_flight = config.piece > 0
-        self.verdict: probe.Verdict | None = None
+        self.verdicts: dict[str, probe.Verdict] = {}
+        """By server, of the weights of now."""
         self.refused = set[str]()
         """Servers whose last probe failed, which are given their weights again whatever they say of themselves."""
         table: Any = model.get_input_embeddings()  # type: ignore[operator]
         self.vocabulary = len(tokenizer.hf) if table is None else int(table.weight.shape[0])
+        self.loads = concurrency.Loads(lambda url: self.http.get(url, config.heartbeat or config.timeout), self.gauges)
         self._watch: Watch | None = None
+        self._tail = 0.0
         dtype = next(model.parameters()).dtype
         self.tolerance = config.tolerance or probe.TOLERANCE.get(dtype, 0.2)
         self._servers: Servers | None = None
@@ -116,17 +126,25 @@ class EngineSampler(ABC):
         """
         if self.published is None:
             raise EngineError("an engine has no weights before the first update(weights)")
-        words = seeds([request.key for request in requests])
+        words, over = seeds([request.key for request in requests]), list[float]()
 
         async def one(request: Request, word: int) -> Generation:
             found = await in_pieces(request, word, self.config.piece, self._ask)
+            over.append(time.perf_counter())
             if self._watch is not None:
                 self._watch([(request, found.tokens)])
             return found
 
         work = [one(request, word) for request, word in zip(requests, words[:, 0].tolist(), strict=True)]
-        async with _every(LOOKS, self._watch):
-            return await _all(work)
+        resize = None if self.config.parallel else partial(self.loads.resize, self.servers)
+        async with repeating(LOOKS, self._look if self._watch else None), repeating(concurrency.LOOKS, resize):
+            found = await together(work)
+        self._tail += over[-1] - over[int(TAIL * (len(over) - 1))] if over else 0.0
+        return found
+
+    async def _look(self) -> None:
+        if self._watch is not None:
+            self._watch([])
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
@@ -146,6 +164,7 @@ class EngineSampler(ABC):
         began, first, there = time.perf_counter(), self.published is None, sum(s.ready for s in self.servers.all)
         put_weights(weights.tensors, self.model)
         self.published = self.versions.publish(weights)
+        self.verdicts.clear()
         await self.servers.ready()
         self.versions.sweep(self.published)
         took = time.perf_counter() - began
@@ -154,8 +173,11 @@ class EngineSampler(ABC):
             found["publication/servers"] = Min(float(there))
         found["publication/asked_again"] = Sum(float(self.servers.moved))
         self.servers.moved = 0
-        if self.verdict is not None:
-            found["publication/probe_max"] = Max(self.verdict.difference)
+        found["engine/tail"], self._tail = Sum(self._tail), 0.0
+        if not self.config.parallel:
+            found["engine/parallel"] = Mean(float(sum(s.limit for s in self.servers.all)), float(len(self.servers.all)))
+        if self.verdicts:
+            found["publication/probe_max"] = Max(max(verdict.difference for verdict in self.verdicts.values()))
         return found
 
     async def close(self) -> None:
@@ -170,16 +192,19 @@ class EngineSampler(ABC):
     def servers(self) -> Servers:
         if self._servers is None:
             config = self.config
-            self._servers = Servers(self.start(), self._prepare, config.parallel, config.patience, self.tell)
+            first = config.parallel or concurrency.FIRST
+            self._servers = Servers(self.start(), self._prepare, first, config.patience, self.tell)
         return self._servers
 
     async def _prepare(self, server: Server) -> None:
         """Gives a server the weights of now, and probes it."""
         assert self.published is not None
         await self.greet(server.url)
+        if not self.config.parallel:
+            await self.loads.check(server.url)
         await self.load(server.url, self.published)
         try:
-            self.verdict = await self.probe(server.url)
+            self.verdicts[server.url] = await self.probe(server.url)
         except EngineError:
             self.refused.add(server.url)
             raise
@@ -194,60 +219,30 @@ class EngineSampler(ABC):
         version = 0 if self.published is None else self.published.version
         asked = probe.requests(len(self.tokenizer.hf), self.temperature, version)
         words = seeds([request.key for request in asked])[:, 0].tolist()
-        gate = asyncio.Semaphore(self.config.parallel)
+        gate = asyncio.Semaphore(self.config.parallel or concurrency.FIRST)
 
         async def one(request: Request, word: int) -> Generation:
             async with gate:
                 return self._generation(url, request, await self.draw(url, request, word >> 33), version)
 
         try:
-            drawn = await _all([one(request, word) for request, word in zip(asked, words, strict=True)])
+            drawn = await together([one(request, word) for request, word in zip(asked, words, strict=True)])
         except EngineError as error:
             raise EngineError(f"{url} does not answer as {self.name} does: {error}. {self.way_out}") from error
         return probe.judge(self.model, asked, drawn, self.tolerance, f"{self.name} at {url}", self.way_out)
 
-    async def _ask(self, request: Request, word: int) -> Generation:
-        return await self.servers.call(partial(self._one, request, word >> 33))
+    async def _ask(self, request: Request, word: int, begun: bool) -> Generation:
+        return await self.servers.call(partial(self._one, request, word >> 33), begun)
 
     async def _one(self, request: Request, seed: int, server: Server) -> Generation:
         published = self.published  # a server is given others only when it has answered what it was asked
         assert published is not None
-        drawn = await self.draw(server.url, request, seed)
+        heartbeat = self.config.heartbeat
+        pulse = partial(self.http.alive, server.url + self.health, heartbeat)
+        drawn = await attended(self.draw(server.url, request, seed), pulse, heartbeat)
         if drawn.weights not in (None, published.name):  # it went and came back between two requests
             raise AwayError(f"it draws with the weights {drawn.weights}, and those of now are {published.name}")
         return self._generation(server.url, request, drawn, published.version)
 
     def _generation(self, url: str, request: Request, drawn: Drawn, version: int) -> Generation:
         return generation(url, request, drawn, version, ends=self.tokenizer.end, vocabulary=self.vocabulary)
-
-
-@asynccontextmanager
-async def _every(seconds: float, watch: Watch | None) -> AsyncIterator[None]:
-    """Inside, `watch` looks in as often; what it raises is for whoever tells it of completions to find out."""
-    if watch is None:
-        yield
-        return
-
-    async def looks() -> None:
-        while True:
-            await asyncio.sleep(seconds)
-            watch([])
-
-    task = asyncio.ensure_future(looks())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def _all(work: Sequence[Any]) -> list[Generation]:
-    """All results; the first error ends the others."""
-    tasks = [asyncio.ensure_future(some) for some in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

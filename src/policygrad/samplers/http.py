@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 from policygrad.errors import EngineError
@@ -51,6 +52,15 @@ class Http:
     async def get(self, url: str, timeout: float | None = None) -> Any:
         """As `post`."""
         return await self._ask("GET", url, None, timeout)
+
+    async def alive(self, url: str, timeout: float) -> None:
+        """Returns when the server has answered, whatever it has.
+
+        Raises:
+            AwayError: as `post`.
+        """
+        with suppress(EngineError):
+            await self.get(url, timeout)
 
     async def _ask(self, method: str, url: str, body: dict[str, Any] | None, timeout: float | None) -> Any:
         seconds = timeout or self._timeout

@@ -15,8 +15,8 @@ from torch import Tensor
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.seeds import seeds
 
-Ask = Callable[[Request, int], Awaitable[Generation]]
-"""(request, 64 random bits) -> what was drawn for it."""
+Ask = Callable[[Request, int, bool], Awaitable[Generation]]
+"""(request, 64 random bits, whether its answer is begun) -> what was drawn for it."""
 
 
 async def in_pieces(request: Request, word: int, size: int, ask: Ask) -> Generation:
@@ -27,7 +27,7 @@ async def in_pieces(request: Request, word: int, size: int, ask: Ask) -> Generat
         piece = replace(request, tokens=tokens, max_tokens=min(left, size or left))
         if parts:  # 0 and then the piece: the turn k > 0 of an episode has a key of one number more
             word = int(seeds([(*request.key, 0, len(parts))])[0, 0])
-        parts.append(part := await ask(piece, word))
+        parts.append(part := await ask(piece, word, bool(parts)))
         left -= len(part.tokens)
         if part.finish_reason == "stop" or left == 0:
             return joined(parts)

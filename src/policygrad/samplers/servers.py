@@ -31,6 +31,8 @@ class Server:
     """One address, and how it stands."""
 
     url: str
+    limit: int = 0
+    """Questions that it is asked at a time."""
     load: int = 0
     """Questions that wait for its answer."""
     ready: bool = False
@@ -61,25 +63,30 @@ class Servers:
         patience: float,
         tell: Phase = nobody,
     ) -> None:
-        self.all = [Server(url.rstrip("/")) for url in urls]
-        self.prepare, self.parallel, self.patience, self.tell = prepare, parallel, patience, tell
+        self.all = [Server(url.rstrip("/"), parallel) for url in urls]
+        self.prepare, self.patience, self.tell = prepare, patience, tell
         self.moved = 0
         """Questions that another server, or the same one later, was asked again."""
-        self._changed = asyncio.Condition()
+        lock = asyncio.Lock()
+        self._changed, self._goes_on = asyncio.Condition(lock), asyncio.Condition(lock)
+        """The second: what answers wait for that are begun, and go before others."""
+        self._begun = 0
+        """Of those that wait."""
         self._error: Exception | None = None
         self._alone: float | None = None
         """Since when no server is ready, by the clock; None = some is."""
         self._told = False
 
-    async def call(self, ask: Callable[[Server], Awaitable[T]]) -> T:
-        """What a server answers. One whose answer cannot be used is made ready again, as one that gives none.
+    async def call(self, ask: Callable[[Server], Awaitable[T]], begun: bool = False) -> T:
+        """What a server answers. One whose answer cannot be used is made ready again, as one that gives none. begun: it goes on
+        with an answer, and before those that have none yet: a long one is not kept waiting at every piece.
 
         Raises:
             EngineError: all of them are lost, or the question is not answered as it has to be, whoever is asked.
         """
         garbage = 0
         for attempt in count(1):
-            server = await self._next()
+            server = await self._next(begun)
             times = server.times
             try:
                 return await ask(server)
@@ -97,10 +104,10 @@ class Servers:
             finally:
                 async with self._changed:
                     server.load -= 1
-                    if server.ready:
-                        self._changed.notify()  # one place is free, for one of perhaps thousands
+                    if server.ready:  # one place is free, for one of perhaps thousands
+                        (self._goes_on if self._begun else self._changed).notify()
                     else:
-                        self._changed.notify_all()  # for what has waited for its last answer
+                        self._wake()  # for what has waited for its last answer
         raise AssertionError
 
     async def ready(self) -> None:
@@ -136,20 +143,42 @@ class Servers:
         known = all(server.ready or server.lost or (some and server.away) for server in self.all)
         return self._error is not None or known
 
-    async def _next(self) -> Server:
+    @property
+    def _free(self) -> list[Server]:
+        return [server for server in self.all if server.ready and server.load < server.limit]
+
+    async def _next(self, begun: bool) -> Server:
         """The ready server with the fewest questions, one more of which is counted."""
         async with self._changed:
-            while True:
-                self._raise()
-                free = [s for s in self.all if s.ready and s.load < self.parallel]
-                if free:
-                    server = min(free, key=lambda s: s.load)
-                    server.load += 1
-                    return server
-                for server in self.all:
-                    if not server.ready:
-                        self._recover(server)
-                await self._changed.wait()
+            self._begun += begun
+            try:
+                while True:
+                    self._raise()
+                    free = self._free
+                    if free and (begun or not self._begun):
+                        server = min(free, key=lambda s: s.load)
+                        server.load += 1
+                        return server
+                    for server in self.all:
+                        if not server.ready:
+                            self._recover(server)
+                    await (self._goes_on if begun else self._changed).wait()
+            finally:
+                self._begun -= begun
+                if begun and self._free:
+                    self._changed.notify()  # there is room for others too
+
+    def _wake(self) -> None:
+        """Whoever waits looks again."""
+        self._changed.notify_all()
+        self._goes_on.notify_all()
+
+    async def resize(self, server: Server, limit: int) -> None:
+        """It is asked so many questions at a time from now on."""
+        if limit != server.limit:
+            async with self._changed:
+                server.limit = limit
+                self._wake()
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -190,7 +219,7 @@ class Servers:
                 self._error = error
             server.lost = not server.ready and (time.monotonic() + wait > deadline or server.refused == TRIES)
             async with self._changed:
-                self._changed.notify_all()
+                self._wake()
             if server.ready or server.lost or self._error is not None:
                 return
             self._waiting()

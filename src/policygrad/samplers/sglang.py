@@ -10,6 +10,7 @@ from typing import Any
 
 from policygrad.errors import EngineError
 from policygrad.samplers.base import Request
+from policygrad.samplers.concurrency import Gauges
 from policygrad.samplers.drawn import Drawn
 from policygrad.samplers.engine import EngineSampler
 from policygrad.samplers.http import AwayError
@@ -25,6 +26,8 @@ class Sglang(EngineSampler):
         "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, in the learner's precision, as "
         "`policygrad engine sglang --print` says"
     )
+
+    gauges = Gauges("sglang:num_queue_reqs", "sglang:token_usage")
 
     def writer(self) -> Write:
         return safetensors_writer(self.model, self.tokenizer.hf, head_too=False)

@@ -19,6 +19,13 @@ from policygrad.samplers import cache
 
 _FIRST = 8
 """Tokens that memory is taken for at first; then twice as many."""
+_EVEN = 32
+
+
+def even(keys: Tensor) -> int:
+    """Columns of their own that rows are computed with: a multiple of this. In half precision oneDNN compiles a product anew for
+    every shape that it meets, and keeps it, which would be every length."""
+    return _EVEN if keys.dtype.itemsize < 4 and keys.device.type == "cpu" else 1
 
 
 class UnsupportedError(NotImplementedError):
@@ -83,7 +90,8 @@ class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
         """keys, values: of the contexts, [C, H, L, D]."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.layout, self.context = layout, (keys.transpose(2, 3).contiguous(), values.contiguous())
-        self.own = tuple(x.new_empty(rows, x.shape[1], _FIRST, x.shape[3]) for x in (keys, values))
+        self.own = tuple(x.new_zeros(rows, x.shape[1], _FIRST, x.shape[3]) for x in (keys, values))
+        self.even = even(keys)
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def get_seq_length(self) -> int:
@@ -95,9 +103,12 @@ class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
             at == self.own[0].shape[2]
         ):  # twice as much, for the rows that are left: few pages are touched that nobody fills
             self.own = tuple(cache.roomy(x[:rows], None, min(at, cache.ROOM)) for x in self.own)
+            for held in self.own:
+                held[:, :, at:] = 0  # hidden columns have to be finite
         for held, new in zip(self.own, (key_states, value_states), strict=True):
             held[:rows, :, at : at + 1] = new
-        self.keys, self.values = (_Shared.of(x[:rows, :, : at + 1], self) for x in self.own)
+        columns = min(-(-(at + 1) // self.even) * self.even, self.own[0].shape[2])
+        self.keys, self.values = (_Shared.of(x[:rows, :, :columns], self) for x in self.own)
         return self.keys, self.values
 
     def move(self, target: Tensor, source: Tensor) -> None:

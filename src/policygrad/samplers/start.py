@@ -64,7 +64,8 @@ def sglang(start: Start) -> Words:
         "--port": start.port,
         "--sampling-defaults": "openai",
     }
-    return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}, ["python", "-m", "sglang.launch_server", *_words(options)]
+    words = ["python", "-m", "sglang.launch_server", *_words(options), "--enable-metrics"]
+    return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}, words
 
 
 def _words(options: dict[str, object]) -> list[str]:

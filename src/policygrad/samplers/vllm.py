@@ -11,6 +11,7 @@ from typing import Any
 
 from policygrad.errors import EngineError
 from policygrad.samplers.base import Request
+from policygrad.samplers.concurrency import Gauges
 from policygrad.samplers.drawn import Drawn
 from policygrad.samplers.engine import EngineSampler
 from policygrad.weight_sync.folder import Publication, Write
@@ -28,6 +29,8 @@ class Vllm(EngineSampler):
         "Start it with --logprobs-mode processed_logprobs --generation-config vllm, in the learner's precision, as "
         "`policygrad engine vllm --print` says"
     )
+
+    gauges = Gauges("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -36,7 +36,7 @@ Began = Mapping[str, Mapping[str, Any]]
 
 
 def began(config: Any, device: str, code: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """By kind: files and code by their sha256, settings, versions. code: modules and files of one's own, loaded by now."""
+    """By kind: files and code by their sha256, settings, versions. code: modules of one's own, loaded by now, and files."""
     data = {name: getattr(config, name, None) for name in ("task", "held_out")}
     return {
         "files": {name: sha for name, path in data.items() if (sha := digest(path))},
@@ -95,7 +95,7 @@ def _version(package: str) -> str | None:
 
 
 def _source(code: str) -> str | None:
-    return code if code.endswith(".py") else getattr(sys.modules.get(code), "__file__", None)
+    return getattr(sys.modules.get(code), "__file__", code)
 
 
 def _sha(path: Any) -> str | None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from policygrad.core.behaviour import behaviour, staleness
 from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.core.protocols import State
 from policygrad.learners.base import Learner
-from policygrad.rollout.ahead import Ahead, Collect, beside
+from policygrad.rollout.ahead import Ahead, Collect, Producer
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.rollout.trajectory import Group
 from policygrad.training.config.run import Run
@@ -84,61 +83,89 @@ def loop(
     """Steps until the `watcher` says stop, from a rollouter that has the learner's weights. It never asks which sampler,
     environment or learner it has. breakable: surrounds a rollout, which changes nothing that is kept: what is raised there
     throws the step away. settle: from the progress before and after a step to the one that holds (its updates may be undone)."""
-    going = True
-    while going:
-        step, algorithm, began = progress.step + 1, run.algorithm.at(progress.state), time.perf_counter()
-        collect = _collecting(run, rollouter, learner, algorithm)
-        with breakable():
-            coming = Ahead(step, progress.ahead, progress.position, progress.carried)
-            rollout, coming = coming.upto(max(1, run.ahead(step)), collect).taken()
-        sampled = time.perf_counter()
-        with beside(partial(coming.upto, run.ahead(step + 1), collect), here=not run.staleness) as later:
-            algorithm, batch = behaviour(algorithm, rollout.batch, learner.version)
-            age = staleness(batch, learner.version)
-            batch = learner.evaluate(batch, algorithm.needs)
-            shaped = algorithm.shaped(batch)
-            psi, batch = algorithm.advantages(batch, shaped), algorithm.with_targets(batch, shaped)
-            measured = learner.update(batch, psi, algorithm)
-            published = rollouter.update(learner.publish()) if rollouter.in_flight else None
-            updated = time.perf_counter()
-            coming = later()
-            waited = time.perf_counter()
-        if published is None:
-            published = rollouter.update(learner.publish())
-        ended = time.perf_counter()
-        clock: Metrics = {
-            "time/rollout": Sum(sampled - began + waited - updated),  # what the step has waited for
-            "time/update": Sum(updated - sampled + ended - waited),
-        }
-        metrics = merge(rollout.metrics, age, algorithm.report(batch), measured, published, clock)
-        found = watcher.record(Done(step, algorithm, rollout, batch, psi, metrics))
-        after = Progress(
-            state=run.algorithm.update(progress.state, batch, measured | found, shaped),
-            step=step,
-            position=coming.position,
-            tokens=progress.tokens + int(rollout.metrics["tokens/sampled"].value),
-            seconds=progress.seconds + ended - began,
-            carried=coming.carried,
-            ahead=coming.rollouts,
-        )
-        progress = settle(progress, after)
-        going = watcher.keep_going(progress)
+    producer, going = _producer(progress), True
+    try:
+        while going:
+            after = one_step(run, rollouter, learner, progress, watcher, producer, breakable)
+            progress = settle(progress, after)
+            if progress.ahead is not after.ahead:  # what waits was drawn by weights that are gone
+                producer.end(rollouter.cancel)
+                producer = _producer(progress)
+            going = watcher.keep_going(progress)
+    finally:
+        producer.end(rollouter.cancel)
     return progress
+
+
+def one_step(
+    run: Run,
+    rollouter: Rollouter,
+    learner: Learner,
+    progress: Progress,
+    watcher: Watcher,
+    producer: Producer,
+    breakable: Callable[[], AbstractContextManager[object]],
+) -> Progress:
+    """A rollout, what it is worth, the updates, the weights. Where the sampler takes weights while it draws, it draws on when the
+    step is over; else the next rollout is whole before the weights change."""
+    step, algorithm = progress.step + 1, run.algorithm.at(progress.state)
+    began, busy = time.perf_counter(), producer.busy
+    collect = _collecting(run, rollouter, learner, algorithm)
+    with breakable():
+        rollout = producer.take(1 if rollouter.in_flight else max(1, run.ahead(step)), collect)
+    sampled = time.perf_counter()
+    with producer.beside(run.ahead(step + 1), collect):
+        algorithm, batch = behaviour(algorithm, rollout.batch, learner.version)
+        age = staleness(batch, learner.version)
+        batch = learner.evaluate(batch, algorithm.needs)
+        shaped = algorithm.shaped(batch)
+        psi, batch = algorithm.advantages(batch, shaped), algorithm.with_targets(batch, shaped)
+        measured = learner.update(batch, psi, algorithm)
+        updated = time.perf_counter()
+        if not rollouter.in_flight:
+            producer.settle()
+        waited = time.perf_counter()
+        published = rollouter.update(learner.publish())
+    ended = time.perf_counter()
+    clock: Metrics = {
+        "time/rollout": Sum(sampled - began + waited - updated),  # what the step has waited for
+        "time/update": Sum(updated - sampled + ended - waited),
+    }
+    if run.staleness:
+        clock["time/sampler_idle"] = Sum(max(0.0, ended - began - (producer.busy - busy)))
+    metrics = merge(rollout.metrics, age, algorithm.report(batch), measured, published, clock)
+    found = watcher.record(Done(step, algorithm, rollout, batch, psi, metrics))
+    finished = producer.finished
+    return Progress(
+        state=run.algorithm.update(progress.state, batch, measured | found, shaped),
+        step=step,
+        position=finished.position,
+        tokens=progress.tokens + int(rollout.metrics["tokens/sampled"].value),
+        seconds=progress.seconds + ended - began,
+        carried=finished.carried,
+        ahead=finished.rollouts,
+    )
+
+
+def _producer(progress: Progress) -> Producer:
+    """From where the rollouts that wait end."""
+    return Producer(Ahead(progress.step + 1, progress.ahead, progress.position, progress.carried))
 
 
 def _collecting(run: Run, rollouter: Rollouter, learner: Learner, algorithm: Algorithm) -> Collect:
     """What collects the rollout of a step."""
 
     def collect(step: int, position: int, carried: Sequence[Group]) -> Rollout:
-        return rollouter.collect(
-            algorithm,
-            run.sampling,
-            prompts=run.prompts_per_step,
-            samples=run.group_size,
-            step=step,
-            position=position,
-            carried=carried,
-            evaluate=learner.evaluate,
-        )
+        with rollouter.turn:
+            return rollouter.collect(
+                algorithm,
+                run.sampling,
+                prompts=run.prompts_per_step,
+                samples=run.group_size,
+                step=step,
+                position=position,
+                carried=carried,
+                evaluate=learner.evaluate,
+            )
 
     return collect

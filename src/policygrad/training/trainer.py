@@ -17,6 +17,7 @@ from policygrad.errors import CheckpointError, RewardError, RunError
 from policygrad.learners.base import Learner
 from policygrad.learners.local.learner import LocalLearner, check_state
 from policygrad.rewards.patience import FailingSteps
+from policygrad.rewards.resolve import rubrics_of
 from policygrad.rollout import stored
 from policygrad.samplers.base import Sampler
 from policygrad.trackers import RunInfo, Tracker
@@ -140,7 +141,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
         self.model, self.tokenizer = found.model, found.tokenizer
         stack.enter_context(few_threads(found.model))
         self.learner = learner_of(self._learner, found.model, run)
-        self._began = began(run, next(found.model.parameters()).device.type, named(self._own))
+        rubrics = (file for name in run.reward if isinstance(name, str) for file in rubrics_of(name))
+        self._began = began(run, next(found.model.parameters()).device.type, (*named(self._own), *rubrics))
         check_rate(self.learner, run.guard)
         measured = run.evaluation.problems if found.scored else 0
         self.held_out = HeldOut(run, found.task.held_out(measured) if measured else ())

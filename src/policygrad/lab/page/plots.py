@@ -80,6 +80,7 @@ _CLIPS = {"0.2": "clip 0.2 / 0.2", "0.28": "clip 0.2 / 0.28", "none": "no upper 
 _KEPT = {"cap": "cap 5 (CISPO)", "soft": "soft gate (SAPO)", "clip": "clip 0.2 (PPO)"}
 _CRITICS = {"0": "exact critic", "0.1": "errs by 0.1", "0.3": "errs by 0.3"}
 _STEPS = {"2-step": "two steps, errs by 0.3", "3-step": "three steps, errs by 0.3"}
+_LEVELS = {"turn": "over turns", "token": "over tokens", "both": "both levels"}
 _NATS = "KL(π_old‖π), nats per completion"
 
 PLOTS: dict[str, FindingPlot] = {
@@ -180,6 +181,13 @@ PLOTS: dict[str, FindingPlot] = {
             Panel("bias / ‖∇J‖", _each("bias_", _CRITICS | _STEPS), low=0),
             Panel("variance / ‖∇J‖²", _each("variance_", _CRITICS | _STEPS), low=0),
             Panel("mean squared error / ‖∇J‖²", _each("mse_", _CRITICS | _STEPS), low=0),
+        ),
+    ),
+    "turn_credit": FindingPlot(
+        "λ",
+        (
+            Panel("bias / ‖∇J‖", _each("bias_", _LEVELS), low=0),
+            Panel("variance / ‖∇J‖²", _each("variance_", _LEVELS), low=0),
         ),
     ),
     "trust_region_bound": FindingPlot(

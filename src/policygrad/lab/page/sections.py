@@ -18,6 +18,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Ratios and gates": ("gate_weights", "gates", "ratio_over_length", "long_chains", "product_ratio", "experts"),
     "Critics": ("gae_curve",),
+    "Turns": ("turn_credit",),
     "Length": ("sequence_mean", "brevity"),
     "KL and optimiser": ("kl_places", "adam"),
     "Trust regions": (

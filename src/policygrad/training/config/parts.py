@@ -42,6 +42,7 @@ _PLACES = {  # module of policygrad.core -> field of an algorithm that its parts
     "reward_model": "reward_model",
     "multi_reward": "psi",
     "turns": "psi",
+    "turn_values": "psi",
     "policy_shaping": "gate",
     "demonstrations": "terms",
     "vine": "",  # parts of several roles: by each one's own

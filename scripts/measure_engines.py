@@ -1,0 +1,181 @@
+"""Whether engines learn as this process does, agree with it after every publication, and are kept busy; docs/results/engines.json.
+
+python scripts/measure_engines.py [--engines local llama_cpp vllm] [--vllm VENV] [--seeds 0 1 2] [--folder DIR]
+python scripts/measure_engines.py --throughput --vllm VENV
+
+For each engine a run of grpo per seed with the default options, whose held-out accuracy is compared with that of the runs without
+an engine; and one of a hundred short steps, after each of which the weights are published to disk, taken over by the server and
+probed. --throughput draws the same number of tokens from a vLLM server as its own benchmark, `vllm bench serve`, in turns.
+
+VENV is a virtual environment with vLLM 0.32. What the folder holds already is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from measure_algorithms import RESULTS, WORK
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import load_tokenizer
+from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.vllm import Vllm
+from policygrad.weight_sync.base import Published
+from vllm_server import START, serving
+
+ENGINES = ("local", "llama_cpp", "vllm")
+LONG = ("--steps", "100", "--prompts-per-step", "8", "--evaluation.problems", "0")
+"""The run whose publications are counted."""
+PROMPT, ANSWER, PROMPTS, PARALLEL, TURNS = 64, 64, 256, 16, 3
+"""Of the throughput: tokens of a prompt and of its answer, prompts, requests at a time, and how often each side is measured."""
+HOT = 3.0
+"""The temperature of the throughput, at which answers seldom end before their budget."""
+
+
+def train(words: Sequence[str], output: Path) -> None:
+    """`policygrad train grpo`, unless it is done; goes on with one that was stopped."""
+    if (output / "result.json").exists():
+        return
+    again = ["--resume", str(output)] if (output / "run.toml").exists() else ["grpo", *words, "--output", str(output)]
+    subprocess.run([sys.executable, "-m", "policygrad", "train", *again], check=True)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The steps of a run's log."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if row["step"]]
+
+
+def accuracy(folder: Path) -> dict[str, float]:
+    """Of one run, before and after; the largest probe of its publications."""
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    found = {name: result[name] for name in ("held_out_before", "held_out_after", "steps", "seconds")}
+    probes = [row["publication/probe_max"] for row in rows(folder) if "publication/probe_max" in row]
+    return found | ({"probe_max": max(probes), "publications": len(probes)} if probes else {})
+
+
+def publications(folder: Path) -> dict[str, float]:
+    """Of the long run: how many, the largest difference, and what they cost."""
+    steps = rows(folder)
+    return {
+        "publications": len([row for row in steps if "publication/probe_max" in row]),
+        "probe_max": max(row["publication/probe_max"] for row in steps),
+        "probe_median": statistics.median(row["publication/probe_max"] for row in steps),
+        "seconds": statistics.median(row["publication/seconds"] for row in steps),
+        "mib": statistics.median(row["publication/bytes"] for row in steps) / 2**20,
+    }
+
+
+@contextlib.contextmanager
+def engine_words(engine: str, venv: str | None, folder: Path) -> Iterator[list[str]]:
+    """Options of the run, while the engine's server runs, where it is started by hand."""
+    if engine == "vllm":
+        assert venv is not None
+        with serving(venv, folder) as url:
+            yield ["--sampler.engine", "vllm", "--sampler.urls", url, "--sampler.patience", str(START)]
+    else:
+        yield [] if engine == "local" else ["--sampler.engine", engine]
+
+
+def measure(engine: str, seeds: Sequence[int], venv: str | None, folder: Path) -> dict[str, Any]:
+    """All runs of one engine."""
+    place = folder / engine
+    place.mkdir(parents=True, exist_ok=True)
+    with engine_words(engine, venv, place) as words:
+        for seed in seeds:
+            train([*words, "--seed", str(seed)], place / f"seed-{seed}")
+        if engine != "local":
+            train([*words, *LONG], place / "long")
+    found: dict[str, Any] = {"seeds": {str(seed): accuracy(place / f"seed-{seed}") for seed in seeds}}
+    return found | ({"long": publications(place / "long")} if engine != "local" else {})
+
+
+def theirs(venv: str, url: str, tokenizer: Path, seed: int, folder: Path) -> tuple[int, float]:
+    """(tokens, seconds) of vLLM's own benchmark."""
+    words = [f"{venv}/bin/vllm", "bench", "serve", "--backend", "openai", "--base-url", url]
+    words += ["--endpoint", "/v1/completions", "--model", "policy", "--tokenizer", str(tokenizer)]
+    words += ["--dataset-name", "random", "--random-input-len", str(PROMPT), "--random-output-len", str(ANSWER)]
+    words += ["--num-prompts", str(PROMPTS), "--max-concurrency", str(PARALLEL), "--seed", str(seed)]
+    words += ["--temperature", str(HOT), "--logprobs", "0", "--save-result", "--result-dir", str(folder)]
+    words += ["--result-filename", "bench.json", "--disable-tqdm"]
+    subprocess.run(words, check=True, capture_output=True)
+    said = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
+    if said["completed"] != PROMPTS:
+        raise SystemExit(f"vllm bench serve has completed {said['completed']} of {PROMPTS} requests")
+    return int(said["total_output_tokens"]), float(said["duration"])
+
+
+def throughput(venv: str, folder: Path) -> dict[str, Any]:
+    """Tokens a second of the client and of vLLM's own, in turns on one server."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = load_model("tiny", dtype="fp32", device="cpu")
+    tokenizer = load_tokenizer("tiny", model)
+    tokenizer.hf.save_pretrained(folder / "tokenizer")
+    found: dict[str, list[float]] = {"policygrad": [], "vllm bench serve": []}
+    with serving(venv, folder, parallel=PARALLEL) as url, asyncio.Runner() as runner:
+        config = SamplerConfig(engine="vllm", urls=(url,), patience=START, parallel=PARALLEL)
+        sampler = Vllm(model, tokenizer, config, folder / "weights")
+        runner.run(sampler.update(Published(0, dict(model.named_parameters()))))
+        generator, sampling = torch.Generator().manual_seed(0), Sampling(temperature=HOT, max_tokens=ANSWER)
+        for turn in range(TURNS + 1):  # the first warms the server up
+            contexts = torch.randint(3, len(tokenizer.hf), (PROMPTS, PROMPT), generator=generator)
+            requests = [Request(c, (turn, i), sampling, ANSWER) for i, c in enumerate(contexts)]
+            began = time.perf_counter()
+            drawn = runner.run(sampler.generate(requests))
+            mine = (sum(len(g.tokens) for g in drawn), time.perf_counter() - began)
+            for name, (tokens, seconds) in {
+                "policygrad": mine,
+                "vllm bench serve": theirs(venv, url, folder / "tokenizer", turn, folder),
+            }.items():
+                print(f"{name}: {tokens} tokens in {seconds:.1f} s", flush=True)
+                found[name] += [tokens / seconds] * (turn > 0)
+        runner.run(sampler.close())
+    return {"tokens_per_second": found, "share": _share(found)}
+
+
+def _share(found: dict[str, list[float]]) -> float:
+    return statistics.median(found["policygrad"]) / statistics.median(found["vllm bench serve"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=None, help="these (all that are at hand)")
+    parser.add_argument("--vllm", metavar="VENV", help="virtual environment with bin/vllm")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--throughput", action="store_true", help="only vLLM's, beside its own benchmark")
+    parser.add_argument("--folder", type=Path, default=WORK / "engines", help="of the runs (comparisons/engines)")
+    args = parser.parse_args()
+    engines = args.engines or [name for name in ENGINES if name != "vllm" or args.vllm]
+    if args.vllm is None and (args.throughput or "vllm" in engines):
+        parser.error("--vllm VENV: a virtual environment with vLLM 0.32")
+    file = RESULTS / "engines.json"
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    words = ["VENV" if word == args.vllm else word for word in sys.argv[1:]]
+    called = shlex.join(["python", "scripts/measure_engines.py", *words])
+    about = {"machine": f"{platform.system()} {platform.machine()}", "torch": version("torch"), "command": called}
+    if args.throughput:
+        with tempfile.TemporaryDirectory() as folder:
+            found["throughput"] = throughput(args.vllm, Path(folder)) | about
+    for engine in () if args.throughput else engines:
+        found[engine] = measure(engine, args.seeds, args.vllm, args.folder) | about
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

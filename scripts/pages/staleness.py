@@ -1,0 +1,97 @@
+"""docs/staleness.md: what scripts/measure_staleness.py has measured, of scores and of seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from measure_staleness import BEHAVIOURS, NAMES, STALENESS, label
+from pages.markdown import block, page, table
+from pages.reports import Data, estimate, files, link, load, short
+
+INTRO = """# Training on samples of older weights
+
+With `--staleness K` a rollout is drawn while the weights of the K steps before it are still learned, so that sampler and learner
+need not wait for each other. What it costs in learning, and what it gains in time, is below.
+
+π_old is the policy that drew the tokens. Where it is computed by the learner (`behaviour = "recomputed"`), the tokens count as its
+own, times the truncated ratio π_old/μ for what the sampler's weights differ; where it is the sampler's word
+(`behaviour = "sampler"`), the algorithm's own ratio π/μ has to bear all of the difference."""
+
+WORDS = {"corrected": "the learner's, corrected", "uncorrected": "the sampler's"}
+CLOCK = """## Seconds
+
+`policygrad.planning.pipeline.simulate` is a run's clock without the run: rollouts of given lengths, the seconds that sampler and
+learner take for a token, and the order of events of the training loop. Here the speeds are read off the run with staleness 0 (once
+with whole answers, once in pieces), and nothing else is fitted; one llama.cpp server beside the learner, each with one thread."""
+
+
+def staleness_page(found: Data | None = None, clock: Data | None = None) -> str:
+    """The page. found, clock: other reports than the committed ones."""
+    found = load("staleness") if found is None else found
+    clock = load("pipeline") if clock is None else clock
+    scores = _scores(found) if found else [_missing("")]
+    return page(INTRO, "## Scores", *scores, CLOCK, *(_clock(clock) if clock else [_missing(" --clock")]))
+
+
+def _missing(option: str) -> str:
+    return f"Not measured yet: `python scripts/measure_staleness.py{option}` does it, and `make docs` writes this."
+
+
+def _scores(found: Data) -> list[str]:
+    rows = {row["label"]: row for row in found["rows"]}
+    head = ("algorithm", "π_old", *(f"K = {k}" for k in STALENESS))
+    body = [
+        (link(name), WORDS[behaviour], *(_cell(rows.get(label(name, k, behaviour))) for k in STALENESS))
+        for name in NAMES
+        for behaviour in BEHAVIOURS
+    ]
+    runs, seeds = sum(len(row["runs"]) for row in found["rows"]), len(found["seeds"])
+    text = (
+        f"Held-out accuracy after {short(found['tokens'])} sampled tokens, {seeds} seeds: interquartile mean and 95 % bootstrap "
+        "interval. Each algorithm has the learning rate that was best for it at K = 0 ([measured](measured.md)), which need not be "
+        "best at another K; updates per rollout are its own."
+    )
+    return [
+        text,
+        table(head, body),
+        f"{runs} runs; all of them: {files('staleness')}.",
+        block(found["measured_by"], "sh"),
+    ]
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    return "–" if row is None or not row["summary"] else estimate(row["summary"]["final"])
+
+
+def _clock(clock: Data) -> list[str]:
+    head = (
+        "K",
+        "answers",
+        "s a step",
+        "predicted",
+        "error",
+        "learner waits",
+        "predicted",
+        "sampler waits",
+        "predicted",
+    )
+    body = [_line(row) for row in clock["rows"]]
+    errors = [abs(row["predicted"]["step"] / row["seen"]["step"] - 1) for row in clock["rows"] if row["staleness"]]
+    text = (
+        f"The largest error of a step's seconds at K > 0 is {max(errors):.0%}. The smallest K within 5 % of the fastest, in "
+        f"pieces: {clock['enough']['seen']} as seen, {clock['enough']['predicted']} as predicted."
+    )
+    return [table(head, body), text, block(clock["measured_by"], "sh")]
+
+
+def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
+    seen, told = row["seen"], row["predicted"]
+    return (
+        str(row["staleness"]),
+        f"in pieces of {row['piece']}" if row["piece"] else "whole",
+        f"{seen['step']:.2f}",
+        f"{told['step']:.2f}",
+        f"{told['step'] / seen['step'] - 1:+.0%}",
+        *(f"{side[name]:.0%}" for name in ("learner_idle", "sampler_idle") for side in (seen, told)),
+    )

@@ -1,0 +1,164 @@
+"""A run's clock without the run: rollouts of given lengths, a sampler and a learner of given speeds, and how far one may be ahead
+of the other. Says how long each waits for the other, and which `--staleness` is enough.
+
+The order of events is that of `training.loop`. What is left out: how lengths change as the policy learns, rewards that take longer
+than sampling, servers that fail.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Lengths = Sequence[int]
+"""Tokens of each completion of one rollout, in the order in which they are asked for."""
+
+
+@dataclass(frozen=True)
+class SamplerSpeed:
+    """One token for each of n completions takes `fixed` + n · `each` seconds, as weights are read once and every completion's keys
+    once; at most `slots` are drawn at a time, and where one ends the next begins."""
+
+    fixed: float
+    each: float
+    slots: int
+    start: float = 0.0
+    """Seconds of a rollout before its first token."""
+
+    def __call__(self, lengths: Lengths) -> float:
+        """Seconds for one rollout."""
+        waiting, going = (
+            [n for n in reversed(lengths) if n > 0],
+            list[int](),
+        )  # going: tokens drawn when each will be over
+        drawn, seconds = 0, self.start
+        while waiting or going:
+            while waiting and len(going) < self.slots:
+                heapq.heappush(going, drawn + waiting.pop())
+            tokens = going[0] - drawn
+            seconds += tokens * (self.fixed + len(going) * self.each)
+            drawn = going[0]
+            while going and going[0] == drawn:
+                heapq.heappop(going)
+        return seconds
+
+
+@dataclass(frozen=True)
+class LearnerSpeed:
+    """An update of t tokens takes `fixed` + t · `each` seconds, and publishing the weights `publish`, in which nothing is drawn."""
+
+    fixed: float
+    each: float
+    publish: float
+
+    def __call__(self, lengths: Lengths) -> float:
+        """Seconds for one rollout's updates."""
+        return self.fixed + self.each * sum(lengths)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Seconds since the beginning, per step."""
+
+    sampled: tuple[float, ...]
+    """When the step had its rollout."""
+    ended: tuple[float, ...]
+    """When its weights were published."""
+    waited: tuple[float, ...]
+    """That the learner did in the step."""
+    drawing: float
+    """In which rollouts were drawn, of the whole."""
+
+    @property
+    def seconds(self) -> float:
+        return self.ended[-1]
+
+    @property
+    def step(self) -> float:
+        """Mean seconds a step, without the first, which has nothing to be beside."""
+        return (self.ended[-1] - self.ended[0]) / max(1, len(self.ended) - 1)
+
+    @property
+    def learner_idle(self) -> float:
+        """Share of the time."""
+        return sum(self.waited) / self.seconds
+
+    @property
+    def sampler_idle(self) -> float:
+        """Share of the time."""
+        return max(0.0, 1 - self.drawing / self.seconds)
+
+
+def simulate(
+    rollouts: Sequence[Lengths],
+    sampler: SamplerSpeed,
+    learner: LearnerSpeed,
+    staleness: int,
+    *,
+    in_flight: bool = False,
+) -> Timeline:
+    """A run of so many steps. in_flight: the sampler takes weights over while it draws, so that it draws on from step to step;
+    else the rollout beside an update is whole before the weights change.
+
+    Raises:
+        ValueError: no rollouts, or a staleness below 0.
+    """
+    if not rollouts or staleness < 0:
+        raise ValueError(
+            f"a run has at least one rollout and a staleness of at least 0, not {len(rollouts)} and {staleness}"
+        )
+    draws, updates = [sampler(r) for r in rollouts], [learner(r) for r in rollouts]
+    return (_free if in_flight and staleness else _together)(draws, updates, learner.publish, staleness)
+
+
+def _together(draws: Sequence[float], updates: Sequence[float], publish: float, staleness: int) -> Timeline:
+    """A step ends when both have done theirs."""
+    steps, there, now = len(draws), 0, 0.0
+    sampled, ended, waited = list[float](), list[float](), list[float]()
+    for step in range(steps):
+        want = step + max(1, min(staleness, steps - step))
+        first, there = sum(draws[there:want]), max(there, want)
+        want = step + 1 + min(staleness, steps - step - 1)
+        beside, there = sum(draws[there:want]), max(there, want)
+        sampled.append(now + first)
+        waited.append(first + max(0.0, beside - updates[step]))
+        now = sampled[-1] + max(updates[step], beside) + publish
+        ended.append(now)
+    return Timeline(tuple(sampled), tuple(ended), tuple(waited), sum(draws))
+
+
+def _free(draws: Sequence[float], updates: Sequence[float], publish: float, staleness: int) -> Timeline:
+    """The sampler draws on: a rollout begins when the one before is whole and the one `staleness` before it was taken. It rests
+    while weights are published."""
+    now, whole = 0.0, 0.0
+    sampled, ended, waited = list[float](), list[float](), list[float]()
+    pauses = list[tuple[float, float]]()
+    for step, (draw, update) in enumerate(zip(draws, updates, strict=True)):
+        whole = _through(max(whole, sampled[max(0, step - staleness)] if step else 0.0), draw, pauses)
+        sampled.append(max(now, whole))
+        waited.append(sampled[-1] - now)
+        learned = sampled[-1] + update
+        now = learned + publish
+        pauses.append((learned, now))
+        ended.append(now)
+    return Timeline(tuple(sampled), tuple(ended), tuple(waited), sum(draws))
+
+
+def _through(begun: float, seconds: float, pauses: Sequence[tuple[float, float]]) -> float:
+    """When so many seconds of work are done that begin then and rest in the pauses."""
+    now, left = begun, seconds
+    for first, last in pauses:
+        if last <= now:
+            continue
+        if now + left <= first:
+            break
+        left -= max(0.0, first - now)
+        now = last
+    return now + left
+
+
+def enough(steps: Sequence[float], within: float = 0.01) -> int:
+    """The first of `steps` (seconds a step with staleness 0, 1, 2, …) that is as fast as the fastest of them, within a share."""
+    best = min(steps)
+    return next(k for k, seconds in enumerate(steps) if seconds <= best * (1 + within))

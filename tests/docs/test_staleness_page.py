@@ -1,0 +1,110 @@
+"""scripts/measure_staleness.py: its rows are runs, what it reads off a run's logs, and the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import clocked
+import measure_staleness
+from doubles.comparison import StubRunner, plan, row
+from pages import staleness
+from policygrad.commands.compare_rows import rows_of
+from policygrad.compare.report import report
+from policygrad.compare.work import Work
+
+RATES = dict.fromkeys(measure_staleness.NAMES, 3e-4)
+
+
+def test_its_rows_are_runs_of_the_staleness_that_they_say() -> None:
+    specs = measure_staleness.specs(RATES)
+    assert len(specs) == len({spec.partition("=")[0] for spec in specs}) == 5 * (1 + 5 * 2)
+    some = [spec for spec in specs if spec.startswith(("m2po.0=", "m2po.16.", "dapo.4."))]
+    found = rows_of(some, None, (), (), lr_grid=(), delta_grid=(), tokens=1000, overrides=True)
+    words = {row.label: " ".join(row.words) for row in found}
+    assert list(words) == [
+        "dapo.4.corrected",
+        "dapo.4.uncorrected",
+        "m2po.0",
+        "m2po.16.corrected",
+        "m2po.16.uncorrected",
+    ]
+    assert "--staleness 16" in words["m2po.16.corrected"]
+    assert "--algorithm.behaviour recomputed" in words["m2po.16.corrected"]
+    assert "--algorithm.behaviour sampler" in words["dapo.4.uncorrected"]
+
+
+def test_rates_are_those_that_were_measured() -> None:
+    rows = [{"label": name, "knob": "--lr", "value": 1e-3} for name in measure_staleness.NAMES]
+    assert measure_staleness.best_rates({"rows": rows}) == dict.fromkeys(measure_staleness.NAMES, 1e-3)
+    with pytest.raises(SystemExit, match="no rate for ppo"):
+        measure_staleness.best_rates({"rows": rows[:-1]})
+
+
+def test_a_caller_of_compare(tmp_path: Path) -> None:
+    def compare(words: list[str]) -> int:
+        folder = Path(words[words.index("--output") + 1])
+        folder.mkdir(parents=True)
+        (folder / "comparison.json").write_text(json.dumps({"rows": [], "seeds": [0]}))
+        (folder / "comparison.html").write_text("page")
+        assert words[-2:] == ["--jobs", "2"]
+        return 0
+
+    assert measure_staleness.main(["--", "--jobs", "2"], compare, tmp_path / "results", tmp_path / "work") == 0
+    told = json.loads((tmp_path / "results" / "staleness.json").read_text())
+    assert told["measured_by"] == "python scripts/measure_staleness.py -- --jobs 2"
+    assert (tmp_path / "results" / "staleness.html").read_text() == "page"
+
+
+def steps(staleness: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The logs of three steps of two completions: 10 tokens, drawn in 1 s, learned in 0.5 s, published in 0.25 s."""
+    metrics = [
+        {"step": k, "time/rollout": 1.0 if not staleness else 0.5, "time/update": 0.75, "publication/seconds": 0.25}
+        | ({"time/sampler_idle": 0.2} if staleness else {})
+        for k in (1, 2, 3)
+    ]
+    return metrics, [{"step": k, "tokens": n} for k in (1, 2, 3) for n in (6, 4)]
+
+
+def test_what_is_read_off_a_run() -> None:
+    alone, beside = clocked.seen(*steps(0)), clocked.seen(*steps(1))
+    assert alone.lengths == [[6, 4]] * 3
+    assert (alone.step, alone.waited, alone.idle) == (1.75, 1 / 1.75, 0.75 / 1.75)
+    assert (beside.step, beside.waited, beside.idle) == (1.25, 0.5 / 1.25, pytest.approx(0.2 / 1.25))
+    sampler, learner = clocked.speeds(alone)
+    assert sampler([6, 4]) == pytest.approx(1.0)
+    assert learner([6, 4]) == pytest.approx(0.5)
+    assert learner.publish == 0.25
+    told = clocked.predicted(alone.lengths, alone, 0, 0)
+    assert told.step == pytest.approx(alone.step)
+    assert clocked.predicted(alone.lengths, alone, 1, 0).ended[0] == pytest.approx(1.0 + 1.0 + 0.25)
+
+
+def test_the_page(tmp_path: Path) -> None:
+    assert staleness.staleness_page({}, {}).count("Not measured yet") == 2
+    rows = [row("grpo.0"), row("grpo.4.corrected"), row("grpo.4.uncorrected")]
+    made = plan(*rows, seeds=3)
+    runner = StubRunner({"grpo.0": 0.9, "grpo.4.corrected": 0.8, "grpo.4.uncorrected": 0.6})
+    found = report(made, Work(made, tmp_path, runner, 1, lambda text: None).do()).to_dict() | {
+        "measured_by": "python x"
+    }
+    speed = {"step": 2.0, "learner_idle": 0.5, "sampler_idle": 0.25}
+    clock = {
+        "rows": [
+            {"staleness": k, "piece": 0, "seen": speed, "predicted": speed | {"step": 2.0 + 0.1 * k}} for k in (0, 1)
+        ],
+        "enough": {"seen": 0, "predicted": 1},
+        "measured_by": "python y",
+    }
+    text = staleness.staleness_page(found, clock)
+    assert "Not measured yet" not in text
+    (corrected,) = [line for line in text.splitlines() if line.startswith("| [`grpo`]") and "the learner's" in line]
+    cells = [cell.strip() for cell in corrected.split("|")[3:-1]]
+    assert [cell == "–" for cell in cells] == [False, True, True, False, True, True]
+    assert float(cells[0].split()[0]) > float(cells[3].split()[0]) > 0.7
+    assert "| 1 | whole | 2.00 | 2.10 | +5% | 50% | 50% | 25% | 25% |" in text
+    assert "0 as seen, 1 as predicted" in text
+    assert "is 5%" in text

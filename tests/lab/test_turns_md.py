@@ -1,0 +1,45 @@
+"""docs/lab/turns.md: today's figures, and the page is there for every chain."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from policygrad.core.protocols import Advantage
+from policygrad.core.turn_values import BiLevelGAE, TurnGAE
+from policygrad.lab.findings.turns import COMPARED, ERROR, UNBIASED, measured
+from policygrad.lab.groups import all_steps
+from policygrad.lab.worlds import walk
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "lab" / "turns.md").read_text(encoding="utf-8")
+WRITTEN = {
+    name: [float(x) for x in cells.split("|")]
+    for name, cells in re.findall(r"^\| `(.+?)` \| (.+) \|$", TEXT, re.MULTILINE)
+}
+SETTING = walk()
+ERRING = replace(SETTING, critic_error=ERROR)
+
+
+def test_every_chain_stands_there() -> None:
+    assert {*UNBIASED, *COMPARED} < {*WRITTEN}
+    assert all(WRITTEN[name][1] == 0 for name in UNBIASED)
+    assert all(row[1] == 0 for name, row in WRITTEN.items() if re.search(r"\blam=1\)", name))
+
+
+@pytest.mark.parametrize(
+    ("name", "psi"),
+    [
+        ("TurnReturn, TurnLeaveOneOut", UNBIASED["TurnReturn, TurnLeaveOneOut"]),
+        ("GroupInGroup", COMPARED["GroupInGroup"]),
+        ("TurnGAE(lam=0.9)", (TurnGAE(lam=0.9),)),
+        ("BiLevelGAE(turn_lam=0.9, lam=0.9)", (BiLevelGAE(lam=0.9, turn_lam=0.9),)),
+    ],
+)
+def test_the_figures_are_todays(name: str, psi: tuple[Advantage, ...]) -> None:
+    setting = ERRING if "lam" in name else SETTING
+    f = measured(name, psi, setting, all_steps(setting, 3)).figures
+    now = [f.scale, f.bias, f.cosine, f.variance, f.mse, f.snr, f.best_mse]
+    assert WRITTEN[name] == pytest.approx(now, abs=6e-4), "python scripts/make_turns.py"

@@ -1,0 +1,138 @@
+"""How much a server is given at a time, and who goes first."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policygrad.errors import EngineError
+from policygrad.samplers.concurrency import FULL, MOST, Gauges, Load, Loads, resized, values
+from policygrad.samplers.http import AwayError
+from policygrad.samplers.servers import Server, Servers
+from policygrad.samplers.vllm import Vllm
+
+SAID = """# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="a} b"} 3.0
+vllm:num_requests_waiting{engine="1",model_name="a} b"} 2.0
+vllm:num_requests_waiting_by_reason{reason="capacity"} 7.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:kv_cache_usage_perc{engine="1"} 0.5 1700000000
+plain 4e-1
+"""
+
+
+def test_what_prometheus_reads() -> None:
+    assert values(SAID, "vllm:num_requests_waiting") == [3.0, 2.0]
+    assert values(SAID, "plain") == [0.4]
+    assert values(SAID, "vllm:num_requests") == []
+    assert Vllm.gauges is not None
+    assert Vllm.gauges(SAID) == Load(5.0, 0.5)
+    assert Gauges("plain", "not there")(SAID) is None
+    assert Gauges("plain", "plain")({"json": 1}) is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked", "load", "becomes"),
+    [
+        (16, 16, Load(0, 0.5), 20),  # all are busy, and there is room
+        (16, 7, Load(0, 0.5), 16),  # it is not asked for as many as it could be
+        (16, 16, Load(0, 0.9), 16),
+        (16, 16, Load(3, 0.5), 13),  # three wait there
+        (2, 2, Load(9, 0.5), 1),
+        (16, 16, Load(0, 0.96), 15),
+        (200, 200, Load(0, 0.96), 180),
+        (1, 1, Load(0, 1.0), 1),
+        (1, 1, Load(0, 0.0), 2),
+        (MOST, MOST, Load(0, 0.0), MOST),
+    ],
+)
+def test_by_queue_and_cache(limit: int, asked: int, load: Load, becomes: int) -> None:
+    assert resized(limit, asked, load) == becomes
+
+
+@given(st.integers(1, 3000), st.integers(1, 200))
+def test_a_server_that_bears_so_many_is_given_nearly_as_many(most: int, first: int) -> None:
+    """One whose cache is full at `most`, and which then queues what is more."""
+    limit, seen = first, list[int]()
+    for _ in range(120):
+        limit = resized(limit, limit, Load(max(0, limit - most), min(1.0, limit / most)))
+        seen.append(limit)
+    assert all(0.7 * most - 1 <= x <= 1.3 * most + 1 for x in seen[60:])
+    assert FULL < 1
+
+
+def test_where_nothing_is_said_a_number_is_asked_for() -> None:
+    async def refuses(url: str) -> Any:
+        raise EngineError("404")
+
+    for ask in (refuses, lambda url: asyncio.sleep(0, "nothing of use 1")):
+        with pytest.raises(EngineError, match=r"http://a/metrics does not say .* give it a number"):
+            asyncio.run(Loads(ask, Gauges("x", "y")).check("http://a"))
+
+
+def test_servers_are_resized_and_one_that_is_away_is_left_alone() -> None:
+    async def ask(url: str) -> str:
+        if url.startswith("http://b"):
+            raise AwayError("no connection")
+        return "x 2\ny 0.5"
+
+    async def resized_servers() -> list[int]:
+        servers = Servers(("http://a", "http://b", "http://c"), ready, 8, 1.0)
+        await servers.ready()
+        servers.all[2].ready = False
+        await Loads(ask, Gauges("x", "y")).resize(servers)
+        return [server.limit for server in servers.all]
+
+    assert asyncio.run(resized_servers()) == [6, 8, 8]
+
+
+async def ready(server: Server) -> None:
+    pass
+
+
+def test_an_answer_that_is_begun_goes_before_those_that_are_not() -> None:
+    async def order() -> list[str]:
+        servers, said, release = Servers(("http://a",), ready, 1, 1.0), list[str](), asyncio.Event()
+        await servers.ready()
+
+        async def ask(name: str) -> None:
+            said.append(name)
+            if name == "first":
+                await release.wait()
+
+        async def call(name: str, begun: bool) -> None:
+            await servers.call(lambda server: ask(name), begun)
+
+        names = {"first": False, "new 1": False, "new 2": False, "begun 1": True, "begun 2": True, "new 3": False}
+        tasks = [asyncio.ensure_future(call(name, begun)) for name, begun in names.items()]
+        while not said or servers._begun < 2:
+            await asyncio.sleep(0)
+        release.set()
+        await asyncio.gather(*tasks)
+        return said
+
+    assert asyncio.run(order()) == ["first", "begun 1", "begun 2", "new 1", "new 2", "new 3"]
+
+
+def test_room_for_several_is_used_by_all() -> None:
+    async def most() -> int:
+        servers, now, seen = Servers(("http://a", "http://b"), ready, 2, 1.0), 0, list[int]()
+        await servers.ready()
+
+        async def ask(server: Server) -> None:
+            nonlocal now
+            now += 1
+            seen.append(now)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            now -= 1
+
+        await asyncio.gather(*(servers.call(ask, i % 3 == 0) for i in range(40)))
+        return max(seen)
+
+    assert asyncio.run(most()) == 4
