@@ -113,3 +113,13 @@ def test_a_guest_takes_the_loop_over_and_its_error_is_its_own() -> None:
             wait(fails())
         thread.join()
         assert wait(asyncio.sleep(0, "later")) == "later"
+
+
+def test_it_is_closed_below_somebody_elses_loop() -> None:
+    """As a notebook's cells are, which run inside the kernel's."""
+
+    async def cell() -> str:
+        with Waiter() as wait:
+            return wait(asyncio.sleep(0, "said"))
+
+    assert asyncio.run(cell()) == "said"

@@ -34,6 +34,7 @@ with interchangeable parts
   policygrad engine ENGINE --model M      a server that draws completions:
                                           starts it, or with --print says how
   policygrad engine check URL --model M   whether a server draws from a model
+  policygrad export RUN                   the model of a run that was stopped
   policygrad export RUN --merge           a trained adapter (--learner.lora) in
                                           the weights of a whole model
   policygrad compare ROW ROW ...          algorithms against each other: seeds,

@@ -43,11 +43,7 @@ class Waiter:
             if not self._takes_over(guest):
                 return guest.result()
             work = _brought(guest)
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return self._complete(loop, work)
-        return _in_thread(loop, lambda: self._complete(loop, work))  # this thread's own is busy with whoever called us
+        return _beside(loop, lambda: self._complete(loop, work))
 
     def cancel(self) -> None:
         """Whoever waits for anything gets `asyncio.CancelledError`."""
@@ -94,10 +90,10 @@ class Waiter:
 
     def close(self) -> None:
         """Ends the loop, unless an interrupted call is still in it; again is no error."""
-        if self._loop is not None and not self._loop.is_running():
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
-        self._loop = None
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_running():
+            _beside(loop, lambda: loop.run_until_complete(loop.shutdown_asyncgens()))
+            loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -114,6 +110,15 @@ async def _brought(guest: Future[T]) -> T:
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     for task in asyncio.all_tasks(loop):
         task.cancel()
+
+
+def _beside(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]) -> T:
+    """In this thread, or in one of its own where this thread's loop is busy with whoever called us, a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return complete()
+    return _in_thread(loop, complete)
 
 
 def _in_thread(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]) -> T:

@@ -66,7 +66,7 @@ def test_no_text_becomes_markup(outputs, text):
         "div", "b", "table", "tr", "td", "progress", "details", "summary", "pre", "svg", "path", "polyline", "g", "text",
     }  # fmt: skip
     assert not set(html) & {"\x1b", "\x00", "\u202e"}
-    assert words(html).count("alert(1)") == 12 * ("script" in text)
+    assert words(html).count("alert(1)") == 14 * ("script" in text)
 
 
 def test_the_curve_is_within_its_frame_and_has_every_finite_reward(outputs):
@@ -98,6 +98,23 @@ def test_a_long_run_stays_small_and_a_rising_reward_rises(outputs):
     line = ElementTree.fromstring(html).find("svg/polyline").attrib["points"].split(" ")
     points = [tuple(map(float, point.split(","))) for point in line]
     assert points == sorted(points, key=lambda point: (point[0], -point[1]))
+
+
+def test_other_metrics_have_curves_of_their_own(outputs):
+    tracker = NotebookTracker(Clock())
+    tracker.start(RunInfo("a run", {}, 10))
+    tracker.log(1, {**metrics(1), "entropy": math.nan})
+    tracker.log(2, metrics(2))
+    tracker.close()
+    pictures = ElementTree.fromstring(outputs[0].states[-1]).findall("svg")
+    assert [svg.attrib["aria-label"] for svg in pictures] == ["reward by step", "entropy by step", "length by step"]
+    assert [svg.attrib["width"] for svg in pictures] == ["100%", "50%", "50%"]
+    assert [len(svg.find("polyline").attrib["points"].split(" ")) for svg in pictures] == [2, 1, 2]
+    tracker.start(RunInfo("fine-tuning", {}, 10))
+    tracker.log(1, {"loss": 2.0, "tokens": 10.0})
+    tracker.close()
+    (loss,) = ElementTree.fromstring(outputs[1].states[-1]).findall("svg")
+    assert loss.attrib["aria-label"] == "loss by step"
 
 
 def test_it_is_redrawn_at_most_twice_a_second_but_never_left_behind(outputs):

@@ -160,7 +160,8 @@ def asked(args: list[str]) -> EvalOptions:
     for folder in map(Path, options.model):
         if (folder / RUN).is_file() and not holds_model(folder / "model"):
             raise ConfigError(
-                f"the run in {folder} has no model yet: finish it first, policygrad train --resume {folder}"
+                f"the run in {folder} has no model yet: finish it first, policygrad train --resume {folder}, or name the folder "
+                f"that policygrad export {folder} makes of its last checkpoint"
             )
     return replace(options, task=options.task or "embedded")
 

@@ -1,4 +1,5 @@
-"""`policygrad export`: a run's adapter merged into the model that it adapts, and what a run has trained put on a hub."""
+"""`policygrad export`: a run's adapter merged into the model that it adapts, the model of a run that was stopped, and either put on
+a hub."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ HELP = (
     "Write the adapter that a run with --learner.lora trained into the weights of the model that it adapts: a folder that loads "
     "without peft.",
     "RUN/model is the adapter itself, as PEFT and engines read it; nothing has to be done for those.",
+    "Without an option, of a run of train or sft that was stopped: RUN/model-step-N, what its last checkpoint holds. The run goes "
+    "on as before.",
     "--push OWNER/NAME puts the folder on the hub, with its model card: what --merge wrote, or RUN/model as it is.",
 )
 
@@ -57,13 +60,20 @@ def export(args: list[str]) -> int:
     options = tyro.cli(ExportOptions, args=args, prog="policygrad export", description=paragraphs(*HELP), config=config)
     folder = Path(options.run)
     trained, files = folder / "model", ("run.toml", "sft.toml", "reward-model.toml")
+    stopped = not holds_model(trained) and any((folder / name).is_file() for name in files)
+    if stopped and not options.merge and options.push is None:
+        print(_stopped(options))
+        return 0
     if not options.merge and options.push is None:
         raise ConfigError(
             f"what a run has trained is in {trained}, as others load it; --merge writes a model with the adapter in its weights, "
             "--push OWNER/NAME puts it on the hub"
         )
-    if not holds_model(trained) and any((folder / name).is_file() for name in files):
-        raise ConfigError(f"the run in {folder} has no model yet: finish it first, with --resume {folder}")
+    if stopped:
+        raise ConfigError(
+            f"the run in {folder} has no model yet: finish it, with --resume {folder}, or name the folder that `policygrad export "
+            f"{folder}` makes of its last checkpoint"
+        )
     if options.push is not None:
         check_repo(options.push)  # before the work, not after it
     written = _merged(options) if options.merge else trained if holds_model(trained) else folder
@@ -79,6 +89,16 @@ def export(args: list[str]) -> int:
     return 0
 
 
+def _stopped(options: ExportOptions) -> Path:
+    from policygrad.training.export import export_stopped
+
+    return export_stopped(Path(options.run), trust_remote_code=options.trust_remote_code, phase=_say)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 def _merged(options: ExportOptions) -> Path:
     from policygrad.training.export import export_merged
 
@@ -87,5 +107,5 @@ def _merged(options: ExportOptions) -> Path:
         options.output,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
-        phase=lambda text: print(text, file=sys.stderr),
+        phase=_say,
     )

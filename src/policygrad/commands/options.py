@@ -26,6 +26,7 @@ from policygrad.training.stopping import seconds
 
 SWITCHES = (
     "--dry-run",
+    "--overwrite",
     "--plain",
     FLAG,
     "--learner.gradient-checkpointing",
@@ -51,12 +52,16 @@ class CommandOptions:
     """Stop, resumably, after so many steps."""
     stop_before: Annotated[str | None, optional("TIME", "none")] = None
     """Be stopped, resumably, before so much time has passed, such as 23h50m of a cluster's 24 hours."""
+    overwrite: bool = False
+    """Begin anew where --output names the folder of a run that has ended, which is deleted once the new one begins."""
     dry_run: bool = False
     """Print what would be done, as TOML that --config reads; load no model."""
     plain: bool = False
     """Plain lines, also on a terminal."""
 
     def __post_init__(self) -> None:
+        if self.overwrite and self.resume is not None:
+            raise ConfigError("--resume goes on with a run and --overwrite begins anew: leave one of them out")
         if self.stop_after is not None and self.stop_after < 1:
             raise ConfigError(f"--stop-after must be at least 1, not {self.stop_after}; --dry-run takes no step at all")
         if self.stop_before is not None:

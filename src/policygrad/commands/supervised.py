@@ -63,6 +63,7 @@ def command(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trai
         resume=options.resume,
         stop_after=options.stop_after,
         stop_before=options.stop_before,
+        overwrite=options.overwrite,
         display=display,
     )
     return STOPPED if result.interrupted else 0

@@ -75,7 +75,12 @@ def train(args: list[str]) -> int:
 
     display = default_tracker(plain=command.plain or None)
     result = start(
-        run, resume=command.resume, stop_after=command.stop_after, stop_before=command.stop_before, display=display
+        run,
+        resume=command.resume,
+        stop_after=command.stop_after,
+        stop_before=command.stop_before,
+        overwrite=command.overwrite,
+        display=display,
     )
     return STOPPED if result.interrupted else 0
 

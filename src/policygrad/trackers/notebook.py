@@ -1,4 +1,4 @@
-"""A notebook's display: what the terminal shows, as HTML that is redrawn in place below the cell."""
+"""A notebook's display: what the terminal shows, and more curves, as HTML that is redrawn in place below the cell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from policygrad.trackers.curve import horizon, limits, smoothed, thinned
 from policygrad.trackers.view import LiveTracker, View
 from policygrad.trackers.words import clean, duration, number
 
-WIDTH, HEIGHT, GUTTER, MARGIN = 640, 170, 60, 12  # of the curve, in pixels
+WIDTH, HEIGHT, GUTTER, MARGIN = 640, 170, 60, 12  # of the first curve, in pixels; two others fit beside each other
+GREEN, BLUE = "#2a9d4a", "#3b7dd8"
 LONGEST = 4000  # characters of a prompt or a completion; of a longer one the middle is left out
 
 
@@ -88,19 +89,18 @@ def page(info: RunInfo | None, view: View, notes: Sequence[str], summary: Mappin
     if view.metrics:
         labels, values = (_row(cells) for cells in zip(*view.metrics, strict=True))
         parts.append(f'<table><tr style="opacity:.6">{labels}</tr><tr style="font-weight:bold">{values}</tr></table>')
-    if view.rewards:
-        parts.append(curve(view))
+    parts += [curve(view, name, WIDTH if i == 0 else WIDTH // 2) for i, name in enumerate(view.curves)]
     if view.sample is not None:
         parts.append(_sample(view.sample, f"a sample of {view.unit} {view.sample_step}"))
     parts += [f'<div style="color:#b58900">! {_text(note)}</div>' for note in notes]
     return f'<div style="max-width:{WIDTH}px">{"".join([*parts, _table(summary or {})])}</div>'
 
 
-def curve(view: View) -> str:
-    """The rewards as an SVG: a dot each, and the smoothed line."""
-    end, points = horizon(view.step, view.total), thinned(view.rewards)
+def curve(view: View, name: str, width: int) -> str:
+    """One of the view's curves as an SVG of so many pixels: a dot each, and the smoothed line."""
+    end, points = horizon(view.step, view.total), thinned(view.curves[name])
     low, high = limits([value for _, value in points])
-    left, right, top, bottom = GUTTER, WIDTH - MARGIN, MARGIN, HEIGHT - 2 * MARGIN
+    left, right, top, bottom = GUTTER, width - MARGIN, MARGIN, HEIGHT - 2 * MARGIN
 
     def at(step: float, value: float) -> str:
         x = left + (step - 1) / (end - 1) * (right - left)
@@ -111,14 +111,15 @@ def curve(view: View) -> str:
 
     dots = "".join(f"M{at(*point)}h0" for point in points)
     line = " ".join(at(*point) for point in smoothed(points))
-    heights = ((top, number(high)), ((top + bottom) // 2, "reward"), (bottom, number(low)))
+    heights = ((top, number(high)), ((top + bottom) // 2, name), (bottom, number(low)))
     labels = [label(left - 6, y + 4, "end", text) for y, text in heights]
     labels += [label(left, HEIGHT - 4, "start", f"{view.unit} 1"), label(right, HEIGHT - 4, "end", str(end))]
+    said = f"{_text(name)} by {_text(view.unit)}"
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" role="img" aria-label="reward by {_text(view.unit)}" fill="none">'
+        f'<svg viewBox="0 0 {width} {HEIGHT}" width="{width / WIDTH:.0%}" role="img" aria-label="{said}" fill="none">'
         f'<path d="M{left},{top}V{bottom}H{right}" stroke="currentColor" opacity=".4"/>'
         f'<path d="{dots}" stroke="currentColor" opacity=".35" stroke-width="3" stroke-linecap="round"/>'
-        f'<polyline points="{line}" stroke="#2a9d4a" stroke-width="2"/>'
+        f'<polyline points="{line}" stroke="{GREEN if name == "reward" else BLUE}" stroke-width="2"/>'
         f'<g fill="currentColor" font-size="11" opacity=".7">{"".join(labels)}</g></svg>'
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from policygrad.trackers.base import RunInfo, Sample, Tracker, pick_sample
@@ -13,6 +13,14 @@ from policygrad.trackers.progress import Pace, RunProgress
 from policygrad.trackers.words import clean, shown
 
 HOLD = 3.0  # seconds for which a sample stays, so that it can be read
+CURVES = {
+    "reward": "reward",
+    "loss": "loss",
+    "accuracy": "accuracy",
+    "entropy": "entropy",
+    "completions/mean_length": "length",
+}
+"""Metrics that are kept as curves, and what they are called; a run has those that it has."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,15 @@ class View:
     phase_done: int = 0
     phase_total: int = 0
     metrics: Sequence[tuple[str, str]] = ()  # (label, value)
-    rewards: Sequence[tuple[int, float]] = ()
+    curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    """By name: (step, value)."""
     sample: Sample | None = None
     sample_step: int = 0
+
+    @property
+    def rewards(self) -> Sequence[tuple[int, float]]:
+        """The curve of rewards; empty where there is none."""
+        return self.curves.get("reward", ())
 
 
 class LiveTracker(Tracker):
@@ -41,18 +55,19 @@ class LiveTracker(Tracker):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._pace = clock, Pace(clock)
         self._progress, self._view = RunProgress(RunInfo("")), View()
-        self._rewards: list[tuple[int, float]] = []
+        self._curves: dict[str, list[tuple[int, float]]] = {name: [] for name in CURVES.values()}
         self._started, self._sampled = clock(), -math.inf
 
     @property
     def view(self) -> View:
         """As of now."""
-        return replace(self._view, elapsed=self._clock() - self._started, rewards=tuple(self._rewards))
+        curves = {name: tuple(points) for name, points in self._curves.items() if points}
+        return replace(self._view, elapsed=self._clock() - self._started, curves=curves)
 
     def start(self, info: RunInfo) -> None:
-        self._rewards = []
+        self._curves = {name: [] for name in CURVES.values()}
         for step, value in info.history:
-            self._reward(step, value)
+            self._point("reward", step, value)
         self._sampled = -math.inf
         self._progress = RunProgress(info)
         self._view = self._placed(View(unit=info.unit, total=info.steps))
@@ -68,7 +83,8 @@ class LiveTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
         self._pace.end()
-        self._reward(step, metrics.get("reward"))
+        for metric, name in CURVES.items():
+            self._point(name, step, metrics.get(metric))
         self._progress.advance(step, metrics)
         left = None if self._progress.over else self._pace.left(self._progress.left)
         view = replace(self._placed(self._view), metrics=shown(metrics), left=left, phase="")
@@ -82,6 +98,6 @@ class LiveTracker(Tracker):
         progress = self._progress
         return replace(view, step=progress.step, share=progress.share, words=progress.words.strip())
 
-    def _reward(self, step: int, value: float | None) -> None:
+    def _point(self, name: str, step: int, value: float | None) -> None:
         if value is not None and math.isfinite(value):
-            self._rewards.append((step, max(-1e30, min(1e30, float(value)))))  # the axis' length stays finite
+            self._curves[name].append((step, max(-1e30, min(1e30, float(value)))))  # the axis' length stays finite

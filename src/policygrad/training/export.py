@@ -1,4 +1,5 @@
-"""A trained adapter put into the weights of the model that it adapts, for whatever reads whole models only."""
+"""What a run has trained, in another form: an adapter in the weights of the model that it adapts, for whatever reads whole models
+only; the model of a run that was stopped, which has none in its folder yet."""
 
 from __future__ import annotations
 
@@ -9,16 +10,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from policygrad.checkpoint import format as checkpoints
 from policygrad.checkpoint.model_folder import write_model
 from policygrad.errors import ModelError, RunError
 from policygrad.models.adapters import merged
 from policygrad.models.classifier import labels, load_classifier
 from policygrad.models.classifier import load_tokenizer as classifier_tokenizer
 from policygrad.models.loading import load_model, resolve
-from policygrad.models.lora import base_of
+from policygrad.models.lora import base_of, parse
 from policygrad.models.precision import DTYPES
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.training.card import CARD, of_whole
+from policygrad.training.card import CARD, card, of_whole
+from policygrad.training.config.run import OBJECT
+from policygrad.training.folder import check_resumable
 
 
 def export_merged(
@@ -60,6 +64,49 @@ def export_merged(
     return write_model(
         final, whole, tokenizer, card=of_whole(told.read_text(encoding="utf-8")) if told.is_file() else ""
     )
+
+
+def export_stopped(
+    run: Path, *, trust_remote_code: bool = False, phase: Callable[[str], None] = lambda text: None
+) -> Path:
+    """`RUN/model-step-N`: the model as the newest intact checkpoint of a run of `train` or `sft` has it. The run goes on as before.
+
+    Raises:
+        RunError: no such run, no checkpoint, one of another model; ModelError: the model that the run began with is not there.
+    """
+    kind = "sft" if (run / "sft.toml").is_file() else "train"
+    file = check_resumable(run, kind) / ("run.toml" if kind == "train" else "sft.toml")
+    settings = tomllib.loads(file.read_text(encoding="utf-8"))
+    name, tokens, learner = settings["model"], settings.get("tokenizer"), settings["learner"]
+    if any(str(given).startswith(OBJECT) for given in (name, tokens)):
+        raise RunError(
+            f"{run} was begun from Python with a model or tokenizer in memory: finish it there, pg.train(run, resume=folder)"
+        )
+    saved = checkpoints.load_latest(run / "checkpoints", warn=phase)
+    if saved is None:
+        raise RunError(f"{run} has no checkpoint yet: go on with it, policygrad {kind} --resume {run}")
+    phase("loading the model")
+    trust = trust_remote_code or settings["trust_remote_code"]
+    model = load_model(
+        name, dtype=learner["dtype"], trust_remote_code=trust, lora=parse(learner["lora"]), seed=settings["seed"]
+    )
+    _put(saved, model, name)
+    told = card(kind, run.name, settings | {"steps": saved.step}, {}, {"tokens": saved.state.get("tokens")})
+    phase("writing")
+    tokenizer = load_tokenizer(tokens or name, model, trust_remote_code=trust).hf
+    return write_model(run / f"model-step-{saved.step}", model, tokenizer, card=told)
+
+
+@torch.no_grad()
+def _put(saved: checkpoints.Checkpoint, model: nn.Module, name: str) -> None:
+    """The checkpoint's weights into the model that they were trained in. Raises RunError where they are another's."""
+    own = dict(model.named_parameters())
+    trained = {key.removeprefix("weights/"): t for key, t in saved.tensors.items() if key.startswith("weights/")}
+    odd = [key for key, tensor in trained.items() if key not in own or own[key].shape != tensor.shape]
+    if odd or not trained:
+        raise RunError(f"{saved.path} does not fit the model {name!r} ({min(odd, default='it has no weights')})")
+    for key, tensor in trained.items():
+        own[key].copy_(tensor)
 
 
 def _own(run: Path) -> str:

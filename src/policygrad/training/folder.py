@@ -10,8 +10,9 @@ from types import TracebackType
 from typing import IO, Self
 
 from policygrad.checkpoint.lock import LOCKS, sign, take
-from policygrad.errors import RunError
+from policygrad.errors import ConfigError, RunError
 from policygrad.trackers.jsonl import writing
+from policygrad.training.overwriting import check_overwritable, forget, put_aside, put_back
 
 _FIRST, _LAST = '# whole with its last line, "# end"', "# end"
 LOCK = "lock"
@@ -27,8 +28,9 @@ class RunFolder:
         self._made, self._leaves = made, leaves
 
     def keep(self) -> None:
-        """The run begins: the folder stays, whatever comes."""
+        """The run begins: the folder stays, whatever comes, and what it takes the place of goes."""
         self._made, self._leaves = (), ()
+        forget(self.path)
 
     def __enter__(self) -> Self:
         try:
@@ -47,6 +49,9 @@ class RunFolder:
             if not LOCKS:  # Windows deletes no file that is open
                 self._lock.close()
             _remove(self.path, self._leaves, self._made)
+            if self._leaves:  # it never began
+                with writing(self.path, self.path):
+                    put_back(self.path)
 
 
 def check_resumable(folder: Path, kind: str) -> Path:
@@ -95,13 +100,18 @@ def resumed_folder(folder: Path, kind: str, note: Callable[[str], None]) -> RunF
     return RunFolder(check_resumable(folder, kind), _hold(folder, note))
 
 
-def new_folder(output: str | None, name: str, file: str, note: Callable[[str], None]) -> RunFolder:
+def new_folder(
+    output: str | None, name: str, file: str, note: Callable[[str], None], overwrite: bool = False
+) -> RunFolder:
     """The folder for a new run, made now: `output`, or the next free runs/NAME-N. file: the configuration's name in it.
+    overwrite: a run that is in it is put aside, and deleted once the new one begins.
 
     Raises:
-        RunError: there is something in it; another process is at work on it; it cannot be made.
+        RunError: there is something in it; another process is at work on it; it cannot be made. ConfigError: nothing to overwrite.
     """
     leaves = (LOCK, file, f".tmp-{file}")
+    if overwrite and output is None:
+        raise ConfigError("--overwrite is for the folder that --output names; without that every run has a new one")
     if output is None:
         folder, made = _next_free(name)
     else:
@@ -113,17 +123,33 @@ def new_folder(output: str | None, name: str, file: str, note: Callable[[str], N
         except RunError:
             _remove(folder, (), made)
             raise
-    refusal = f"{folder} is not empty: go on with it by --resume {folder}, or choose another --output"
+    refusal = (
+        f"{folder} is not empty: go on with it by --resume {folder}, or choose another --output; --overwrite deletes the run "
+        "that is in it"
+    )
     with writing(folder, folder):
         if not folder.is_dir():
             raise RunError(f"{folder} is a file: choose another --output")
-        if _foreign(folder, leaves) and not (folder / LOCK).exists():
+        if _foreign(folder, leaves) and overwrite:
+            check_overwritable(folder)
+        elif _foreign(folder, leaves) and not (folder / LOCK).exists():
             raise RunError(refusal)
         lock = _hold(folder, note)
         if _foreign(folder, leaves):
-            lock.close()
-            raise RunError(refusal)
+            _settle(folder, lock, refusal, overwrite)
     return RunFolder(folder, lock, (), leaves)
+
+
+def _settle(folder: Path, lock: IO[bytes], refusal: str, overwrite: bool) -> None:
+    """Puts aside what is in the folder, which is held now, or lets go of it and raises."""
+    try:
+        if not overwrite:
+            raise RunError(refusal)
+        check_overwritable(folder)
+        put_aside(folder, LOCK)
+    except BaseException:
+        lock.close()
+        raise
 
 
 def _foreign(folder: Path, leaves: tuple[str, ...]) -> bool:

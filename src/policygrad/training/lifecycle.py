@@ -142,12 +142,17 @@ class Lifecycle(ABC, Generic[C, P, M]):
     # the same for all
 
     def train(
-        self, *, resume: str | Path | None = None, stop_after: int | None = None, stop_before: str | None = None
+        self,
+        *,
+        resume: str | Path | None = None,
+        stop_after: int | None = None,
+        stop_before: str | None = None,
+        overwrite: bool = False,
     ) -> Result[M | None]:
         """From the beginning, or on with the run in the folder `resume`, from its newest intact checkpoint.
 
         stop_after: stop, resumably, after so many steps of this call. stop_before: be stopped, resumably, before so much time
-        (23h50m) has passed. A signal stops it too, see `Stopping`.
+        (23h50m) has passed. A signal stops it too, see `Stopping`. overwrite: begin anew where another run has ended.
 
         Raises:
             PolicygradError: what cannot be trained, with the way out.
@@ -155,10 +160,12 @@ class Lifecycle(ABC, Generic[C, P, M]):
         self.stopping = Stopping(None if stop_before is None else seconds(stop_before, "stop_before"))
         if stop_after is not None and stop_after < 1:
             raise ConfigError(f"stop_after must be at least 1, not {stop_after}")
+        if overwrite and resume is not None:
+            raise ConfigError("resume goes on with a run and overwrite begins anew: leave one of them out")
         with ExitStack() as stack:
             self.trackers = Trackers([self._display, *self._others])
             stack.enter_context(self.stopping)
-            held = stack.enter_context(self._held(resume))
+            held = stack.enter_context(self._held(resume, overwrite))
             self.folder = held.path
             self.config = replace(self.config, output=str(self.folder))
             if not (self.folder / self.file).exists():  # first of all, so that what is killed now can be resumed
@@ -178,11 +185,11 @@ class Lifecycle(ABC, Generic[C, P, M]):
             self._open()
             return self._train(resume is not None, stop_after)
 
-    def _held(self, resume: str | Path | None) -> RunFolder:
+    def _held(self, resume: str | Path | None, overwrite: bool) -> RunFolder:
         """The folder, which no other process works on meanwhile."""
         if resume is not None:
             return resumed_folder(Path(resume), self.kind, self.trackers.note)
-        return new_folder(self.config.output, self.name, self.file, self.trackers.note)
+        return new_folder(self.config.output, self.name, self.file, self.trackers.note, overwrite)
 
     @property
     def name(self) -> str:

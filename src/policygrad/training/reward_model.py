@@ -45,12 +45,13 @@ def train_reward_model(
     resume: str | Path | None = None,
     stop_after: int | None = None,
     stop_before: str | None = None,
+    overwrite: bool = False,
     **followers: Unpack[Followers],
 ) -> Result[Numbers | None]:
     """Trains a reward model on preferences, or goes on with the run in the folder `resume`.
 
     stop_after: stop, resumably, after so many steps of this call; stop_before: before so much time (23h50m) has passed.
-    followers: see `Lifecycle`.
+    overwrite: begin anew in an output folder that holds a run, which is deleted once the new one begins. followers: `Lifecycle`.
 
     Raises:
         PolicygradError: what cannot be trained, with the way out.
@@ -62,6 +63,7 @@ def train_reward_model(
         resume=resume,
         stop_after=stop_after,
         stop_before=stop_before,
+        overwrite=overwrite,
         **followers,
     )
 

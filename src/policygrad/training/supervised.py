@@ -88,6 +88,7 @@ def supervise(
     resume: str | Path | None,
     stop_after: int | None,
     stop_before: str | None,
+    overwrite: bool,
     **followers: Unpack[Followers],
 ) -> Result[Numbers | None]:
     """Trains what `objective` makes of the configuration, or goes on with the run in the folder `resume`.
@@ -99,7 +100,7 @@ def supervise(
         config = load(check_resumable(Path(resume), kind.kind) / f"{kind.kind}.toml", kind())
     chosen = config or kind()
     return SupervisedTrainer(chosen, objective, **followers).train(
-        resume=resume, stop_after=stop_after, stop_before=stop_before
+        resume=resume, stop_after=stop_after, stop_before=stop_before, overwrite=overwrite
     )
 
 

@@ -55,6 +55,7 @@ def train(
     stop_after: int | None = None,
     allow: Sequence[str] = (),
     stop_before: str | None = None,
+    overwrite: bool = False,
     sampler: Sampler | SamplerFactory | None = None,
     learner: Learner | LearnerFactory = local_learner,
     environment: EnvironmentFactory | None = None,
@@ -64,9 +65,10 @@ def train(
 ) -> Result[float | None]:
     """Trains as `run` says, or goes on with the run in the folder `resume`.
 
-    stop_after: stop, resumably, after so many steps of this call; stop_before: before so much time (23h50m) has passed. allow:
-    modules, files or folders that run.toml may name as its own parts and rewards; those in the current folder or loaded already
-    need no leave. The rest as in `Trainer`.
+    stop_after: stop, resumably, after so many steps of this call; stop_before: before so much time (23h50m) has passed. overwrite:
+    begin anew in an output folder that holds a run, which is deleted once the new one begins. allow: modules, files or folders
+    that run.toml may name as its own parts and rewards; those in the current folder or loaded already need no leave. The rest as in
+    `Trainer`.
 
     Raises:
         PolicygradError: what cannot be trained, with the way out.
@@ -82,7 +84,7 @@ def train(
         trackers=trackers,
         callbacks=callbacks,
     )
-    return trainer.train(resume=resume, stop_after=stop_after, stop_before=stop_before)
+    return trainer.train(resume=resume, stop_after=stop_after, stop_before=stop_before, overwrite=overwrite)
 
 
 class Trainer(Lifecycle[Run, Progress, float]):

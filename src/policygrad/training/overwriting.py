@@ -1,0 +1,75 @@
+"""A run's folder that is begun anew: what the old run left is put aside, deleted once the new one begins, back if it never does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+from policygrad.errors import RunError
+
+CONFIGS = ("run.toml", "sft.toml", "reward-model.toml")
+"""One of them is in every run's folder."""
+LEFT = (
+    "lock",
+    *CONFIGS,
+    "metrics.jsonl",
+    "completions.jsonl",
+    "checkpoints",
+    "model",
+    "model-step-*",
+    "merged",
+    "weights",
+    "result.json",
+    "tracked.json*",
+    "report.html",
+    "tensorboard",
+    "wandb",
+    ".tmp-*",
+)
+"""What runs leave, and what is made of them beside it. Anything else in the folder is somebody's own."""
+ASIDE = ".tmp-overwritten"
+
+
+def check_overwritable(folder: Path) -> None:
+    """Raises RunError where there is no run in the folder, or more than a run."""
+    if not any((place / name).is_file() for place in (folder, folder / ASIDE) for name in CONFIGS):
+        raise RunError(f"{folder} holds no run, so --overwrite deletes nothing in it: choose another --output")
+    own = sorted(path.name for path in folder.iterdir() if not any(fnmatch(path.name, name) for name in LEFT))
+    if own:
+        some = ", ".join([*own[:3], *["…"] * (len(own) > 3)])
+        raise RunError(
+            f"{folder} holds more than a run leaves ({some}), so --overwrite deletes nothing in it: move that elsewhere, or choose "
+            "another --output"
+        )
+
+
+def put_aside(folder: Path, lock: str) -> None:
+    """All but the lock goes into a folder of its own; the configuration last, so that what is killed midway is still a run's."""
+    aside = folder / ASIDE
+    aside.mkdir(exist_ok=True)
+    for path in sorted(folder.iterdir(), key=lambda path: path.name in CONFIGS):
+        if path.name not in (lock, ASIDE):
+            _move(path, aside)
+
+
+def put_back(folder: Path) -> None:
+    """What was put aside, where anything was."""
+    aside = folder / ASIDE
+    if aside.is_dir():
+        for path in aside.iterdir():
+            _move(path, folder)
+        aside.rmdir()
+
+
+def forget(folder: Path) -> None:
+    """Deletes what was put aside; what cannot be deleted is in nobody's way."""
+    shutil.rmtree(folder / ASIDE, ignore_errors=True)
+
+
+def _move(path: Path, into: Path) -> None:
+    there = into / path.name
+    if there.is_dir() and not there.is_symlink():
+        shutil.rmtree(there)
+    os.replace(path, there)

@@ -1,0 +1,138 @@
+"""docs/first-day.md is a script: its files are written and its commands entered from top to bottom, at a small size."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from doubles.files import rows
+
+pytest.importorskip("peft")
+pytest.importorskip("pyarrow")
+pytest.importorskip("tensorboard")
+pytestmark = pytest.mark.slow
+
+PAGE = (Path(__file__).parents[2] / "docs" / "first-day.md").read_text(encoding="utf-8")
+FILES: dict[str, str] = dict(re.findall(r"```python (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
+SCRIPT = "".join(re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)).replace("\\\n", " ")
+COMMANDS = SCRIPT.splitlines()
+SMALL = {  # what makes seconds of a minute; an option that is given twice is the last
+    "train": "--prompts-per-step 2 --samples-per-prompt 4 --evaluation.problems 4 --evaluation.samples 1",
+    "eval": "--problems 4 --samples 2",
+}
+Run = Callable[..., tuple[int, str, str]]
+
+
+def small(words: list[str]) -> list[str]:
+    return [*words, *SMALL.get(words[0], "").split()]
+
+
+def interrupted(words: list[str]) -> str:
+    """A run of a thousand steps, in a process of its own, that is sent Ctrl-C after its first; what it printed."""
+    command = [sys.executable, "-m", "policygrad", *small(words), "--steps", "1000"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stdout is not None
+        said = []
+        for line in child.stdout:
+            said.append(line)
+            if line.startswith("step") and not any(before.startswith("step") for before in said[:-1]):
+                child.send_signal(signal.SIGINT)
+    assert child.returncode == 75
+    return "".join(said)
+
+
+def steps() -> list[int]:
+    return [row["step"] for row in rows(Path("first-day/metrics.jsonl")) if "reward" in row]
+
+
+def entered(line: str, run_command: Run) -> str:
+    """What the line prints; a line that the page has and this does not know fails."""
+    line, _, remark = line.partition("  # ")
+    line, _, file = line.partition(" > ")
+    program, *words = shlex.split(line)
+    if "Ctrl-C" in remark:
+        return interrupted(words)
+    if program == "python":
+        (name,) = words
+        runpy.run_path(name, run_name="__main__")
+        return ""
+    assert program == "policygrad"
+    if "--resume" in words:
+        words += ["--steps", str(steps()[-1] + 2)]  # of the thousand
+    code, out, err = run_command(*small(words))
+    assert code == 0, err
+    if file:
+        Path(file.strip()).write_text(out, encoding="utf-8")
+    return out
+
+
+def test_the_page_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Run) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, text in FILES.items():
+        assert text.startswith(f"# {name}: ")
+        Path(name).write_text(text, encoding="utf-8")
+    heads = [shlex.split(line)[:2] for line in COMMANDS]
+    assert heads == [
+        ["python", "my_model.py"],
+        ["python", "my_data.py"],
+        ["policygrad", "train"],
+        ["policygrad", "train"],
+        ["policygrad", "train"],
+        ["policygrad", "eval"],
+        ["policygrad", "export"],
+        ["python", "ask.py"],
+        ["policygrad", "report"],
+    ]
+    said = [entered(line, run_command) for line in COMMANDS[:4]]
+    assert 'lora = "rank=8"' in said[2]
+    assert "policygrad train --resume first-day" in said[3]  # which is the page's next command
+    begun = steps()
+    said += [entered(line, run_command) for line in COMMANDS[4:]]
+    assert steps() == [*range(1, begun[-1] + 3)]
+    assert "lr = 0.003" in Path("first-day/run.toml").read_text(encoding="utf-8")
+    asked = rows(Path("first-day/completions.jsonl"))[0]
+    assert asked["prompt"][0]["role"] == "user"
+    assert set(asked["rewards"]) == {"my_reward.py:right", "format"}
+    assert "first-day − my-model" in said[5]
+    assert "model.safetensors" in os.listdir("first-day/merged")
+    assert "<|reply|>" in Path("first-day/merged/chat_template.jinja").read_text(encoding="utf-8")
+    assert "first-day" in Path("first-day/report.html").read_text(encoding="utf-8")
+    followed(begun[-1] + 2)
+
+
+def followed(last: int) -> None:
+    """TensorBoard has each step once, of both halves."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator("first-day/tensorboard")
+    events.Reload()
+    assert [point.step for point in events.Scalars("reward")] == [*range(1, last + 1)]
+
+
+def test_the_model_asks_as_its_template_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's model ends a question with its own token, and is closed by the end token."""
+    from policygrad.models.chat import prompt_ids
+    from policygrad.models.loading import load_model
+    from policygrad.models.tokenizer import load_tokenizer
+
+    monkeypatch.chdir(tmp_path)
+    Path("my_model.py").write_text(FILES["my_model.py"], encoding="utf-8")
+    runpy.run_path("my_model.py")
+    model = load_model("my-model")
+    tokenizer = load_tokenizer("my-model", model)
+    reply = tokenizer.hf.convert_tokens_to_ids("<|reply|>")
+    ids = prompt_ids(tokenizer, ({"role": "user", "content": "1 + 1 ="},))
+    assert ids[-1] == reply == model.get_input_embeddings().weight.shape[0] - 1
+    assert json.loads(Path("my-model/config.json").read_text())["vocab_size"] == reply + 1

@@ -1,0 +1,107 @@
+"""A run that begins anew in the folder of another: that is deleted once the new one begins, not before, and not while it lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import policygrad as pg
+from doubles.files import rows, same, weights
+from policygrad.checkpoint.lock import LOCKS, locked
+from policygrad.errors import ConfigError, ModelError, RunError
+from policygrad.training.folder import LOCK
+from policygrad.training.overwriting import ASIDE, LEFT
+
+
+@pytest.fixture
+def run(small: pg.Run, tmp_path: Path) -> pg.Run:
+    return replace(small, steps=2, prompts_per_step=2, samples_per_prompt=2, output=str(tmp_path / "run"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != LOCK}
+
+
+def test_the_new_run_is_as_in_a_folder_of_its_own(run: pg.Run, tmp_path: Path) -> None:
+    old = pg.train(run, display=False)
+    (old.output / "report.html").write_text("of the old one")
+    with pytest.raises(RunError, match=r"is not empty: go on .*; --overwrite deletes the run that is in it"):
+        pg.train(run, display=False)
+    new = replace(run, seed=1, steps=1)
+    pg.train(new, overwrite=True, display=False)
+    elsewhere = pg.train(replace(new, output=str(tmp_path / "elsewhere")), display=False)
+    assert same(weights(old.output), weights(elsewhere.output))
+    assert [row["step"] for row in rows(old.output / "metrics.jsonl")] == [1]
+    assert set(files(old.output)) == set(files(elsewhere.output))
+    assert not (old.output / ASIDE).exists()
+
+
+def test_a_run_that_cannot_begin_leaves_the_old_one_as_it_was(run: pg.Run) -> None:
+    old = pg.train(run, display=False).output
+    before = files(old)
+    with pytest.raises(ModelError):
+        pg.train(replace(run, model="nowhere/at/all"), overwrite=True, display=False)
+    assert files(old) == before
+    assert pg.train(resume=old, allow=("/",), display=False).steps == 2
+
+
+@pytest.mark.skipif(not LOCKS, reason="this system has no such locks")
+def test_a_run_that_lives_is_not_deleted(run: pg.Run) -> None:
+    old = pg.train(run, stop_after=1, display=False).output
+    before = files(old)
+    with locked(old / LOCK), pytest.raises(RunError, match="another process is at work on"):
+        pg.train(run, overwrite=True, display=False)
+    assert files(old) == before
+
+
+def test_what_is_no_run_or_more_than_one_is_not_deleted(run: pg.Run, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("all of it")
+    with pytest.raises(RunError, match="holds no run, so --overwrite deletes nothing"):
+        pg.train(replace(run, output=str(tmp_path / "mine")), overwrite=True, display=False)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+    old = pg.train(run, stop_after=1, display=False).output
+    (old / "notes.md").write_text("what I saw")
+    before = files(old)
+    with pytest.raises(RunError, match=r"more than a run leaves \(notes\.md\)"):
+        pg.train(run, overwrite=True, display=False)
+    assert files(old) == before
+
+
+def test_it_may_be_killed_at_any_moment(run: pg.Run) -> None:
+    """Put aside and killed before the new one began; the next try takes its place all the same."""
+    old = pg.train(run, stop_after=1, display=False).output
+    (old / ASIDE).mkdir()
+    for path in list(old.iterdir()):
+        if path.name not in (LOCK, ASIDE):
+            path.rename(old / ASIDE / path.name)
+    with pytest.raises(RunError, match="is not empty"):
+        pg.train(run, display=False)
+    assert pg.train(run, overwrite=True, display=False).steps == 2
+    assert not (old / ASIDE).exists()
+
+
+def test_a_run_leaves_nothing_that_is_not_known_to_be_its_own(run: pg.Run) -> None:
+    tracked = replace(run, track=("tensorboard",))
+    left = {path.name for path in pg.train(tracked, display=False).output.iterdir()}
+    assert left - {"tracked.json"} <= set(LEFT)
+
+
+def test_overwriting_names_its_folder_and_is_no_going_on(
+    run: pg.Run, tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]
+) -> None:
+    with pytest.raises(ConfigError, match="--overwrite is for the folder that --output names"):
+        pg.train(replace(run, output=None), overwrite=True, display=False)
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        pg.train(run, resume=tmp_path, overwrite=True, display=False)
+    sizes = "--steps 1 --prompts-per-step 2 --samples-per-prompt 2 --max-tokens 4 --evaluation.problems 0"
+    words = ["train", "--output", str(tmp_path / "run"), *sizes.split()]
+    assert run_command(*words)[0] == 0
+    assert run_command(*words)[0] == 2
+    assert run_command(*words, "--overwrite")[0] == 0
+    code, _, err = run_command("train", "--resume", str(tmp_path / "run"), "--overwrite")
+    assert code == 2
+    assert "--resume goes on with a run and --overwrite begins anew" in err
