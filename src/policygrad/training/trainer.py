@@ -14,7 +14,7 @@ from policygrad.checkpoint.manager import Saved
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.environments import EnvironmentFactory
 from policygrad.errors import CheckpointError, RewardError, RunError
-from policygrad.learners.base import Learner
+from policygrad.learners.base import Closing, Learner
 from policygrad.learners.local.learner import LocalLearner, check_state
 from policygrad.rewards.patience import FailingSteps
 from policygrad.rollout import stored
@@ -138,6 +138,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
         self.model, self.tokenizer = found.model, found.tokenizer
         stack.enter_context(few_threads(found.model))
         self.learner = learner_of(self._learner, found.model, run)
+        if isinstance(self.learner, Closing):
+            stack.callback(self.learner.close)
         self._began = began(run, next(found.model.parameters()).device.type, named(self._own))
         check_rate(self.learner, run.guard)
         measured = run.evaluation.problems if found.scored else 0
@@ -190,7 +192,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
             raise CheckpointError(f"it has no {min(lacking)!r}")
         if not all(isinstance(state[name], int | float) for name in ("position", "tokens", "seconds")):
             raise CheckpointError("its counts are no numbers")
-        if isinstance(self.learner, LocalLearner):
+        if isinstance(self.learner, LocalLearner) or "learner" not in self._given:
             check_state(saved.tensors, state["learner"])
 
     @property

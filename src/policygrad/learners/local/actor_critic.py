@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.metrics import Metrics
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.implicit_reward import ImplicitRewardModel
@@ -42,6 +43,10 @@ class ActorCritic:
         """The completions `rows`, or all, in micro-batches; `whole`: of whole groups."""
         rows = torch.arange(len(batch.mask)) if rows is None else rows
         return pack(batch, rows, micro_tokens(self.config, self.policy.model), whole=whole)
+
+    def everywhere(self, metrics: Metrics) -> Metrics:
+        """What was measured on `packs`, of all processes that share them: here of this one, which has them all."""
+        return metrics
 
     def forward(self, part: Pack, needs: frozenset[str], expected: Tensor | None = None) -> Forward:
         """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""

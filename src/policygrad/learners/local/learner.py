@@ -68,7 +68,7 @@ class LocalLearner:
         if config.gradient_checkpointing:
             recompute_activations(model)
         train_only(model, config.trainable)
-        self.evaluator = probe(model, temperature)
+        self.evaluator = self._probed(model, temperature)
         if config.routing_replay:
             _check_replay(algorithm)
             self.evaluator = self.evaluator.replaying(Routing.of(model))
@@ -96,6 +96,10 @@ class LocalLearner:
         self.uses_lr = algorithm.step.uses_lr
         self.curvature = Curvature(self.networks) if self.uses_lr else Curvature(self.networks).checked()
         self.norms = ScoreNorms.of(self.evaluator, config) if "score_norm" in algorithm.needs else None
+
+    def _probed(self, model: nn.Module, temperature: float) -> Evaluator:
+        """The policy's evaluator, with the short cuts that its model allows."""
+        return probe(model, temperature)
 
     def _reference(self, algorithm: Algorithm, given: nn.Module | None, build: Build | None) -> Evaluator | None:
         """π_ref where a part reads it: the model that was given, or the policy as it is now."""

@@ -60,7 +60,7 @@ class Optimizer:
             self.taken += 1
             return None, rate
         limit = self.config.clip or math.inf
-        total = nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
+        total = full(nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None]))
         norm = float(total)
         if not math.isfinite(norm):
             where = self._first_bad()
@@ -82,8 +82,8 @@ class Optimizer:
     def _first_bad(self) -> str:
         """In words, the first parameter, in the model's order, whose gradient is not finite."""
         for name, master in self.masters.items():
-            if master.grad is not None and not bool(master.grad.isfinite().all()):
-                bad, weights = int((~master.grad.isfinite()).sum()), bool(master.isfinite().all())
+            if master.grad is not None and not bool((grad := full(master.grad)).isfinite().all()):
+                bad, weights = int((~grad.isfinite()).sum()), bool(full(master).isfinite().all())
                 own = "" if weights else "; the weight itself is not finite"
                 return f", first in {name} ({bad} of {master.numel()} numbers are not finite{own})"
         return ", though every number in it is finite: their squares are not"
@@ -170,6 +170,12 @@ def check_moments(tensors: Mapping[str, Tensor], values: Mapping[str, Any], pref
     asked = values.get("moments", found or 1 if values["taken"] else found)  # not said before there was this check
     if not isinstance(values["taken"], int) or found != asked:
         raise CheckpointError(f"it holds {found} of the {asked} moments of the optimiser {prefix}".rstrip())
+
+
+def full(x: Tensor) -> Tensor:
+    """The whole of a tensor that is spread over processes, each of which asks for it; any other as it is."""
+    gather = getattr(x, "full_tensor", None)
+    return x if gather is None else gather()
 
 
 def every_token_counts(model: nn.Module) -> None:

@@ -1,0 +1,59 @@
+"""A model without its numbers: what a process needs to build its share of one that only rank 0 has read."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from policygrad.learners.local.forward import Evaluator, probe
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model's structure, and which short cuts it allows."""
+
+    structure: bytes
+    """Its pickle, parameters without their numbers."""
+    split_head: bool
+    branches: bool
+    window: int | None
+
+    @classmethod
+    def of(cls, model: nn.Module, temperature: float) -> Blueprint:
+        """Of a whole model, which is tried on a made-up group (`probe`)."""
+        structure = _dumped(model)
+        found: Evaluator = probe(model, temperature)
+        return cls(structure, found.network.split_head, found.network.branches, found.window)
+
+    def model(self) -> Any:
+        """The model, its parameters on the meta device; tied ones are one."""
+        return pickle.loads(self.structure)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves out the numbers of parameters. Buffers keep theirs: they are small, and nobody else computes them."""
+
+    def reducer_override(self, x: Any) -> Any:
+        if isinstance(x, nn.Parameter):
+            return _parameter, (tuple(x.shape), x.dtype, x.requires_grad)
+        if isinstance(x, Tensor) and x.device.type != "cpu":  # where there may be another device of that name
+            how: tuple[Callable[..., Any], tuple[Any, ...]] = x.detach().cpu().__reduce_ex__(2)  # type: ignore[assignment]
+            return how
+        return super().reducer_override(x)
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
+
+
+def _dumped(model: nn.Module) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(model)
+    return file.getvalue()

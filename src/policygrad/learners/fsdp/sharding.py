@@ -1,0 +1,109 @@
+"""A model spread over the processes by FSDP2 (`fully_shard`), and its evaluator.
+
+Each layer is a unit, gathered when it is called and let go after; what is left (embeddings, head) is the root's. The evaluator calls
+a model past its root (see `network`), so the root is a module around the whole evaluation, `Call`: what it gathers is there for all
+that happens within. Gradients are summed over the processes, never averaged: coefficients are of the whole update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from policygrad.core.batch import Forward
+from policygrad.learners.fsdp.blueprint import Blueprint
+from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.learners.local.curvature import Call
+from policygrad.learners.local.forward import Evaluator
+from policygrad.learners.local.network import Network
+from policygrad.learners.local.packing import Pack
+from policygrad.learners.local.tree import as_before, take_branches
+from policygrad.models.precision import at_least_float32
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedEvaluator(Evaluator):
+    """Log-probabilities under a model of which each process has a share: all of them evaluate at once, each a pack of its own."""
+
+    root: Call
+
+    def forward(
+        self,
+        part: Pack,
+        needs: frozenset[str] = frozenset(),
+        old: Evaluator | None = None,
+        reference: Evaluator | None = None,
+        expected: Tensor | None = None,
+    ) -> Forward:
+        """As `Evaluator.forward`, of what needs no other model."""
+
+        def work() -> dict[str, Tensor]:  # of a dataclass FSDP would not see the tensors
+            out = Evaluator.forward(self, part, needs, old, reference, expected)
+            return {f.name: x for f in fields(out) if (x := getattr(out, f.name)) is not None}
+
+        return Forward(**cast(Any, self.root)(work))
+
+
+def sharded(
+    blueprint: Blueprint, source: nn.Module | None, ranks: Ranks, mesh: DeviceMesh, device: torch.device, temperature: float
+) -> ShardedEvaluator:
+    """The blueprint's model, with the numbers of `source`, which rank 0 has. No process holds more than a layer of it as a whole
+    on the way. bfloat16 parameters become float32 masters, gathered in bfloat16; their gradients are summed in float32."""
+    model = blueprint.model()
+    narrow = next((p.dtype for p in model.parameters() if at_least_float32(p[:0]).dtype != p.dtype), None)
+    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    root, filling = Call(model), _Filling(model, source, ranks, device)
+    for unit in (*reversed(layers(model)), root):
+        filling(unit.modules())
+        one = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy if narrow else MixedPrecisionPolicy())
+        sums(cast(FSDPModule, one))
+    as_before(model)
+    if blueprint.branches:
+        take_branches(model)
+    network = Network(model, split_head=blueprint.split_head, branches=blueprint.branches)
+    return ShardedEvaluator(network, temperature, blueprint.window, root=root)
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """What the model is a pile of, as transformers names it (`_no_split_modules`); nothing where it does not."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def sums(unit: FSDPModule) -> None:
+    """Lets the unit's gradients be sums over the processes, the same parameters in all of them."""
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13: experts that only some processes' tokens go to
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+class _Filling:
+    """Gives a model on the meta device its numbers, module by module; parameters that are tied stay one."""
+
+    def __init__(self, model: nn.Module, source: nn.Module | None, ranks: Ranks, device: torch.device) -> None:
+        self._given = None if source is None else dict(source.named_parameters())
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._made: dict[Tensor, nn.Parameter] = {}
+        self._ranks, self._device = ranks, device
+
+    def __call__(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            for key, p in module._parameters.items():
+                if p is not None and p.is_meta:
+                    module._parameters[key] = self._filled(p)
+            for key, buffer in module._buffers.items():
+                module._buffers[key] = None if buffer is None else buffer.to(self._device)
+
+    def _filled(self, p: nn.Parameter) -> nn.Parameter:
+        if p not in self._made:
+            numbers = None if self._given is None else self._given[self._names[p]]
+            found = self._ranks.given(numbers, at_least_float32(p), self._device)
+            self._made[p] = nn.Parameter(found, p.requires_grad)
+        return self._made[p]
