@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from policygrad.learners.fsdp.torchrun import check_alone
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.adapters import adapt, adapters_of
 from policygrad.models.reference import load_reference
+from policygrad.samplers.config import LOCAL
 from policygrad.training.config.run import Run
 from policygrad.training.resources import made, policy_tokenizer
 
@@ -45,7 +47,7 @@ def local_learner(model: nn.Module, run: Run) -> Learner:
     if run.learner.ranks > 1:  # torch.distributed takes a while to import
         from policygrad.learners.fsdp.leader import ranked_learner
 
-        make = ranked_learner
+        make = partial(ranked_learner, samples=run.sampler.engine == LOCAL and not run.staleness)
     return make(
         model,
         run.algorithm,

@@ -140,6 +140,10 @@ class Trainer(Lifecycle[Run, Progress, float]):
         self.learner = learner_of(self._learner, found.model, run)
         if isinstance(self.learner, Closing):
             stack.callback(self.learner.close)
+        if run.learner.ranks > 1:  # torch.distributed takes a while to import
+            from policygrad.training.ranks import drawn_by_all
+
+            self.resources = drawn_by_all(found, self.learner)
         self._began = began(run, next(found.model.parameters()).device.type, named(self._own))
         check_rate(self.learner, run.guard)
         measured = run.evaluation.problems if found.scored else 0

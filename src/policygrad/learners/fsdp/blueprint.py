@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,30 @@ class Blueprint:
     def model(self) -> Any:
         """The model, its parameters on the meta device; tied ones are one."""
         return pickle.loads(self.structure)
+
+    def empty(self, device: torch.device) -> nn.Module:
+        """The model on a device, with whatever numbers there are; nothing in it trains."""
+        model: nn.Module = self.model()
+        fill(model.modules(), device, lambda p: torch.empty_like(p, device=device), {})
+        return model.requires_grad_(False)
+
+
+def fill(
+    modules: Iterable[nn.Module],
+    device: torch.device,
+    numbers: Callable[[nn.Parameter], Tensor],
+    made: dict[Tensor, nn.Parameter],
+) -> None:
+    """Gives modules on the meta device parameters of these numbers, and their buffers to the device. made: what was made for which,
+    so that tied ones stay one."""
+    for module in modules:
+        for key, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                if p not in made:
+                    made[p] = nn.Parameter(numbers(p), p.requires_grad)
+                module._parameters[key] = made[p]
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else buffer.to(device)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

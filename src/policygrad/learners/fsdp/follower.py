@@ -7,9 +7,7 @@ import signal
 import traceback
 from contextlib import suppress
 
-import torch
-
-from policygrad.learners.fsdp.leader import AGREED
+from policygrad.learners.fsdp.leader import AGREED, lost_connection
 from policygrad.learners.fsdp.learner import FsdpLearner, Plan
 from policygrad.learners.fsdp.ranks import Ranks
 
@@ -25,24 +23,23 @@ def main(port: int, rank: int, size: int) -> None:
 
 
 def follow(ranks: Ranks) -> int:
-    """Until rank 0 says that it is over, 0; or is gone, 1, in which case it has said why. Signals are rank 0's: those of a terminal
-    and of torchrun come to all."""
+    """Until rank 0 says that it is over, 0; or another process has gone, 1, which has said why. Signals are rank 0's: those of a
+    terminal and of torchrun come to all."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     learner: FsdpLearner | None = None
-    while True:
-        try:
-            said = ranks.heard()
-        except RuntimeError:
-            return 1
-        if said is None:
-            ranks.close()
-            return 0
-        with suppress(*AGREED):  # which rank 0 raises too
-            if isinstance(said, Plan):
-                torch.set_num_threads(said.threads)
-                learner = FsdpLearner(ranks, said)
-            else:
-                method, args = said
-                getattr(learner, method)(*args)
+    try:
+        while (said := ranks.heard()) is not None:
+            with suppress(*AGREED):  # which rank 0 raises too
+                if isinstance(said, Plan):
+                    learner = FsdpLearner(ranks, said)
+                else:
+                    function, args = said
+                    function(learner, *args)
+    except RuntimeError as error:
+        if not lost_connection(error):
+            raise
+        return 1
+    ranks.close()
+    return 0

@@ -6,13 +6,14 @@ processes cannot come apart.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from policygrad.learners.fsdp.ranks import Ranks
 from policygrad.learners.fsdp.supported import check_ranks
 from policygrad.weight_sync.base import Published
 
+T = TypeVar("T")
 AGREED = (PolicygradError, KeyError)
 """What is raised in all processes alike, from what all of them know: they go on listening."""
 AGAIN = 0.5
@@ -38,8 +40,8 @@ class RankedLearner:
     """As `LocalLearner`, with as many processes as `ranks` has."""
 
     def __init__(self, ranks: Ranks, plan: Plan, model: nn.Module, reference: nn.Module | None) -> None:
-        self._ranks, self._whole, self._lock = ranks, True, threading.Lock()
-        with self._together("making the learner"):
+        self._ranks, self._whole, self._lock, self.samples = ranks, True, threading.Lock(), plan.samples
+        with self.together("making the learner"):
             ranks.tell(plan)
             self._learner = FsdpLearner(ranks, plan, model, reference)
 
@@ -56,8 +58,10 @@ class RankedLearner:
         config: LearnerConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         reference: nn.Module | None = None,
+        samples: bool = False,
     ) -> Self:
         """The arguments are those of `LocalLearner`. `model` stays whole in this process: `publish` writes the weights into it.
+        samples: it is whole in all of them, for each to draw with.
 
         Raises:
             ConfigError: what several processes cannot share yet.
@@ -77,7 +81,8 @@ class RankedLearner:
             config=config,
             optimizer=optimizer or OptimizerConfig(),
             device=next(model.parameters()).device.type,
-            threads=max(1, torch.get_num_threads() // ranks.size),
+            threads=_threads(ranks.size),
+            samples=samples,
         )
         return cls(ranks, plan, model, model if reference is None else reference)
 
@@ -103,33 +108,29 @@ class RankedLearner:
 
     @lr.setter
     def lr(self, value: float) -> None:
-        self._do("__setattr__", "lr", value)
+        self._do(FsdpLearner.set_lr, value)
 
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """As `LocalLearner.evaluate`."""
-        with _not_in_its_midst():  # in a rollout, which a signal ends at once
-            found: Batch = self._do("evaluate", batch, needs)
-        return found
+        with not_in_its_midst():  # in a rollout, which a signal ends at once
+            return self._do(FsdpLearner.evaluate, batch, needs)
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """One rollout's updates; the metrics are those of the whole batch."""
-        found: Metrics = self._do("update", batch, psi, algorithm)
-        return found
+        return self._do(FsdpLearner.update, batch, psi, algorithm)
 
     def publish(self) -> Published:
         """The model's own tensors, with the weights as they are."""
-        found: Published = self._do("publish")
-        return found
+        return self._do(FsdpLearner.publish)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Gathered: that of one process."""
-        found: tuple[dict[str, Tensor], dict[str, Any]] = self._do("state")
-        return found
+        return self._do(FsdpLearner.state)
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """The state of a checkpoint, of whatever number of processes."""
-        with self._together("restore"):
-            self._ranks.tell(("restore", ({n: t.to("meta") for n, t in tensors.items()}, values)))
+        with self.together("restore") as ranks:
+            ranks.tell((FsdpLearner.restore, ({n: t.to("meta") for n, t in tensors.items()}, values)))
             self._learner.restore(tensors, values)
 
     def close(self) -> None:
@@ -137,24 +138,25 @@ class RankedLearner:
         self._ranks.close(self._whole)
         self._whole = False
 
-    def _do(self, method: str, *args: Any) -> Any:
-        with self._together(method):
-            self._ranks.tell((method, args))
-            return getattr(self._learner, method)(*args)
+    def _do(self, method: Callable[..., T], *args: Any) -> T:
+        with self.together(method.__name__) as ranks:
+            ranks.tell((method, args))
+            return method(self._learner, *args)
 
     @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Around what all processes do. What breaks it off here leaves the others where they are, and there is no way on."""
+    def together(self, what: str) -> Iterator[Ranks]:
+        """Around what all processes do: within, they are told (a function of their learner and its arguments), and it is done here
+        too. What breaks it off here leaves the others where they are, and there is no way on."""
         with self._lock:  # a rollout in another thread may ask something meanwhile
             if not self._whole:
                 raise RunError(f"{what}: the processes that learn together have come apart, see the error before")
             try:
-                yield
+                yield self._ranks
             except AGREED:
                 raise
             except BaseException as error:
                 self._whole = False
-                gone = _connection(error)
+                gone = lost_connection(error)
                 if not gone:
                     raise
                 raise RunError(f"{self._ranks.lost() or gone}, in the midst of {what!r}: what it said stands above") from error
@@ -171,14 +173,20 @@ def ranked_learner(model: nn.Module, algorithm: Algorithm, *, config: LearnerCon
         raise
 
 
-def _connection(error: BaseException) -> str:
+def _threads(size: int) -> int:
+    """This machine's between the processes, unless OMP_NUM_THREADS says how many each has (as torchrun lets it)."""
+    here = torch.get_num_threads()
+    return here if "OMP_NUM_THREADS" in os.environ else max(1, here // size)
+
+
+def lost_connection(error: BaseException) -> str:
     """In words, that a connection to another process has gone; empty where the error is another."""
     gone = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection"))
     return f"another of the processes that learn together has ended ({str(error).splitlines()[0]})" if gone else ""
 
 
 @contextmanager
-def _not_in_its_midst() -> Iterator[None]:
+def not_in_its_midst() -> Iterator[None]:
     """A signal waits until what all processes do is done: whoever left it would leave the others waiting. A second one does not."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -47,7 +47,9 @@ class Plan:
     device: str
     """cpu or cuda."""
     threads: int
-    """That a process computes with, on the CPU."""
+    """That each process computes with, on the CPU."""
+    samples: bool
+    """Whether every process has the whole policy beside its share, to draw completions with."""
 
 
 class FsdpLearner(LocalLearner):
@@ -56,10 +58,12 @@ class FsdpLearner(LocalLearner):
     def __init__(
         self, ranks: Ranks, plan: Plan, source: nn.Module | None = None, reference: nn.Module | None = None
     ) -> None:
-        """source, reference: the whole models, which rank 0 has: whose numbers are spread; `publish` writes the weights as they
-        are into the first."""
-        self.ranks, self._source, self._plan, self._published = ranks, source, plan, -1
+        """source, reference: the whole models, which rank 0 has: whose numbers are spread."""
+        self.ranks, self._published = ranks, -1
+        self.kept: dict[str, Any] = {}  # what others make of the whole model here
+        torch.set_num_threads(plan.threads)
         self._device = _device(plan.device)
+        self.whole = plan.policy.empty(self._device) if source is None and plan.samples else source
         self._mesh = init_device_mesh(plan.device, (ranks.size,))
         given = (ranks, self._mesh, self._device, plan.temperature)
         self._own = sharded(plan.policy, source, *given)
@@ -85,13 +89,14 @@ class FsdpLearner(LocalLearner):
             self._theirs.model.requires_grad_(False)
         return self._theirs
 
+    def set_lr(self, value: float) -> None:
+        """As setting `lr`."""
+        self.lr = value
+
     @torch.no_grad()
     def publish(self) -> Published:
-        """The weights, gathered one after another into the whole model of rank 0; the others' are of nobody's use."""
-        if self._source is None:
-            own: dict[str, nn.Parameter] = {}
-        else:
-            own = dict(self._source.named_parameters())
+        """The weights, gathered one after another into the whole model of each process that has one."""
+        own = {} if self.whole is None else dict(self.whole.named_parameters())
         if self._published != self.version:
             for name, parameter in self.model.named_parameters():
                 whole = full(parameter)

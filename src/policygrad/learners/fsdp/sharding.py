@@ -7,7 +7,6 @@ that happens within. Gradients are summed over the processes, never averaged: co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from policygrad.core.batch import Forward
-from policygrad.learners.fsdp.blueprint import Blueprint
+from policygrad.learners.fsdp.blueprint import Blueprint, fill
 from policygrad.learners.fsdp.ranks import Ranks
 from policygrad.learners.local.curvature import Call
 from policygrad.learners.local.forward import Evaluator
@@ -56,11 +55,17 @@ def sharded(
     """The blueprint's model, with the numbers of `source`, which rank 0 has. No process holds more than a layer of it as a whole
     on the way. bfloat16 parameters become float32 masters, gathered in bfloat16; their gradients are summed in float32."""
     model = blueprint.model()
-    narrow = next((p.dtype for p in model.parameters() if at_least_float32(p[:0]).dtype != p.dtype), None)
+    narrow = next((p.dtype for p in model.parameters() if at_least_float32(p).dtype != p.dtype), None)
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    root, filling = Call(model), _Filling(model, source, ranks, device)
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    given = None if source is None else dict(source.named_parameters())
+
+    def numbers(p: nn.Parameter) -> Tensor:
+        return ranks.given(None if given is None else given[names[p]], at_least_float32(p), device)
+
+    root, made = Call(model), dict[Tensor, nn.Parameter]()
     for unit in (*reversed(layers(model)), root):
-        filling(unit.modules())
+        fill(unit.modules(), device, numbers, made)
         one = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy if narrow else MixedPrecisionPolicy())
         sums(cast(FSDPModule, one))
     as_before(model)
@@ -82,28 +87,3 @@ def sums(unit: FSDPModule) -> None:
     unit.set_force_sum_reduction_for_comms(True)
     if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13: experts that only some processes' tokens go to
         unit.set_reduce_scatter_unused_params(True, recurse=False)
-
-
-class _Filling:
-    """Gives a model on the meta device its numbers, module by module; parameters that are tied stay one."""
-
-    def __init__(self, model: nn.Module, source: nn.Module | None, ranks: Ranks, device: torch.device) -> None:
-        self._given = None if source is None else dict(source.named_parameters())
-        self._names = {p: name for name, p in model.named_parameters()}
-        self._made: dict[Tensor, nn.Parameter] = {}
-        self._ranks, self._device = ranks, device
-
-    def __call__(self, modules: Iterable[nn.Module]) -> None:
-        for module in modules:
-            for key, p in module._parameters.items():
-                if p is not None and p.is_meta:
-                    module._parameters[key] = self._filled(p)
-            for key, buffer in module._buffers.items():
-                module._buffers[key] = None if buffer is None else buffer.to(self._device)
-
-    def _filled(self, p: nn.Parameter) -> nn.Parameter:
-        if p not in self._made:
-            numbers = None if self._given is None else self._given[self._names[p]]
-            found = self._ranks.given(numbers, at_least_float32(p), self._device)
-            self._made[p] = nn.Parameter(found, p.requires_grad)
-        return self._made[p]
