@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.learners.local.forward import Evaluator, probe
+from policygrad.models.precision import at_least_float32
 
 
 @dataclass(frozen=True)
@@ -24,22 +25,26 @@ class Blueprint:
     split_head: bool
     branches: bool
     window: int | None
+    narrow: torch.dtype | None
+    """What it computes in, where that is less than float32, in which its weights are then kept."""
 
     @classmethod
     def of(cls, model: nn.Module, temperature: float) -> Blueprint:
         """Of a whole model, which is tried on a made-up group (`probe`)."""
         structure = _dumped(model)
+        narrow = next((p.dtype for p in model.parameters() if at_least_float32(p).dtype != p.dtype), None)
         found: Evaluator = probe(model, temperature)
-        return cls(structure, found.network.split_head, found.network.branches, found.window)
+        return cls(structure, found.network.split_head, found.network.branches, found.window, narrow)
 
     def model(self) -> Any:
         """The model, its parameters on the meta device; tied ones are one."""
         return pickle.loads(self.structure)
 
-    def empty(self, device: torch.device) -> nn.Module:
-        """The model on a device, with whatever numbers there are; nothing in it trains."""
+    def empty(self, device: torch.device, *, wide: bool = False) -> nn.Module:
+        """The model on a device, with whatever numbers there are; nothing in it trains. wide: in float32 at least."""
         model: nn.Module = self.model()
-        fill(model.modules(), device, lambda p: torch.empty_like(p, device=device), {})
+        kind = at_least_float32 if wide else lambda p: p
+        fill(model.modules(), device, lambda p: torch.empty_like(kind(p), device=device), {})
         return model.requires_grad_(False)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,15 +19,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from policygrad.core.algorithm import Algorithm
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.blueprint import Blueprint
-from policygrad.learners.fsdp.networks import ShardedNetworks
+from policygrad.learners.fsdp.division import Dealt
 from policygrad.learners.fsdp.ranks import Ranks
 from policygrad.learners.fsdp.sharding import sharded
-from policygrad.learners.local.actor_critic import ActorCritic
-from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.optimizer import full
-from policygrad.models.replica import Build
+from policygrad.models.replica import Build, full
 from policygrad.weight_sync.base import Published
 
 
@@ -67,6 +64,7 @@ class FsdpLearner(LocalLearner):
         self._mesh = init_device_mesh(plan.device, (ranks.size,))
         given = (ranks, self._mesh, self._device, plan.temperature)
         self._own = sharded(plan.policy, source, *given)
+        self.division = Dealt(ranks, self._mesh, plan.policy.narrow)
         self._theirs = None if plan.reference is None else sharded(plan.reference, reference, *given)
         super().__init__(
             self._own.model,
@@ -76,10 +74,8 @@ class FsdpLearner(LocalLearner):
             temperature=plan.temperature,
             config=plan.config,
             optimizer=plan.optimizer,
+            build=lambda: plan.policy.empty(self._device, wide=True),
         )
-        networks = {f.name: getattr(self.networks, f.name) for f in fields(ActorCritic)}
-        self.networks = ShardedNetworks(**networks, ranks=ranks)
-        self.curvature = Curvature(self.networks)
 
     def _probed(self, model: nn.Module, temperature: float) -> Evaluator:
         return self._own

@@ -7,6 +7,7 @@ that happens within. Gradients are summed over the processes, never averaged: co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -49,41 +50,62 @@ class ShardedEvaluator(Evaluator):
         return Forward(**cast(Any, self.root)(work))
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedNetwork(Network):
+    """The halves of that model, called within its root; alone only its states are asked for."""
+
+    root: Call
+
+    def hidden(self, part: Pack, network: nn.Module | None = None) -> Tensor:
+        """As `Network.hidden`."""
+        if network is not None:
+            return Network.hidden(self, part, network)
+        found: Tensor = cast(Any, self.root)(lambda: Network.hidden(self, part))
+        return found
+
+
 def sharded(
     blueprint: Blueprint, source: nn.Module | None, ranks: Ranks, mesh: DeviceMesh, device: torch.device, temperature: float
 ) -> ShardedEvaluator:
     """The blueprint's model, with the numbers of `source`, which rank 0 has. No process holds more than a layer of it as a whole
-    on the way. bfloat16 parameters become float32 masters, gathered in bfloat16; their gradients are summed in float32."""
+    on the way."""
     model = blueprint.model()
-    narrow = next((p.dtype for p in model.parameters() if at_least_float32(p).dtype != p.dtype), None)
-    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     given = None if source is None else dict(source.named_parameters())
+    root, made = Call(model), dict[Tensor, nn.Parameter]()
 
     def numbers(p: nn.Parameter) -> Tensor:
         return ranks.given(None if given is None else given[names[p]], at_least_float32(p), device)
 
-    root, made = Call(model), dict[Tensor, nn.Parameter]()
-    for unit in (*reversed(layers(model)), root):
-        fill(unit.modules(), device, numbers, made)
-        one = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy if narrow else MixedPrecisionPolicy())
-        sums(cast(FSDPModule, one))
+    shard(root, mesh, blueprint.narrow, lambda unit: fill(unit.modules(), device, numbers, made))
     as_before(model)
     if blueprint.branches:
         take_branches(model)
-    network = Network(model, split_head=blueprint.split_head, branches=blueprint.branches)
+    network = ShardedNetwork(model, split_head=blueprint.split_head, branches=blueprint.branches, root=root)
     return ShardedEvaluator(network, temperature, blueprint.window, root=root)
+
+
+def shard(
+    root: nn.Module,
+    mesh: DeviceMesh,
+    narrow: torch.dtype | None,
+    before: Callable[[nn.Module], None] = lambda unit: None,
+) -> None:
+    """Leaves each process its share of the module's parameters, layer by layer, each after `before`. narrow: what they are gathered
+    in, where that is less than they are kept in; gradients are summed in float32 then."""
+    policy = MixedPrecisionPolicy()
+    if narrow is not None:
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for unit in (*reversed(layers(root)), root):
+        before(unit)
+        one = cast(FSDPModule, fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy))
+        one.set_gradient_divide_factor(1.0)
+        one.set_force_sum_reduction_for_comms(True)
+        if hasattr(one, "set_reduce_scatter_unused_params"):  # torch 2.13: experts that only some processes' tokens go to
+            one.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
     """What the model is a pile of, as transformers names it (`_no_split_modules`); nothing where it does not."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def sums(unit: FSDPModule) -> None:
-    """Lets the unit's gradients be sums over the processes, the same parameters in all of them."""
-    unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)
-    if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13: experts that only some processes' tokens go to
-        unit.set_reduce_scatter_unused_params(True, recurse=False)

@@ -16,7 +16,6 @@ def check_ranks(config: LearnerConfig, algorithm: Algorithm) -> None:
     step = type(algorithm.step).__name__
     parts = {
         f"{step}, which asks for products with the Fisher matrix,": not algorithm.step.uses_lr,
-        "a critic": algorithm.critic is not None,
         "a reward model that learns beside the policy": algorithm.reward_model is not None,
         "OptimalBaseline(norm='exact')": "score_norm" in algorithm.needs,
         "a term that compares whole distributions (ExactKLToOld, ExactKLToReference)": bool(

@@ -18,6 +18,7 @@ from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.actor_critic import ActorCritic
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.curvature_problem import LocalProblem
+from policygrad.learners.local.division import Division
 from policygrad.learners.local.forward import Evaluator, probe
 from policygrad.learners.local.implicit_reward import ImplicitRewardModel
 from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
@@ -35,6 +36,8 @@ BESIDE = ("critic/", "reward_model/", "reference/")
 
 class LocalLearner:
     """AdamW on a model in this process, packed micro-batches, a reference model only when an algorithm needs one."""
+
+    division = Division()
 
     def __init__(
         self,
@@ -76,7 +79,9 @@ class LocalLearner:
         self.critic: ValueModel | None = None
         if algorithm.critic is not None:
             updates = (steps, algorithm.step.value_updates)
-            self.critic = ValueModel.of(self.evaluator, algorithm.critic, config, adam, lr, updates, build)
+            self.critic = ValueModel.of(
+                self.evaluator, algorithm.critic, config, adam, lr, updates, build, self.division
+            )
         self.reference = self._reference(algorithm, reference, build)
         self.refreshed = False  # a reference that is no longer the initial model is part of a checkpoint
         self.reward_model: ImplicitRewardModel | None = None
@@ -92,6 +97,7 @@ class LocalLearner:
             self.critic,
             reward_model=self.reward_model,
             reference=self.reference if "kl_ref" in algorithm.forward_needs else None,
+            division=self.division,
         )
         self.uses_lr = algorithm.step.uses_lr
         self.curvature = Curvature(self.networks) if self.uses_lr else Curvature(self.networks).checked()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from policygrad.errors import CheckpointError, ConfigError, ModelError, NumericsError
 from policygrad.learners.config import OptimizerConfig
+from policygrad.models.replica import full
 
 
 class Optimizer:
@@ -170,12 +171,6 @@ def check_moments(tensors: Mapping[str, Tensor], values: Mapping[str, Any], pref
     asked = values.get("moments", found or 1 if values["taken"] else found)  # not said before there was this check
     if not isinstance(values["taken"], int) or found != asked:
         raise CheckpointError(f"it holds {found} of the {asked} moments of the optimiser {prefix}".rstrip())
-
-
-def full(x: Tensor) -> Tensor:
-    """The whole of a tensor that is spread over processes, each of which asks for it; any other as it is."""
-    gather = getattr(x, "full_tensor", None)
-    return x if gather is None else gather()
 
 
 def every_token_counts(model: nn.Module) -> None:

@@ -102,7 +102,7 @@ class LocalGradientProblem:
             metrics = merge(metrics, {"completions/computed": Sum(float(len(part.paths)))})
             metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef))
         offered: Metrics = {"completions/offered": Sum(float(batch.mask.any(1).sum()))}
-        metrics = {"completions/computed": Sum(0.0)} | offered | networks.everywhere(metrics)
+        metrics = {"completions/computed": Sum(0.0)} | offered | networks.division.merged(metrics)
         metrics |= {} if networks.policy.network.routing is None else networks.policy.network.routing.measured()
         if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens are not clipped, but count
             skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))

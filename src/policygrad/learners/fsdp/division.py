@@ -1,0 +1,57 @@
+"""An update's micro-batches dealt out to processes, which take equally many: what one gathers and sums, all must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from policygrad.core.batch import Batch
+from policygrad.core.metrics import Metrics, merge
+from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.learners.fsdp.sharding import shard
+from policygrad.learners.local.division import Division
+from policygrad.learners.local.packing import Pack, pack
+
+
+@dataclass(frozen=True, eq=False)
+class Dealt(Division):
+    """All processes have the same batch, and each knows what the others do."""
+
+    ranks: Ranks
+    mesh: DeviceMesh
+    narrow: torch.dtype | None
+    """What a backbone computes in, where that is not what its weights are kept in."""
+
+    def packs(self, every: Iterator[Pack], idle: Callable[[Pack], None]) -> Iterator[Pack]:
+        """As cards are dealt; then the passes for the sake of those that have one more."""
+        dealt = list(every)
+        mine = dealt[self.ranks.rank :: self.ranks.size]
+        yield from mine
+        for _ in range(-(-len(dealt) // self.ranks.size) - len(mine)):
+            idle(_nothing())
+
+    def summed(self, x: Tensor) -> Tensor:
+        return self.ranks.summed(x)
+
+    def merged(self, metrics: Metrics) -> Metrics:
+        """In the order of the processes."""
+        plain = {n: type(m)(*(float(getattr(m, f.name)) for f in fields(m))) for n, m in metrics.items()}
+        return merge(*self.ranks.gathered(plain))
+
+    def spread(self, network: nn.Module) -> nn.Module:
+        """A network that every process has built, with the numbers that rank 0 has drawn. A head alone is small, and stays in float32."""
+        for p in network.parameters():
+            p.data.copy_(self.ranks.given(p if self.ranks.rank == 0 else None, p, p.device))
+        shard(network, self.mesh, self.narrow if hasattr(network, "backbone") else None)
+        return network
+
+
+def _nothing() -> Pack:
+    """The smallest micro-batch: one token after another."""
+    one, token = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+    batch = Batch(mask=token == 0, group=one, reward=torch.zeros(1), tokens=token, prompts=(one,))
+    return next(pack(batch, one, 1))
