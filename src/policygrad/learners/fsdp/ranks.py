@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -25,10 +26,12 @@ from policygrad.errors import ConfigError, RunError
 from policygrad.learners.fsdp.torchrun import launched
 from policygrad.rewards.imports import FILE_MODULE
 
-PATIENCE = timedelta(days=365)
+PATIENCE = timedelta(days=30)
 """How long a process waits to be told something: a rollout or an evaluation may take any time."""
 END = 10.0
 """Seconds for processes to end by themselves."""
+LOOK = 0.05
+"""Seconds between looks at processes that are starting."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from policygrad.learners.fsdp.follower import main; "
     "main(*map(int, sys.argv[2:]))"
@@ -48,30 +51,32 @@ class Ranks:
         """Rank 0, with the others: torchrun's, or processes that are started now.
 
         Raises:
-            ConfigError: a torch without `torch.distributed`.
+            ConfigError: a torch without `torch.distributed`, or one whose processes are somebody else's.
             RunError: processes that do not come.
         """
         if not dist.is_available():
             raise ConfigError("learner.ranks above 1 needs torch.distributed, which this torch is built without: set it to 1")
+        if dist.is_initialized():
+            raise ConfigError("torch.distributed is at work in this process already: set learner.ranks to 1, or start another process")
         if launched() is not None:
             return cls.joined()
         store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         others = [_started(store.port, rank, size) for rank in range(1, size)]
         try:
+            _come(store, others)
             dist.init_process_group(_backend(), store=store, rank=0, world_size=size)
             return cls(0, size, others)
-        except BaseException as error:
-            said = _ended(others)
+        except BaseException:
             _kill(others)
-            if said and isinstance(error, Exception):
-                raise RunError(f"{said} before the run began: what it said stands above") from error
+            _leave()
             raise
 
     @classmethod
     def at(cls, port: int, rank: int, size: int) -> Ranks:
         """One of the processes that another has started."""
         os.environ["LOCAL_RANK"] = str(rank)
-        store = dist.TCPStore("127.0.0.1", port, size, is_master=False)
+        store = dist.TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
+        store.set(_here(rank), "")
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=size)
         return cls(rank, size)
 
@@ -123,6 +128,7 @@ class Ranks:
         """The others end, and are waited for. whole: they are listening; otherwise they are in the midst of something."""
         if not whole:
             _kill(self._others)
+            _leave()
             return
         if self.rank == 0:
             self.tell(None)
@@ -135,6 +141,12 @@ class Ranks:
         dist.destroy_process_group()
 
 
+def _leave() -> None:
+    """Without a word to the others. What NCCL still has under way nobody can wait for: it ends with the process."""
+    if dist.is_initialized() and not torch.cuda.is_available():
+        dist.destroy_process_group()
+
+
 def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
@@ -143,6 +155,18 @@ def _started(port: int, rank: int, size: int) -> subprocess.Popen[bytes]:
     """A fresh interpreter with this one's import path."""
     words = [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, (port, rank, size))]
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)  # a terminal's Ctrl-C is rank 0's
+
+
+def _here(rank: int) -> str:
+    return f"rank {rank} is here"
+
+
+def _come(store: dist.Store, others: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Returns when all are there. Raises RunError where one has ended instead."""
+    while not store.check([_here(rank) for rank in range(1, len(others) + 1)]):
+        if said := _ended(others):
+            raise RunError(f"{said} before the run began: what it said stands above")
+        time.sleep(LOOK)
 
 
 def _ended(others: Sequence[subprocess.Popen[bytes]]) -> str:
