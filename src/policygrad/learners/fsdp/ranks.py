@@ -163,7 +163,7 @@ def _here(rank: int) -> str:
 
 def _come(store: dist.Store, others: Sequence[subprocess.Popen[bytes]]) -> None:
     """Returns when all are there. Raises RunError where one has ended instead."""
-    while not store.check([_here(rank) for rank in range(1, len(others) + 1)]):
+    while others and not store.check([_here(rank) for rank in range(1, len(others) + 1)]):
         if said := _ended(others):
             raise RunError(f"{said} before the run began: what it said stands above")
         time.sleep(LOOK)
