@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -78,17 +79,25 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 def pair(ranks: Ranks, algorithm: pg.Algorithm, **changes: Any) -> tuple[LocalLearner, RankedLearner, nn.Module]:
     """A learner in this process, one in all, and the model that the second publishes into."""
-    how, whole = HOW | changes, model()
+    how, one, whole = HOW | changes, model(), model()
     torch.manual_seed(1)  # of a critic's head
-    local = LocalLearner(model(), algorithm, **how)
+    local = LocalLearner(one, algorithm, **how)
     torch.manual_seed(1)
     return local, RankedLearner.of(ranks, whole, algorithm, **how), whole
 
 
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Two."""
+    threads, found = torch.get_num_threads(), Ranks.start(2)
+    yield found
+    found.close(whole=False)
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.slow
-def test_two_processes_learn_as_one_does() -> None:
+def test_two_processes_learn_as_one_does(ranks: Ranks) -> None:
     """One start for all, since it takes seconds."""
-    ranks = Ranks.start(2)
     for name, algorithm in ALGORITHMS.items():
         local, ranked, whole = pair(ranks, algorithm.with_budget(6))
         assert len(list(local.networks.packs(BATCH))) % 2 == 1, "one of the two idles in the last pass"
@@ -102,7 +111,6 @@ def test_two_processes_learn_as_one_does() -> None:
     _takes_over_the_state_of_one_process(*pair(ranks, pg.DR_GRPO)[:2])
     _recomputes_activations(*pair(ranks, pg.DR_GRPO, config=pg.LearnerConfig(micro_tokens=24, gradient_checkpointing=True))[:2])
     _learns_in_bf16(ranks)
-    ranks.close()
 
 
 def _both(local: LocalLearner, ranked: RankedLearner, algorithm: pg.Algorithm) -> list[tuple[Any, pg.Algorithm]]:

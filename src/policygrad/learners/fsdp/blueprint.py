@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.learners.local.forward import Evaluator, probe
+from policygrad.learners.local.tree import as_before, take_branches
 from policygrad.models.precision import at_least_float32
 
 
@@ -38,7 +39,11 @@ class Blueprint:
 
     def model(self) -> Any:
         """The model, its parameters on the meta device; tied ones are one."""
-        return pickle.loads(self.structure)
+        model = pickle.loads(self.structure)
+        as_before(model)
+        if self.branches:
+            take_branches(model)
+        return model
 
     def empty(self, device: torch.device, *, wide: bool = False) -> nn.Module:
         """The model on a device, with whatever numbers there are; nothing in it trains. wide: in float32 at least."""

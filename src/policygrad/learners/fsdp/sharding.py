@@ -23,7 +23,6 @@ from policygrad.learners.local.curvature import Call
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.network import Network
 from policygrad.learners.local.packing import Pack
-from policygrad.learners.local.tree import as_before, take_branches
 from policygrad.models.precision import at_least_float32
 
 
@@ -78,9 +77,6 @@ def sharded(
         return ranks.given(None if given is None else given[names[p]], at_least_float32(p), device)
 
     shard(root, mesh, blueprint.narrow, lambda unit: fill(unit.modules(), device, numbers, made))
-    as_before(model)
-    if blueprint.branches:
-        take_branches(model)
     network = ShardedNetwork(model, split_head=blueprint.split_head, branches=blueprint.branches, root=root)
     return ShardedEvaluator(network, temperature, blueprint.window, root=root)
 
