@@ -1,4 +1,4 @@
-"""Runs of two processes, started here or by torchrun: the run of one, stopped by a process that dies, and gone on with by another number."""
+"""Runs of two processes, started here or by torchrun: that of one; ended by a process that dies, and gone on with by one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ LOOSE = 2e-4
 @pytest.fixture(scope="module")
 def run(small: pg.Run) -> pg.Run:
     return replace(
-        small, algorithm=pg.GRPO, steps=3, evaluation=pg.Evaluation(problems=4, samples=2), learner=pg.LearnerConfig(micro_tokens=64)
+        small,
+        algorithm=pg.GRPO,
+        steps=3,
+        evaluation=pg.Evaluation(problems=4, samples=2),
+        learner=pg.LearnerConfig(micro_tokens=64),
     )
 
 
@@ -60,7 +64,9 @@ class Killing(pg.Callback):
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(run: pg.Run, alone: Path, tmp_path: Path) -> None:
+def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(
+    run: pg.Run, alone: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     two = replace(run, learner=replace(run.learner, ranks=2), output=str(folder))
     with pytest.raises(pg.RunError, match=r"rank 1 has ended \(exit code -9\), in the midst of") as raised:
@@ -75,10 +81,23 @@ def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(run: p
 def test_torchrun_trains_the_same_run(run: pg.Run, alone: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dumps(run))
     folder = tmp_path / "run"
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+    ]
     words = ["localhost:0", "-m", "policygrad", "train", "--config", "run.toml", "--output", str(folder), "--plain"]
     done = subprocess.run(
-        [*start, *words, "--allow", run.reward[0].rpartition(":")[0]], cwd=tmp_path, env=os.environ, capture_output=True, text=True
+        [*start, *words, "--allow", run.reward[0].rpartition(":")[0]],
+        cwd=tmp_path,
+        env=os.environ,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert "2 processes" in done.stdout

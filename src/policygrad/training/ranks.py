@@ -1,5 +1,5 @@
-"""Completions drawn by all the processes that learn together: each draws its share, with the whole policy that it has beside its own
-part of it."""
+"""Completions drawn by all the processes that learn together: each draws its share, with the whole policy that it has beside its
+own part of it."""
 
 from __future__ import annotations
 

@@ -78,8 +78,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(x, nn.Parameter):
             return _parameter, (tuple(x.shape), x.dtype, x.requires_grad)
         if isinstance(x, Tensor) and x.device.type != "cpu":  # where there may be another device of that name
-            how: tuple[Callable[..., Any], tuple[Any, ...]] = x.detach().cpu().__reduce_ex__(2)  # type: ignore[assignment]
-            return how
+            return x.detach().cpu().__reduce_ex__(2)  # type: ignore[no-untyped-call]
         return super().reducer_override(x)
 
 

@@ -43,7 +43,7 @@ class Dealt(Division):
         return merge(*self.ranks.gathered(plain))
 
     def spread(self, network: nn.Module) -> nn.Module:
-        """A network that every process has built, with the numbers that rank 0 has drawn. A head alone is small, and stays in float32."""
+        """A network that every process has built, with the numbers that rank 0 has drawn. A head alone stays in float32."""
         for p in network.parameters():
             p.data.copy_(self.ranks.given(p if self.ranks.rank == 0 else None, p, p.device))
         shard(network, self.mesh, self.narrow if hasattr(network, "backbone") else None)

@@ -1,7 +1,7 @@
 """The learner of rank 0, which runs the training: every call is told to the other processes first, and done by all at once.
 
-There is one loop, in one process. Whatever hangs on the clock, on signals, files, rewards or an engine is decided there, so that the
-processes cannot come apart.
+There is one loop, in one process. Whatever hangs on the clock, on signals, files, rewards or an engine is decided there, so that
+the processes cannot come apart.
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ class RankedLearner:
                 gone = lost_connection(error)
                 if not gone:
                     raise
-                raise RunError(f"{self._ranks.lost() or gone}, in the midst of {what!r}: what it said stands above") from error
+                raise RunError(
+                    f"{self._ranks.lost() or gone}, in the midst of {what!r}: what it said stands above"
+                ) from error
 
 
 def ranked_learner(model: nn.Module, algorithm: Algorithm, *, config: LearnerConfig, **how: Any) -> RankedLearner:
@@ -181,7 +183,9 @@ def _threads(size: int) -> int:
 
 def lost_connection(error: BaseException) -> str:
     """In words, that a connection to another process has gone; empty where the error is another."""
-    gone = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection"))
+    gone = isinstance(error, RuntimeError) and any(
+        word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection")
+    )
     return f"another of the processes that learn together has ended ({str(error).splitlines()[0]})" if gone else ""
 
 

@@ -1,7 +1,7 @@
 """One process's share of a learner that is spread over several: the same calls in all of them, in the same order.
 
-It is the local learner on a model of which this process holds a share. What is computed once per rollout or update (Ψ, coefficients,
-the choice of tokens, minibatches) every process computes from the same batch; forward and backward passes are shared.
+It is the local learner on a model of which this process holds a share. What is computed once per rollout or update (coefficients,
+the choice of tokens, minibatches) every process computes from the same batch; forward and backward passes are divided.
 """
 
 from __future__ import annotations

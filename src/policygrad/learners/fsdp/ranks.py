@@ -21,6 +21,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
 
 from policygrad.errors import ConfigError, RunError
 from policygrad.learners.fsdp.torchrun import launched
@@ -55,12 +56,16 @@ class Ranks:
             RunError: processes that do not come.
         """
         if not dist.is_available():
-            raise ConfigError("learner.ranks above 1 needs torch.distributed, which this torch is built without: set it to 1")
+            raise ConfigError(
+                "learner.ranks above 1 needs torch.distributed, which this torch is built without: set it to 1"
+            )
         if dist.is_initialized():
-            raise ConfigError("torch.distributed is at work in this process already: set learner.ranks to 1, or start another process")
+            raise ConfigError(
+                "torch.distributed is at work in this process already: set learner.ranks to 1, or start another process"
+            )
         if launched() is not None:
             return cls.joined()
-        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         others = [_started(store.port, rank, size) for rank in range(1, size)]
         try:
             _come(store, others)
@@ -75,7 +80,7 @@ class Ranks:
     def at(cls, port: int, rank: int, size: int) -> Ranks:
         """One of the processes that another has started."""
         os.environ["LOCAL_RANK"] = str(rank)
-        store = dist.TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
         store.set(_here(rank), "")
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=size)
         return cls(rank, size)
@@ -112,7 +117,9 @@ class Ranks:
 
     def given(self, x: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
         """Rank 0's x on every process; `like` says its shape and type."""
-        found = torch.empty(like.shape, dtype=like.dtype, device=device) if x is None else x.detach().to(device, like.dtype)
+        found = (
+            torch.empty(like.shape, dtype=like.dtype, device=device) if x is None else x.detach().to(device, like.dtype)
+        )
         found = found.contiguous()
         dist.broadcast(found, src=0)
         return found
@@ -161,7 +168,7 @@ def _here(rank: int) -> str:
     return f"rank {rank} is here"
 
 
-def _come(store: dist.Store, others: Sequence[subprocess.Popen[bytes]]) -> None:
+def _come(store: Store, others: Sequence[subprocess.Popen[bytes]]) -> None:
     """Returns when all are there. Raises RunError where one has ended instead."""
     while others and not store.check([_here(rank) for rank in range(1, len(others) + 1)]):
         if said := _ended(others):

@@ -1,8 +1,8 @@
 """A model spread over the processes by FSDP2 (`fully_shard`), and its evaluator.
 
-Each layer is a unit, gathered when it is called and let go after; what is left (embeddings, head) is the root's. The evaluator calls
-a model past its root (see `network`), so the root is a module around the whole evaluation, `Call`: what it gathers is there for all
-that happens within. Gradients are summed over the processes, never averaged: coefficients are of the whole update.
+Each layer is a unit, gathered when it is called and let go after; what is left (embeddings, head) is the root's. The evaluator
+calls a model past its root (see `network`), so the root is a module around the whole evaluation, `Call`: what it gathers is there
+for all that happens within. Gradients are summed over the processes, never averaged: coefficients are of the whole update.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from policygrad.core.batch import Forward
 from policygrad.learners.fsdp.blueprint import Blueprint, fill
@@ -64,7 +64,12 @@ class ShardedNetwork(Network):
 
 
 def sharded(
-    blueprint: Blueprint, source: nn.Module | None, ranks: Ranks, mesh: DeviceMesh, device: torch.device, temperature: float
+    blueprint: Blueprint,
+    source: nn.Module | None,
+    ranks: Ranks,
+    mesh: DeviceMesh,
+    device: torch.device,
+    temperature: float,
 ) -> ShardedEvaluator:
     """The blueprint's model, with the numbers of `source`, which rank 0 has. No process holds more than a layer of it as a whole
     on the way."""
@@ -94,10 +99,12 @@ def shard(
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for unit in (*reversed(layers(root)), root):
         before(unit)
-        one = cast(FSDPModule, fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy))
+        one = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         one.set_gradient_divide_factor(1.0)
         one.set_force_sum_reduction_for_comms(True)
-        if hasattr(one, "set_reduce_scatter_unused_params"):  # torch 2.13: experts that only some processes' tokens go to
+        if hasattr(
+            one, "set_reduce_scatter_unused_params"
+        ):  # torch 2.13: experts that only some processes' tokens go to
             one.set_reduce_scatter_unused_params(True, recurse=False)
 
 

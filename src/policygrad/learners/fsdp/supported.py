@@ -24,8 +24,8 @@ def check_ranks(config: LearnerConfig, algorithm: Algorithm) -> None:
     }
     for what in (what for what, holds in parts.items() if holds):
         raise ConfigError(
-            f"{algorithm.name} has {what}, and learner.ranks is {config.ranks}: this is not spread over processes yet. {_ONE.capitalize()}, "
-            "or take an algorithm without it, such as grpo"
+            f"{algorithm.name} has {what}, and learner.ranks is {config.ranks}: this is not spread over processes yet. "
+            f"{_ONE.capitalize()}, or take an algorithm without it, such as grpo"
         )
     options = {
         "learner.lora": bool(config.lora),

@@ -26,8 +26,8 @@ def ranks_of(asked: int) -> int:
         return asked
     if asked not in (1, found[1]):
         raise ConfigError(
-            f"torchrun has started {found[1]} processes, and learner.ranks is {asked}: say --learner.ranks {found[1]}, or let torchrun "
-            f"start {asked}"
+            f"torchrun has started {found[1]} processes, and learner.ranks is {asked}: say --learner.ranks {found[1]}, or let "
+            f"torchrun start {asked}"
         )
     return found[1]
 

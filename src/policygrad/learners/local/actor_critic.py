@@ -44,8 +44,8 @@ class ActorCritic:
     def packs(
         self, batch: Batch, rows: Tensor | None = None, whole: bool = False, evaluator: Evaluator | None = None
     ) -> Iterator[Pack]:
-        """The completions `rows`, or all, in micro-batches: this process's share; `whole`: of whole groups; `evaluator`: what they are
-        for, where that is not the policy."""
+        """The completions `rows`, or all, in micro-batches: this process's share; `whole`: of whole groups; `evaluator`: what they
+        are for, where that is not the policy."""
         rows = torch.arange(len(batch.mask)) if rows is None else rows
         every = pack(batch, rows, micro_tokens(self.config, self.policy.model), whole=whole)
         return self.division.packs(every, partial(self._idle, evaluator or self.policy))

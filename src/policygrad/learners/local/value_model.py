@@ -89,7 +89,10 @@ class ValueModel:
         critic in each, for the schedule."""
         rollouts, each = updates
         total = (rollouts + min(rollouts, critic.pretrain) * (critic.pretrain_epochs - 1)) * each
-        network, division = ValueNetwork(evaluator, critic, config.gradient_checkpointing, build), division or Division()
+        network, division = (
+            ValueNetwork(evaluator, critic, config.gradient_checkpointing, build),
+            division or Division(),
+        )
         division.spread(network)
         return cls(network, Optimizer(network, adam, critic.rate(lr), total), evaluator, config, division)
 
