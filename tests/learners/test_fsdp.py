@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from types import FrameType
+from functools import partial
+from math import ceil
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +19,23 @@ import policygrad as pg
 from doubles.batches import VOCABULARY, make_batch
 from policygrad.core.metrics import Metrics
 from policygrad.learners.fsdp import leader
+from policygrad.learners.fsdp.division import Dealt
 from policygrad.learners.fsdp.leader import RankedLearner
 from policygrad.learners.fsdp.ranks import Ranks
 from policygrad.learners.fsdp.torchrun import check_alone, ranks_of
 from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.packing import Pack, pack
 
 BATCH = make_batch(5, groups=5)
-SIZES = {"hidden_size": 12, "intermediate_size": 15, "num_hidden_layers": 3, "num_attention_heads": 2}
+SIZES = {
+    "n_embd": 12,
+    "n_inner": 15,
+    "n_layer": 3,
+    "n_head": 2,
+    "n_positions": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
 HOW: dict[str, Any] = {
     "lr": 1e-2,
     "steps": 4,
@@ -40,7 +52,6 @@ ALGORITHMS = {
     "dapo": pg.DAPO,
     "gspo": pg.GSPO,
     "high_entropy": pg.HIGH_ENTROPY,
-    "kl_cov": pg.KL_COV,
     "vespo": pg.VESPO,
     "ppo": pg.PPO,
     "ppo, a head alone": replace(pg.PPO, critic=pg.Critic(features="policy", hidden=5)),
@@ -48,11 +59,13 @@ ALGORITHMS = {
 """A reference, several updates, ratios of whole completions, tokens chosen among all, an entropy, critics."""
 
 
-def model(dtype: torch.dtype = torch.float64, tied: bool = True) -> nn.Module:
-    """15 rows, 12 columns and 3 layers: not everything can be halved."""
+def model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """15 rows, 12 columns and 3 layers: not everything can be halved. It rounds nothing to float32 on the way, as Llamas do."""
     torch.manual_seed(0)
-    config = tf.LlamaConfig(**SIZES, vocab_size=VOCABULARY, tie_word_embeddings=tied, initializer_range=0.5)
-    made: nn.Module = tf.LlamaForCausalLM(config).to(dtype).eval()
+    config = tf.GPT2Config(
+        **SIZES, vocab_size=VOCABULARY, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, initializer_range=0.5
+    )
+    made: nn.Module = tf.GPT2LMHeadModel(config).to(dtype).eval()
     return made
 
 
@@ -72,7 +85,8 @@ def agree(local: LocalLearner, ranked: RankedLearner, tolerance: float = 1e-12) 
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         assert found[name].shape == tensor.shape
-        assert float((found[name] - tensor).abs().max()) <= tolerance * max(1e-30, float(tensor.abs().max())), name
+        bound = max(tolerance, 1e-8) if name.startswith("critic/") else tolerance  # whose values are float32
+        assert float((found[name] - tensor).abs().max()) <= bound * max(1e-30, float(tensor.abs().max())), name
 
 
 def values(metrics: Metrics) -> dict[str, float]:
@@ -102,15 +116,15 @@ def test_two_processes_learn_as_one_does(ranks: Ranks) -> None:
     """One start for all, since it takes seconds."""
     for name, algorithm in ALGORITHMS.items():
         local, ranked, whole = pair(ranks, algorithm.with_budget(6))
-        assert len(list(local.networks.packs(BATCH))) % 2 == 1, "one of the two idles in the last pass"
         expected, found = (
             values(learned(learner, local_algorithm)) for learner, local_algorithm in _both(local, ranked, algorithm)
         )
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12), name
+        assert found == pytest.approx(expected, rel=1e-6 if algorithm.critic else 1e-9, abs=1e-12), name
         agree(local, ranked)
         ranked.publish()
         state, _ = ranked.state()
         assert all(torch.equal(parameter, state[f"weights/{key}"]) for key, parameter in whole.named_parameters())
+    _one_idles(*pair(ranks, pg.DR_GRPO)[:2])
     _goes_on_after_a_bad_gradient(*pair(ranks, pg.DR_GRPO)[:2])
     _takes_over_the_state_of_one_process(*pair(ranks, pg.DR_GRPO)[:2])
     _recomputes_activations(
@@ -123,9 +137,20 @@ def _both(local: LocalLearner, ranked: RankedLearner, algorithm: pg.Algorithm) -
     return [(learner, algorithm.with_budget(6)) for learner in (local, ranked)]
 
 
+def _one_idles(local: LocalLearner, ranked: RankedLearner) -> None:
+    """A single completion is one micro-batch."""
+    one = replace(BATCH, mask=BATCH.mask & (torch.arange(len(BATCH.mask)) == 0)[:, None])
+    for learner in (local, ranked):
+        assert (
+            values(learner.update(one, torch.ones_like(one.mask, dtype=torch.float64), pg.REINFORCE))["updates/taken"]
+            == 1
+        )
+    agree(local, ranked)
+
+
 def _goes_on_after_a_bad_gradient(local: LocalLearner, ranked: RankedLearner) -> None:
     nothing = torch.full(BATCH.mask.shape, float("nan"), dtype=torch.float64)
-    with pytest.raises(pg.NumericsError, match=r"first in model\.embed_tokens\.weight"):
+    with pytest.raises(pg.NumericsError, match=r"first in transformer\.wte\.weight"):
         ranked.update(BATCH, nothing, pg.DR_GRPO)
     flat = replace(BATCH, reward=torch.ones_like(BATCH.reward))
     for learner in (local, ranked):
@@ -163,6 +188,23 @@ def _learns_in_bf16(ranks: Ranks) -> None:
         assert master.dtype == torch.float32
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, master.bfloat16())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("budget", [7, 24, 60, 10**6])
+def test_micro_batches_are_dealt_out(size: int, budget: int) -> None:
+    """Each completion to one process; all take equally many passes, no more than the budget makes necessary, within the budget."""
+    rows = torch.arange(len(BATCH.mask))
+    given, turns = [], []
+    for rank in range(size):
+        idle: list[Pack] = []
+        ranks: Any = SimpleNamespace(rank=rank, size=size)
+        mine = list(Dealt(ranks, None, None).packs(partial(pack, BATCH, rows), budget, idle.append))  # type: ignore[arg-type]
+        given += [row for part in mine for row in part.rows.tolist()]
+        turns.append(len(mine) + len(idle))
+        assert all(len(part.ids) <= budget or len(part.paths) == 1 for part in mine)
+    assert sorted(given) == rows[BATCH.mask.any(1)].tolist()
+    assert turns == [ceil(len(list(pack(BATCH, rows, budget))) / size)] * size
 
 
 def test_one_rank_is_one_process() -> None:

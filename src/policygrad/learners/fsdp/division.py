@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from math import ceil
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from policygrad.learners.fsdp.sharding import shard
 from policygrad.learners.local.division import Division
 from policygrad.learners.local.packing import Pack, pack
 
+SLACK = 1.1
+"""Tokens of a smaller micro-batch over the mean: none is ever quite full, and what two share is computed in both."""
+
 
 @dataclass(frozen=True, eq=False)
 class Dealt(Division):
@@ -26,12 +30,13 @@ class Dealt(Division):
     narrow: torch.dtype | None
     """What a backbone computes in, where that is not what its weights are kept in."""
 
-    def packs(self, every: Iterator[Pack], idle: Callable[[Pack], None]) -> Iterator[Pack]:
+    def packs(self, made: Callable[[int], Iterator[Pack]], budget: int, idle: Callable[[Pack], None]) -> Iterator[Pack]:
         """As cards are dealt; then the passes for the sake of those that have one more."""
-        dealt = list(every)
-        mine = dealt[self.ranks.rank :: self.ranks.size]
+        rank, size = self.ranks.rank, self.ranks.size
+        dealt = _evened(made, budget, size)
+        mine = dealt[rank::size]
         yield from mine
-        for _ in range(-(-len(dealt) // self.ranks.size) - len(mine)):
+        for _ in range(-(-len(dealt) // size) - len(mine)):
             idle(_nothing())
 
     def summed(self, x: Tensor) -> Tensor:
@@ -48,6 +53,16 @@ class Dealt(Division):
             p.data.copy_(self.ranks.given(p if self.ranks.rank == 0 else None, p, p.device))
         shard(network, self.mesh, self.narrow if hasattr(network, "backbone") else None)
         return network
+
+
+def _evened(made: Callable[[int], Iterator[Pack]], budget: int, size: int) -> list[Pack]:
+    """In as many turns as micro-batches of the budget take, but smaller ones where some would have none in the last turn."""
+    packs = list(made(budget))
+    places = -(-len(packs) // size) * size
+    if len(packs) == places:
+        return packs
+    smaller = list(made(ceil(SLACK * sum(len(p.ids) for p in packs) / places)))
+    return smaller if len(smaller) <= places else packs
 
 
 def _nothing() -> Pack:

@@ -47,8 +47,8 @@ class ActorCritic:
         """The completions `rows`, or all, in micro-batches: this process's share; `whole`: of whole groups; `evaluator`: what they
         are for, where that is not the policy."""
         rows = torch.arange(len(batch.mask)) if rows is None else rows
-        every = pack(batch, rows, micro_tokens(self.config, self.policy.model), whole=whole)
-        return self.division.packs(every, partial(self._idle, evaluator or self.policy))
+        made, budget = partial(pack, batch, rows, whole=whole), micro_tokens(self.config, self.policy.model)
+        return self.division.packs(made, budget, partial(self._idle, evaluator or self.policy))
 
     def _idle(self, evaluator: Evaluator, part: Pack) -> None:
         with differentiating(evaluator.model, self.config.gradient_checkpointing):

@@ -13,9 +13,10 @@ from policygrad.learners.local.packing import Pack
 class Division:
     """One process, which does all."""
 
-    def packs(self, every: Iterator[Pack], idle: Callable[[Pack], None]) -> Iterator[Pack]:
-        """This process's share of the micro-batches. idle: a pass that adds nothing, for where others have one more."""
-        return every
+    def packs(self, made: Callable[[int], Iterator[Pack]], budget: int, idle: Callable[[Pack], None]) -> Iterator[Pack]:
+        """This process's share of the micro-batches that are `made` of at most `budget` tokens. idle: a pass that adds nothing, for
+        where others have one more."""
+        return made(budget)
 
     def summed(self, x: Tensor) -> Tensor:
         """Σ over the processes of x, on the CPU; x may be written over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -97,8 +98,8 @@ class ValueModel:
         return cls(network, Optimizer(network, adam, critic.rate(lr), total), evaluator, config, division)
 
     def _packs(self, batch: Batch) -> Iterator[Pack]:
-        every = pack(batch, torch.arange(len(batch.mask)), micro_tokens(self.config, self.network))
-        return self.division.packs(every, lambda part: without_effect(self.network(part.to(self._device))))
+        made, budget = partial(pack, batch, torch.arange(len(batch.mask))), micro_tokens(self.config, self.network)
+        return self.division.packs(made, budget, lambda part: without_effect(self.network(part.to(self._device))))
 
     @property
     def _device(self) -> torch.device:
