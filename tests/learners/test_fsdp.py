@@ -21,7 +21,7 @@ from policygrad.core.metrics import Metrics
 from policygrad.learners.fsdp import leader
 from policygrad.learners.fsdp.division import Dealt
 from policygrad.learners.fsdp.leader import RankedLearner
-from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.learners.fsdp.ranks import Ranks, check_devices
 from policygrad.learners.fsdp.torchrun import check_alone, ranks_of
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.packing import Pack, pack
@@ -252,6 +252,16 @@ def test_the_number_of_ranks() -> None:
         pg.LearnerConfig(ranks=0)
     with pytest.raises(pg.ConfigError, match=r"learner\.ranks is for policygrad train; sft learns in one process"):
         pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(ranks=2))
+
+
+def test_each_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_devices("cpu", 4)
+    check_devices("cuda", 1)
+    with pytest.raises(
+        pg.ConfigError, match=r"learner\.ranks is 2, and this machine has 1 GPU: each process needs one"
+    ):
+        check_devices("cuda", 2)
 
 
 def test_torchrun_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from policygrad.errors import PolicygradError, RunError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.blueprint import Blueprint
 from policygrad.learners.fsdp.learner import FsdpLearner, Plan
-from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.learners.fsdp.ranks import Ranks, check_devices
 from policygrad.learners.fsdp.supported import check_ranks
 from policygrad.weight_sync.base import Published
 
@@ -167,6 +167,7 @@ class RankedLearner:
 def ranked_learner(model: nn.Module, algorithm: Algorithm, *, config: LearnerConfig, **how: Any) -> RankedLearner:
     """A `RankedLearner` with processes of its own, `config.ranks` of them, or with torchrun's; `close` ends them."""
     check_ranks(config, algorithm)
+    check_devices(next(model.parameters()).device.type, config.ranks)
     ranks = Ranks.start(config.ranks)
     try:
         return RankedLearner.of(ranks, model, algorithm, config=config, **how)

@@ -148,6 +148,15 @@ class Ranks:
         dist.destroy_process_group()
 
 
+def check_devices(kind: str, size: int) -> None:
+    """Raises ConfigError where processes that are started here would have to share a GPU, which NCCL refuses."""
+    if kind == "cuda" and launched() is None and size > (there := torch.cuda.device_count()):
+        raise ConfigError(
+            f"learner.ranks is {size}, and this machine has {there} GPU{'s' * (there != 1)}: each process needs one of its own. "
+            "Lower it, or set learner.device to cpu"
+        )
+
+
 def _leave() -> None:
     """Without a word to the others. What NCCL still has under way nobody can wait for: it ends with the process."""
     if dist.is_initialized() and not torch.cuda.is_available():
