@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -252,6 +253,13 @@ def test_the_number_of_ranks() -> None:
         pg.LearnerConfig(ranks=0)
     with pytest.raises(pg.ConfigError, match=r"learner\.ranks is for policygrad train; sft learns in one process"):
         pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(ranks=2))
+
+
+def test_what_no_pickle_holds_is_refused_before_anybody_hears_of_it() -> None:
+    with pytest.raises(
+        pg.ConfigError, match=r"cannot be sent to the other processes \(.*lock.*\): .*learner\.ranks to 1"
+    ):
+        Ranks.tell(SimpleNamespace(), threading.Lock())  # type: ignore[arg-type]
 
 
 def test_each_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,11 +92,22 @@ class Ranks:
         return cls(dist.get_rank(), dist.get_world_size())
 
     def tell(self, message: object) -> None:
-        """From rank 0 to all others, each of which is listening (`heard`)."""
+        """From rank 0 to all others, each of which is listening (`heard`).
+
+        Raises:
+            ConfigError: what no pickle holds.
+        """
         for name, module in list(sys.modules.items()):
             if name.startswith(FILE_MODULE):  # which the others cannot import by its name
                 cloudpickle.register_pickle_by_value(module)
-        dist.broadcast_object_list([cloudpickle.dumps(message)], src=0, group=self._control)
+        try:
+            said = cloudpickle.dumps(message)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise ConfigError(
+                f"the model or a part of the algorithm cannot be sent to the other processes ({error}): let it hold what pickle can, "
+                "or set learner.ranks to 1"
+            ) from error
+        dist.broadcast_object_list([said], src=0, group=self._control)
 
     def heard(self) -> Any:
         """What rank 0 says next."""
