@@ -104,8 +104,8 @@ class Ranks:
             said = cloudpickle.dumps(message)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise ConfigError(
-                f"the model or a part of the algorithm cannot be sent to the other processes ({error}): let it hold what pickle can, "
-                "or set learner.ranks to 1"
+                f"the model or a part of the algorithm cannot be sent to the other processes ({error}): let it hold what pickle "
+                "can, or set learner.ranks to 1"
             ) from error
         dist.broadcast_object_list([said], src=0, group=self._control)
 
