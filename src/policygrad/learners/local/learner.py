@@ -66,7 +66,7 @@ class LocalLearner:
                 f"{type(algorithm.step).__name__} needs a learning rate: give LocalLearner a number as lr"
             )
         config, adam = config or LearnerConfig(), optimizer or OptimizerConfig()
-        self.model, self.config, self.build, self.rollouts = model, config, build, 0
+        self.model, self.config, self.build, self.rollouts, self.refreshed = model, config, build, 0, False
         _check_adapters(model, config)
         if config.gradient_checkpointing:
             recompute_activations(model)
@@ -78,12 +78,9 @@ class LocalLearner:
         self.optimizer = Optimizer(model, adam, lr or 0.0, steps * algorithm.step.updates)
         self.critic: ValueModel | None = None
         if algorithm.critic is not None:
-            updates = (steps, algorithm.step.value_updates)
-            self.critic = ValueModel.of(
-                self.evaluator, algorithm.critic, config, adam, lr, updates, build, self.division
-            )
+            how = (config, adam, lr, (steps, algorithm.step.value_updates), build, self.division)
+            self.critic = ValueModel.of(self.evaluator, algorithm.critic, *how)
         self.reference = self._reference(algorithm, reference, build)
-        self.refreshed = False  # a reference that is no longer the initial model is part of a checkpoint
         self.reward_model: ImplicitRewardModel | None = None
         if algorithm.reward_model is not None and self.reference is not None:
             total = steps * algorithm.step.value_updates
@@ -223,7 +220,7 @@ class LocalLearner:
             copy_weights(self.model, self.networks.old.model)
 
     def _renewed(self, reference: nn.Module) -> None:
-        """The reference is no longer what training began with."""
+        """The reference is no longer what training began with, and so a part of checkpoints."""
         self.refreshed = True
         if adapters_of(reference):
             switch(reference, True)
