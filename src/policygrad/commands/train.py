@@ -30,6 +30,7 @@ from policygrad.commands.options import (
 from policygrad.commands.words import refuse_empty
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
+from policygrad.learners.fsdp.torchrun import launched, ranks_of
 from policygrad.models.trust import FLAG
 from policygrad.training.config.allowed import Allowed, from_words
 from policygrad.training.config.composed import composed
@@ -66,6 +67,10 @@ class TrainOptions(CommandOptions):
 def train(args: list[str]) -> int:
     """`policygrad train [ALGORITHM] [options]`."""
     run, command = asked(args)
+    if (found := launched()) is not None:
+        run = replace(run, learner=replace(run.learner, ranks=ranks_of(run.learner.ranks)))
+        if found[0] > 0:
+            return 0 if command.dry_run else _follow()
     if command.dry_run:
         print(dry_run(run))
         print(memory(run))
@@ -83,6 +88,14 @@ def train(args: list[str]) -> int:
         display=display,
     )
     return STOPPED if result.interrupted else 0
+
+
+def _follow() -> int:
+    """One of torchrun's processes above rank 0, which does what that one says."""
+    from policygrad.learners.fsdp.follower import follow
+    from policygrad.learners.fsdp.ranks import Ranks
+
+    return follow(Ranks.joined())
 
 
 def asked(args: list[str]) -> tuple[Run, TrainOptions]:

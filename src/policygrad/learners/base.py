@@ -14,6 +14,15 @@ from policygrad.weight_sync.base import Published
 
 
 @runtime_checkable
+class Closing(Protocol):
+    """A learner that has something to end with the run: other processes."""
+
+    def close(self) -> None:
+        """Ends it."""
+        ...
+
+
+@runtime_checkable
 class Learner(Protocol):
     """Owns the weights; `loop.py` is given one and never asks which."""
 

@@ -66,6 +66,8 @@ class LearnerConfig:
     """Tokens per forward and backward pass, shared ones once; 0 = 16384 on a GPU, 1024 on a CPU, there 2048 of a small model."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    ranks: int = 1
+    """Processes that learn together, weights, gradients and moments spread over them (FSDP2); on GPUs each has one of its own."""
     trainable: str = ""
     """Regular expression: the parameters that train, by name; empty = all."""
     lora: str = ""
@@ -89,6 +91,8 @@ class LearnerConfig:
             )
         if self.dtype not in ("fp32", "bf16"):
             raise ConfigError(f"learner.dtype must be fp32 or bf16, not {self.dtype!r}")
+        if self.ranks < 1:
+            raise ConfigError(f"learner.ranks must be at least 1, not {self.ranks}")
         if self.micro_tokens < 0:
             raise ConfigError(
                 f"learner.micro_tokens must be at least 1, or 0 to leave it open, not {self.micro_tokens}"

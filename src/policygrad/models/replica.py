@@ -60,7 +60,13 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
             continue
         if found[name].dtype != tensor.dtype:
             raise ModelError(f"{name} is {tensor.dtype} in the model and {found[name].dtype} in its copy")
-        found[name].copy_(tensor)
+        found[name].copy_(tensor if hasattr(found[name], "full_tensor") else full(tensor))
+
+
+def full(x: Tensor) -> Tensor:
+    """The whole of a tensor that is spread over processes, each of which asks for it; any other as it is."""
+    gather = getattr(x, "full_tensor", None)
+    return x if gather is None else gather()
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

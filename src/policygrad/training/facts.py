@@ -27,6 +27,8 @@ def facts(run: Run, resources: Resources, learner: Learner, folder: Path, measur
         "reward": ", ".join(resources.rewards),
         "run": str(folder),
     }
+    if run.learner.ranks > 1:
+        told["learner"] = f"{run.learner.ranks} processes"
     if run.sampler.engine != LOCAL:
         told["sampler"] = f"{run.sampler.engine} at {', '.join(run.sampler.urls) or 'a server started here'}"
     if isinstance(learner, LocalLearner) and run.algorithm.reference and run.algorithm.reference.model:

@@ -66,6 +66,8 @@ def footprint(run: Run) -> Footprint:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device = pick_device(run.learner.device)
+    if run.learner.ranks > 1:
+        raise PolicygradError("learner.ranks spreads it over several processes, and it is counted for one only")
     if not isinstance(run.model, str):
         raise PolicygradError("the model is an object: its memory is taken already")
     path = resolve(run.model)

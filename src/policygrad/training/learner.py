@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from policygrad.checkpoint.format import Checkpoint
 from policygrad.errors import ConfigError, RunError
 from policygrad.learners.base import Learner
+from policygrad.learners.fsdp.torchrun import check_alone
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.adapters import adapt, adapters_of
 from policygrad.models.reference import load_reference
+from policygrad.samplers.config import LOCAL
 from policygrad.training.config.run import Run
 from policygrad.training.resources import made, policy_tokenizer
 
@@ -20,12 +23,14 @@ LearnerFactory = Callable[[nn.Module, Run], Learner]
 """From the run's model and its configuration to what learns: `local_learner`, or a wrapper around it."""
 
 
-def local_learner(model: nn.Module, run: Run) -> LocalLearner:
-    """The learner of a run in one process.
+def local_learner(model: nn.Module, run: Run) -> Learner:
+    """The learner of a run: in this process, and in `learner.ranks` − 1 others.
 
     Raises:
         ModelError: a reference that is named and cannot be read, or has not the policy's tokenizer.
+        ConfigError: a process of torchrun's that would learn for itself.
     """
+    check_alone(run.learner.ranks)
     named = run.algorithm.reference.model if run.algorithm.reference is not None else None
     reference: nn.Module | None = None
     if named is not None:
@@ -38,7 +43,12 @@ def local_learner(model: nn.Module, run: Run) -> LocalLearner:
             reference = adapt(reference, run.learner.adapters, seed=run.seed).requires_grad_(
                 False
             )  # what learns begins as it
-    return LocalLearner(
+    make: Callable[..., Learner] = LocalLearner
+    if run.learner.ranks > 1:  # torch.distributed takes a while to import
+        from policygrad.learners.fsdp.leader import ranked_learner
+
+        make = partial(ranked_learner, samples=run.sampler.engine == LOCAL and not run.staleness)
+    return make(
         model,
         run.algorithm,
         lr=run.lr,

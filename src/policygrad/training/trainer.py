@@ -14,7 +14,7 @@ from policygrad.checkpoint.manager import Saved
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.environments import EnvironmentFactory
 from policygrad.errors import CheckpointError, RewardError, RunError
-from policygrad.learners.base import Learner
+from policygrad.learners.base import Closing, Learner
 from policygrad.learners.local.learner import LocalLearner, check_state
 from policygrad.rewards.patience import FailingSteps
 from policygrad.rewards.resolve import rubrics_of
@@ -141,6 +141,12 @@ class Trainer(Lifecycle[Run, Progress, float]):
         self.model, self.tokenizer = found.model, found.tokenizer
         stack.enter_context(few_threads(found.model))
         self.learner = learner_of(self._learner, found.model, run)
+        if isinstance(self.learner, Closing):
+            stack.callback(self.learner.close)
+        if run.learner.ranks > 1:  # torch.distributed takes a while to import
+            from policygrad.training.ranks import drawn_by_all
+
+            self.resources = drawn_by_all(found, self.learner)
         rubrics = (file for name in run.reward if isinstance(name, str) for file in rubrics_of(name))
         self._began = began(run, next(found.model.parameters()).device.type, (*named(self._own), *rubrics))
         check_rate(self.learner, run.guard)
@@ -194,7 +200,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
             raise CheckpointError(f"it has no {min(lacking)!r}")
         if not all(isinstance(state[name], int | float) for name in ("position", "tokens", "seconds")):
             raise CheckpointError("its counts are no numbers")
-        if isinstance(self.learner, LocalLearner):
+        if isinstance(self.learner, LocalLearner) or "learner" not in self._given:
             check_state(saved.tensors, state["learner"])
 
     @property

@@ -37,7 +37,9 @@ SCHEDULE = Ours("--optimizer.schedule", "constant, linear or cosine, down to 0")
 STEPS = Ours("--steps", "a step here is a rollout with all of its updates, not an optimiser step")
 EPOCHS_OF_DATA = Ours("--steps", "a run is counted in rollouts, or by --tokens, not in passes over the prompts")
 PROMPT_LENGTH = Ours("", "prompts are never cut: one that leaves no room for --max-tokens is refused by name")
-DEVICES = Ours("", "a run is one process on --learner.device")
+DEVICES = Ours(
+    "--learner.ranks", "processes that learn together, a GPU each; on more than one machine torchrun starts them"
+)
 ENGINE = Ours("--sampler.engine", "vllm or sglang, servers that you start and name, --sampler.urls; or llama_cpp")
 SERVERS = Ours("--sampler.urls", "the address of each server; --sampler.engine says what they are")
 TRACKER = Ours("--track", "wandb, tensorboard, mlflow, trackio; every run writes metrics.jsonl too")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from policygrad.core.batch import Batch, Forward
 from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.division import Division
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.implicit_reward import ImplicitRewardModel
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.packing import Pack, micro_tokens, pack
-from policygrad.learners.local.recompute import differentiating
+from policygrad.learners.local.recompute import differentiating, without_effect
 from policygrad.learners.local.value_model import ValueModel
 from policygrad.models.precision import at_least_float32
 
@@ -32,16 +34,25 @@ class ActorCritic:
     """π_old, when the rollout's updates began; only where an exact KL(π_old‖π_θ) is asked for."""
     reward_model: ImplicitRewardModel | None = None
     reference: Evaluator | None = None
+    division: Division = field(default_factory=Division)
 
     @property
     def device(self) -> torch.device:
         """The policy's."""
         return next(self.policy.model.parameters()).device
 
-    def packs(self, batch: Batch, rows: Tensor | None = None, whole: bool = False) -> Iterator[Pack]:
-        """The completions `rows`, or all, in micro-batches; `whole`: of whole groups."""
+    def packs(
+        self, batch: Batch, rows: Tensor | None = None, whole: bool = False, evaluator: Evaluator | None = None
+    ) -> Iterator[Pack]:
+        """The completions `rows`, or all, in micro-batches: this process's share; `whole`: of whole groups; `evaluator`: what they
+        are for, where that is not the policy."""
         rows = torch.arange(len(batch.mask)) if rows is None else rows
-        return pack(batch, rows, micro_tokens(self.config, self.policy.model), whole=whole)
+        made, budget = partial(pack, batch, rows, whole=whole), micro_tokens(self.config, self.policy.model)
+        return self.division.packs(made, budget, partial(self._idle, evaluator or self.policy))
+
+    def _idle(self, evaluator: Evaluator, part: Pack) -> None:
+        with differentiating(evaluator.model, self.config.gradient_checkpointing):
+            without_effect(evaluator(part.to(self.device)))
 
     def forward(self, part: Pack, needs: frozenset[str], expected: Tensor | None = None) -> Forward:
         """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""
@@ -53,11 +64,11 @@ class ActorCritic:
         names = ("logp", *sorted(needs))
         empty = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
         found = {name: empty.clone() for name in names}
-        for part in self.packs(batch):
+        for part in self.packs(batch, evaluator=evaluator):
             out = evaluator.forward(part.to(self.device), needs, self.old, self.reference)
             for name in names:
                 found[name][part.rows] = getattr(out, name).cpu()
-        return Forward(**found)
+        return Forward(**{name: self.division.summed(x) for name, x in found.items()})
 
     def differentiating(self) -> AbstractContextManager[None]:
         """The policy in the mode for backward passes."""

@@ -18,6 +18,7 @@ from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.actor_critic import ActorCritic
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.curvature_problem import LocalProblem
+from policygrad.learners.local.division import Division
 from policygrad.learners.local.forward import Evaluator, probe
 from policygrad.learners.local.implicit_reward import ImplicitRewardModel
 from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
@@ -35,6 +36,8 @@ BESIDE = ("critic/", "reward_model/", "reference/")
 
 class LocalLearner:
     """AdamW on a model in this process, packed micro-batches, a reference model only when an algorithm needs one."""
+
+    division = Division()
 
     def __init__(
         self,
@@ -63,22 +66,21 @@ class LocalLearner:
                 f"{type(algorithm.step).__name__} needs a learning rate: give LocalLearner a number as lr"
             )
         config, adam = config or LearnerConfig(), optimizer or OptimizerConfig()
-        self.model, self.config, self.build, self.rollouts = model, config, build, 0
+        self.model, self.config, self.build, self.rollouts, self.refreshed = model, config, build, 0, False
         _check_adapters(model, config)
         if config.gradient_checkpointing:
             recompute_activations(model)
         train_only(model, config.trainable)
-        self.evaluator = probe(model, temperature)
+        self.evaluator = self._probed(model, temperature)
         if config.routing_replay:
             _check_replay(algorithm)
             self.evaluator = self.evaluator.replaying(Routing.of(model))
         self.optimizer = Optimizer(model, adam, lr or 0.0, steps * algorithm.step.updates)
         self.critic: ValueModel | None = None
         if algorithm.critic is not None:
-            updates = (steps, algorithm.step.value_updates)
-            self.critic = ValueModel.of(self.evaluator, algorithm.critic, config, adam, lr, updates, build)
+            how = (config, adam, lr, (steps, algorithm.step.value_updates), build, self.division)
+            self.critic = ValueModel.of(self.evaluator, algorithm.critic, *how)
         self.reference = self._reference(algorithm, reference, build)
-        self.refreshed = False  # a reference that is no longer the initial model is part of a checkpoint
         self.reward_model: ImplicitRewardModel | None = None
         if algorithm.reward_model is not None and self.reference is not None:
             total = steps * algorithm.step.value_updates
@@ -92,10 +94,15 @@ class LocalLearner:
             self.critic,
             reward_model=self.reward_model,
             reference=self.reference if "kl_ref" in algorithm.forward_needs else None,
+            division=self.division,
         )
         self.uses_lr = algorithm.step.uses_lr
         self.curvature = Curvature(self.networks) if self.uses_lr else Curvature(self.networks).checked()
         self.norms = ScoreNorms.of(self.evaluator, config) if "score_norm" in algorithm.needs else None
+
+    def _probed(self, model: nn.Module, temperature: float) -> Evaluator:
+        """The policy's evaluator, with the short cuts that its model allows."""
+        return probe(model, temperature)
 
     def _reference(self, algorithm: Algorithm, given: nn.Module | None, build: Build | None) -> Evaluator | None:
         """π_ref where a part reads it: the model that was given, or the policy as it is now."""
@@ -213,7 +220,7 @@ class LocalLearner:
             copy_weights(self.model, self.networks.old.model)
 
     def _renewed(self, reference: nn.Module) -> None:
-        """The reference is no longer what training began with."""
+        """The reference is no longer what training began with, and so a part of checkpoints."""
         self.refreshed = True
         if adapters_of(reference):
             switch(reference, True)

@@ -1,8 +1,7 @@
 """Where a model is called past its root, its backbone or its head alone. The only place.
 
-A model that `fully_shard` has split gathers its embeddings and its head when the root is called, not when a part of it is. A
-sharded learner makes `states`, `hidden` and `logits` methods of the root, registers them with torch's
-`register_fsdp_forward_method`, and hands out a Network that calls those.
+A model that `fully_shard` has split gathers its embeddings and its head when the root is called, not when a part of it is: a
+sharded evaluator calls all of this within its root, a module around the model (see `fsdp/sharding.py`).
 """
 
 from __future__ import annotations

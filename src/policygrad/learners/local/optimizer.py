@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from policygrad.errors import CheckpointError, ConfigError, ModelError, NumericsError
 from policygrad.learners.config import OptimizerConfig
+from policygrad.models.replica import full
 
 
 class Optimizer:
@@ -60,7 +61,7 @@ class Optimizer:
             self.taken += 1
             return None, rate
         limit = self.config.clip or math.inf
-        total = nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
+        total = full(nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None]))
         norm = float(total)
         if not math.isfinite(norm):
             where = self._first_bad()
@@ -82,8 +83,8 @@ class Optimizer:
     def _first_bad(self) -> str:
         """In words, the first parameter, in the model's order, whose gradient is not finite."""
         for name, master in self.masters.items():
-            if master.grad is not None and not bool(master.grad.isfinite().all()):
-                bad, weights = int((~master.grad.isfinite()).sum()), bool(master.isfinite().all())
+            if master.grad is not None and not bool((grad := full(master.grad)).isfinite().all()):
+                bad, weights = int((~grad.isfinite()).sum()), bool(full(master).isfinite().all())
                 own = "" if weights else "; the weight itself is not finite"
                 return f", first in {name} ({bad} of {master.numel()} numbers are not finite{own})"
         return ", though every number in it is finite: their squares are not"

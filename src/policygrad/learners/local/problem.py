@@ -88,7 +88,7 @@ class LocalGradientProblem:
         if whole:
             moving = torch.isin(batch.group, batch.group[moving]) & batch.mask.any(1)
         rows = moving.nonzero().squeeze(1)
-        metrics: Metrics = {"completions/offered": Sum(float(batch.mask.any(1).sum()))}
+        metrics: Metrics = {}
         bare = replace(batch, prompts=None, tokens=None, experts=None)  # the equation does not read them
         for part in networks.packs(batch, rows, whole):
             share = bare.select(part.rows).to(device)
@@ -101,7 +101,8 @@ class LocalGradientProblem:
             networks.optimizer.collect()
             metrics = merge(metrics, {"completions/computed": Sum(float(len(part.paths)))})
             metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef))
-        metrics = {"completions/computed": Sum(0.0)} | metrics
+        offered: Metrics = {"completions/offered": Sum(float(batch.mask.any(1).sum()))}
+        metrics = {"completions/computed": Sum(0.0)} | offered | networks.division.merged(metrics)
         metrics |= {} if networks.policy.network.routing is None else networks.policy.network.routing.measured()
         if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens are not clipped, but count
             skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,14 @@ from policygrad.core import ragged
 from policygrad.core.aggregates import TokenMean
 from policygrad.core.batch import Batch, required
 from policygrad.core.critic import Critic, explained_variance
-from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
+from policygrad.core.metrics import Max, Mean, Metric, Metrics, Sum, merge
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.local.division import Division
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.network import backbone
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.packing import Pack, micro_tokens, pack
-from policygrad.learners.local.recompute import recompute_activations
+from policygrad.learners.local.recompute import recompute_activations, without_effect
 from policygrad.models.replica import Build, let_train, replica
 
 
@@ -70,6 +72,7 @@ class ValueModel:
     optimizer: Optimizer
     evaluator: Evaluator
     config: LearnerConfig
+    division: Division = field(default_factory=Division)
 
     @classmethod
     def of(
@@ -81,22 +84,34 @@ class ValueModel:
         lr: float | None,
         updates: tuple[int, int],
         build: Build | None = None,
+        division: Division | None = None,
     ) -> ValueModel:
         """A critic that starts from the policy's weights. `lr`: the policy's; `updates`: rollouts, and updates of the
         critic in each, for the schedule."""
         rollouts, each = updates
         total = (rollouts + min(rollouts, critic.pretrain) * (critic.pretrain_epochs - 1)) * each
-        network = ValueNetwork(evaluator, critic, config.gradient_checkpointing, build)
-        return cls(network, Optimizer(network, adam, critic.rate(lr), total), evaluator, config)
+        network, division = (
+            ValueNetwork(evaluator, critic, config.gradient_checkpointing, build),
+            division or Division(),
+        )
+        division.spread(network)
+        return cls(network, Optimizer(network, adam, critic.rate(lr), total), evaluator, config, division)
+
+    def _packs(self, batch: Batch) -> Iterator[Pack]:
+        made, budget = partial(pack, batch, torch.arange(len(batch.mask))), micro_tokens(self.config, self.network)
+        return self.division.packs(made, budget, lambda part: without_effect(self.network(part.to(self._device))))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.network.parameters()).device
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Batch:
         """The batch with `values` [B, T], float32."""
-        out = torch.zeros(batch.mask.shape)
-        device = next(self.network.parameters()).device
-        for part in pack(batch, torch.arange(len(out)), micro_tokens(self.config, self.network)):
+        out, device = torch.zeros(batch.mask.shape), self._device
+        for part in self._packs(batch):
             out[part.rows] = self.network(part.to(device)).cpu()
-        return replace(batch, values=out)
+        return replace(batch, values=self.division.summed(out))
 
     def bootstrapped(self, batch: Batch) -> Batch:
         """The batch with `bootstrap` [B], float32: the value after the last sampled token of what was cut off, 0 elsewhere.
@@ -127,10 +142,9 @@ class ValueModel:
         assert batch.values is not None
         coefficient = TokenMean()(batch.mask, batch.group).to(batch.reward.dtype)
         bare = replace(batch, prompts=None, tokens=None, experts=None)
-        device = next(self.network.parameters()).device
-        metrics: Metrics = {}
+        device, metrics = self._device, dict[str, Metric]()
         self.network.train(self.config.gradient_checkpointing)
-        for part in pack(batch, torch.arange(len(batch.mask)), micro_tokens(self.config, self.network)):
+        for part in self._packs(batch):
             share, c = bare.select(part.rows).to(device), coefficient[part.rows].to(device)
             assert share.returns is not None
             loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
@@ -138,6 +152,7 @@ class ValueModel:
             self.optimizer.collect()
             metrics = merge(metrics, {"value_loss": Sum(loss.detach().double())})
         self.network.eval()
+        metrics = self.division.merged(metrics)
         return {"value_loss": Mean(metrics["value_loss"].value)} if metrics else {}
 
     def descend(self) -> Metrics:

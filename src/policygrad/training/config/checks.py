@@ -11,6 +11,7 @@ from policygrad.core.run_checks import check_rollout, check_sampling
 from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 from policygrad.learners.config import OptimizerConfig
+from policygrad.learners.fsdp.supported import check_ranks
 from policygrad.rewards.process_rewards import check_pattern
 from policygrad.samplers.config import LOCAL
 from policygrad.trackers.services import check_services
@@ -40,6 +41,7 @@ def check(run: Run) -> None:
             f"learner.routing_replay replays the experts that sampled, which {run.sampler.engine} does not tell: set it to "
             "false, or take --sampler.engine local"
         )
+    check_ranks(run.learner, run.algorithm)
     if run.lr is not None and not 0 <= run.lr < math.inf:
         raise ConfigError(f"lr must be at least 0 and finite, not {run.lr}")
     check_seed(run.seed)

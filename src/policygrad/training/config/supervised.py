@@ -76,6 +76,8 @@ class Supervised:
             raise ConfigError(
                 f"learner.score_parameters is for policy gradients; {self.kind} reads none: leave it empty"
             )
+        if self.learner.ranks > 1:
+            raise ConfigError(f"learner.ranks is for policygrad train; {self.kind} learns in one process: leave it out")
 
     def resolved(self) -> Self:
         """With every open choice filled in.

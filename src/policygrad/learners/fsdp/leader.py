@@ -1,0 +1,216 @@
+"""The learner of rank 0, which runs the training: every call is told to the other processes first, and done by all at once.
+
+There is one loop, in one process. Whatever hangs on the clock, on signals, files, rewards or an engine is decided there, so that
+the processes cannot come apart.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch
+from policygrad.core.metrics import Metrics
+from policygrad.errors import PolicygradError, RunError
+from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.fsdp.blueprint import Blueprint
+from policygrad.learners.fsdp.learner import FsdpLearner, Plan
+from policygrad.learners.fsdp.ranks import Ranks, check_devices
+from policygrad.learners.fsdp.supported import check_ranks
+from policygrad.weight_sync.base import Published
+
+T = TypeVar("T")
+AGREED = (PolicygradError, KeyError)
+"""What is raised in all processes alike, from what all of them know: they go on listening."""
+AGAIN = 0.5
+"""Seconds in which signals are one: a terminal's and torchrun's come together."""
+
+
+class RankedLearner:
+    """As `LocalLearner`, with as many processes as `ranks` has."""
+
+    def __init__(self, ranks: Ranks, plan: Plan, model: nn.Module, reference: nn.Module | None) -> None:
+        self._ranks, self._whole, self._lock, self.samples = ranks, True, threading.Lock(), plan.samples
+        with self.together("making the learner"):
+            ranks.tell(plan)
+            self._learner = FsdpLearner(ranks, plan, model, reference)
+
+    @classmethod
+    def of(
+        cls,
+        ranks: Ranks,
+        model: nn.Module,
+        algorithm: Algorithm,
+        *,
+        lr: float | None,
+        steps: int,
+        temperature: float = 1.0,
+        config: LearnerConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        reference: nn.Module | None = None,
+        samples: bool = False,
+    ) -> Self:
+        """The arguments are those of `LocalLearner`. `model` stays whole in this process: `publish` writes the weights into it.
+        samples: it is whole in all of them, for each to draw with.
+
+        Raises:
+            ConfigError: what several processes cannot share yet.
+        """
+        config = config or LearnerConfig()
+        check_ranks(config, algorithm)
+        own = Blueprint.of(model, temperature)
+        read = "logp_ref" in algorithm.needs
+        theirs = None if not read else own if reference is None else Blueprint.of(reference, temperature)
+        plan = Plan(
+            policy=own,
+            reference=theirs,
+            algorithm=algorithm,
+            lr=lr,
+            steps=steps,
+            temperature=temperature,
+            config=config,
+            optimizer=optimizer or OptimizerConfig(),
+            device=next(model.parameters()).device.type,
+            threads=_threads(ranks.size),
+            samples=samples,
+        )
+        return cls(ranks, plan, model, model if reference is None else reference)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that learn."""
+        return self._ranks.size
+
+    @property
+    def reference_parameters(self) -> int:
+        """Of the reference, in all processes together; 0 without one."""
+        return self._learner.reference_parameters
+
+    @property
+    def version(self) -> int:
+        """How many updates made the weights."""
+        return self._learner.version
+
+    @property
+    def lr(self) -> float | None:
+        """As `LocalLearner.lr`."""
+        return self._learner.lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self._do(FsdpLearner.set_lr, value)
+
+    def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
+        """As `LocalLearner.evaluate`."""
+        with not_in_its_midst():  # in a rollout, which a signal ends at once
+            return self._do(FsdpLearner.evaluate, batch, needs)
+
+    def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
+        """One rollout's updates; the metrics are those of the whole batch."""
+        return self._do(FsdpLearner.update, batch, psi, algorithm)
+
+    def publish(self) -> Published:
+        """The model's own tensors, with the weights as they are."""
+        return self._do(FsdpLearner.publish)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Gathered: that of one process."""
+        return self._do(FsdpLearner.state)
+
+    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """The state of a checkpoint, of whatever number of processes."""
+        with self.together("restore") as ranks:
+            ranks.tell((FsdpLearner.restore, ({n: t.to("meta") for n, t in tensors.items()}, values)))
+            self._learner.restore(tensors, values)
+
+    def close(self) -> None:
+        """The other processes end."""
+        self._ranks.close(self._whole)
+        self._whole = False
+
+    def _do(self, method: Callable[..., T], *args: Any) -> T:
+        with self.together(method.__name__) as ranks:
+            ranks.tell((method, args))
+            return method(self._learner, *args)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[Ranks]:
+        """Around what all processes do: within, they are told (a function of their learner and its arguments), and it is done here
+        too. What breaks it off here leaves the others where they are, and there is no way on."""
+        with self._lock:  # a rollout in another thread may ask something meanwhile
+            if not self._whole:
+                raise RunError(f"{what}: the processes that learn together have come apart, see the error before")
+            try:
+                yield self._ranks
+            except AGREED:
+                raise
+            except BaseException as error:
+                self._whole = False
+                gone = lost_connection(error)
+                if not gone:
+                    raise
+                raise RunError(
+                    f"{self._ranks.lost() or gone}, in the midst of {what!r}: what it said stands above"
+                ) from error
+
+
+def ranked_learner(model: nn.Module, algorithm: Algorithm, *, config: LearnerConfig, **how: Any) -> RankedLearner:
+    """A `RankedLearner` with processes of its own, `config.ranks` of them, or with torchrun's; `close` ends them."""
+    check_ranks(config, algorithm)
+    check_devices(next(model.parameters()).device.type, config.ranks)
+    ranks = Ranks.start(config.ranks)
+    try:
+        return RankedLearner.of(ranks, model, algorithm, config=config, **how)
+    except BaseException as error:
+        ranks.close(isinstance(error, AGREED))
+        raise
+
+
+def _threads(size: int) -> int:
+    """This machine's between the processes, unless OMP_NUM_THREADS says how many each has (as torchrun lets it)."""
+    here = torch.get_num_threads()
+    return here if "OMP_NUM_THREADS" in os.environ else max(1, here // size)
+
+
+def lost_connection(error: BaseException) -> str:
+    """In words, that a connection to another process has gone; empty where the error is another."""
+    gone = isinstance(error, RuntimeError) and any(
+        word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection")
+    )
+    return f"another of the processes that learn together has ended ({str(error).splitlines()[0]})" if gone else ""
+
+
+@contextmanager
+def not_in_its_midst() -> Iterator[None]:
+    """A signal waits until what all processes do is done: whoever left it would leave the others waiting. A second one does not."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, float]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if came and time.monotonic() - came[0][1] > AGAIN:
+            raise KeyboardInterrupt
+        came.append((number, time.monotonic()))
+
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {n: handler for n in numbers if callable(handler := signal.getsignal(n))}
+    try:
+        for number in before:
+            signal.signal(number, hold)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0][0])

@@ -1,0 +1,132 @@
+"""One process's share of a learner that is spread over several: the same calls in all of them, in the same order.
+
+It is the local learner on a model of which this process holds a share. What is computed once per rollout or update (coefficients,
+the choice of tokens, minibatches) every process computes from the same batch; forward and backward passes are divided.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from policygrad.core.algorithm import Algorithm
+from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.fsdp.blueprint import Blueprint
+from policygrad.learners.fsdp.division import Dealt
+from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.learners.fsdp.sharding import sharded
+from policygrad.learners.local.forward import Evaluator
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.models.replica import Build, full
+from policygrad.weight_sync.base import Published
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What every process makes its share of."""
+
+    policy: Blueprint
+    reference: Blueprint | None
+    """Of π_ref, where a part reads it."""
+    algorithm: Algorithm
+    lr: float | None
+    steps: int
+    temperature: float
+    config: LearnerConfig
+    optimizer: OptimizerConfig
+    device: str
+    """cpu or cuda."""
+    threads: int
+    """That each process computes with, on the CPU."""
+    samples: bool
+    """Whether every process has the whole policy beside its share, to draw completions with."""
+
+
+class FsdpLearner(LocalLearner):
+    """A share of the policy, its moments and its reference."""
+
+    def __init__(
+        self, ranks: Ranks, plan: Plan, source: nn.Module | None = None, reference: nn.Module | None = None
+    ) -> None:
+        """source, reference: the whole models, which rank 0 has: whose numbers are spread."""
+        self.ranks, self._published = ranks, -1
+        self.kept: dict[str, Any] = {}  # what others make of the whole model here
+        torch.set_num_threads(plan.threads)
+        self._device = _device(plan.device)
+        self.whole = plan.policy.empty(self._device) if source is None and plan.samples else source
+        self._mesh = init_device_mesh(plan.device, (ranks.size,))
+        given = (ranks, self._mesh, self._device, plan.temperature)
+        self._own = sharded(plan.policy, source, *given)
+        self.division = Dealt(ranks, self._mesh, plan.policy.narrow)
+        self._theirs = None if plan.reference is None else sharded(plan.reference, reference, *given)
+        super().__init__(
+            self._own.model,
+            plan.algorithm,
+            lr=plan.lr,
+            steps=plan.steps,
+            temperature=plan.temperature,
+            config=plan.config,
+            optimizer=plan.optimizer,
+            build=lambda: plan.policy.empty(self._device, wide=True),
+        )
+
+    def _probed(self, model: nn.Module, temperature: float) -> Evaluator:
+        return self._own
+
+    def _reference(self, algorithm: Algorithm, given: nn.Module | None, build: Build | None) -> Evaluator | None:
+        if self._theirs is not None:
+            self._theirs.model.requires_grad_(False)
+        return self._theirs
+
+    def set_lr(self, value: float) -> None:
+        """As setting `lr`."""
+        self.lr = value
+
+    @torch.no_grad()
+    def publish(self) -> Published:
+        """The weights, gathered one after another into the whole model of each process that has one."""
+        own = {} if self.whole is None else dict(self.whole.named_parameters())
+        if self._published != self.version:
+            for name, parameter in self.model.named_parameters():
+                whole = full(parameter)
+                if own:
+                    own[name].copy_(whole)
+            self._published = self.version
+        return Published(self.version, own)
+
+    @torch.no_grad()
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As of one process, so that any number of them can go on with it; the tensors are rank 0's alone."""
+        tensors, values = super().state()
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            whole = full(tensor)
+            if self.ranks.rank == 0:
+                found[name] = whole.cpu()
+        return found, values
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """The state of a checkpoint, which rank 0 has; the others know its names, shapes and types."""
+        self._published = -1
+        super().restore({name: self._spread(tensor) for name, tensor in tensors.items()}, values)
+
+    def _spread(self, tensor: Tensor) -> Tensor:
+        device = self._device if tensor.ndim else torch.device("cpu")
+        whole = self.ranks.given(None if tensor.is_meta else tensor, tensor, device)
+        return distribute_tensor(whole, self._mesh, [Shard(0)], src_data_rank=None) if tensor.ndim else whole
+
+
+def _device(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

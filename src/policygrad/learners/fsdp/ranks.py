@@ -1,0 +1,208 @@
+"""The processes that learn together: those that this one starts, or that torchrun has started; and what they tell each other.
+
+Rank 0 is in command: it alone runs a training, and tells the others what to do. What it says goes over a group of its own, on the
+CPU, where they may wait as long as a rollout takes; tensors go over torch's default group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
+
+from policygrad.errors import ConfigError, RunError
+from policygrad.learners.fsdp.torchrun import launched
+from policygrad.rewards.imports import FILE_MODULE
+
+PATIENCE = timedelta(days=30)
+"""How long a process waits to be told something: a rollout or an evaluation may take any time."""
+END = 10.0
+"""Seconds for processes to end by themselves."""
+LOOK = 0.05
+"""Seconds between looks at processes that are starting."""
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from policygrad.learners.fsdp.follower import main; "
+    "main(*map(int, sys.argv[2:]))"
+)
+
+
+class Ranks:
+    """This process among those that learn together."""
+
+    def __init__(self, rank: int, size: int, others: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+        """Of a process in torch's default group. others: those that this one has started."""
+        self.rank, self.size, self._others = rank, size, others
+        self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    @classmethod
+    def start(cls, size: int) -> Ranks:
+        """Rank 0, with the others: torchrun's, or processes that are started now.
+
+        Raises:
+            ConfigError: a torch without `torch.distributed`, or one whose processes are somebody else's.
+            RunError: processes that do not come.
+        """
+        if not dist.is_available():
+            raise ConfigError(
+                "learner.ranks above 1 needs torch.distributed, which this torch is built without: set it to 1"
+            )
+        if dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed is at work in this process already: set learner.ranks to 1, or start another process"
+            )
+        if launched() is not None:
+            return cls.joined()
+        store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        others = [_started(store.port, rank, size) for rank in range(1, size)]
+        try:
+            _come(store, others)
+            dist.init_process_group(_backend(), store=store, rank=0, world_size=size)
+            return cls(0, size, others)
+        except BaseException:
+            _kill(others)
+            _leave()
+            raise
+
+    @classmethod
+    def at(cls, port: int, rank: int, size: int) -> Ranks:
+        """One of the processes that another has started."""
+        os.environ["LOCAL_RANK"] = str(rank)
+        store = TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
+        store.set(_here(rank), "")
+        dist.init_process_group(_backend(), store=store, rank=rank, world_size=size)
+        return cls(rank, size)
+
+    @classmethod
+    def joined(cls) -> Ranks:
+        """One of torchrun's."""
+        dist.init_process_group(_backend())
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    def tell(self, message: object) -> None:
+        """From rank 0 to all others, each of which is listening (`heard`).
+
+        Raises:
+            ConfigError: what no pickle holds.
+        """
+        for name, module in list(sys.modules.items()):
+            if name.startswith(FILE_MODULE):  # which the others cannot import by its name
+                cloudpickle.register_pickle_by_value(module)
+        try:
+            said = cloudpickle.dumps(message)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise ConfigError(
+                f"the model or a part of the algorithm cannot be sent to the other processes ({error}): let it hold what pickle "
+                "can, or set learner.ranks to 1"
+            ) from error
+        dist.broadcast_object_list([said], src=0, group=self._control)
+
+    def heard(self) -> Any:
+        """What rank 0 says next."""
+        box: list[bytes] = [b""]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return pickle.loads(box[0])
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Σ over the processes of x, on the CPU; x is written over."""
+        dist.all_reduce(x, group=self._control)
+        return x
+
+    def gathered(self, x: object) -> list[Any]:
+        """What each process has, in their order."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, x, group=self._control)
+        return found
+
+    def given(self, x: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
+        """Rank 0's x on every process; `like` says its shape and type."""
+        found = (
+            torch.empty(like.shape, dtype=like.dtype, device=device) if x is None else x.detach().to(device, like.dtype)
+        )
+        found = found.contiguous()
+        dist.broadcast(found, src=0)
+        return found
+
+    def lost(self) -> str:
+        """In words, the first of the others to have ended, which is waited for; empty where all are there, or nobody knows."""
+        for other in self._others:
+            with suppress(subprocess.TimeoutExpired):
+                other.wait(END / len(self._others))
+        return _ended(self._others)
+
+    def close(self, whole: bool = True) -> None:
+        """The others end, and are waited for. whole: they are listening; otherwise they are in the midst of something."""
+        if not whole:
+            _kill(self._others)
+            _leave()
+            return
+        if self.rank == 0:
+            self.tell(None)
+        for other in self._others:
+            try:
+                other.wait(END)
+            except subprocess.TimeoutExpired:
+                other.kill()
+                other.wait()
+        dist.destroy_process_group()
+
+
+def check_devices(kind: str, size: int) -> None:
+    """Raises ConfigError where processes that are started here would have to share a GPU, which NCCL refuses."""
+    if kind == "cuda" and launched() is None and size > (there := torch.cuda.device_count()):
+        raise ConfigError(
+            f"learner.ranks is {size}, and this machine has {there} GPU{'s' * (there != 1)}: each process needs one of its own. "
+            "Lower it, or set learner.device to cpu"
+        )
+
+
+def _leave() -> None:
+    """Without a word to the others. What NCCL still has under way nobody can wait for: it ends with the process."""
+    if dist.is_initialized() and not torch.cuda.is_available():
+        dist.destroy_process_group()
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _started(port: int, rank: int, size: int) -> subprocess.Popen[bytes]:
+    """A fresh interpreter with this one's import path."""
+    words = [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, (port, rank, size))]
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)  # a terminal's Ctrl-C is rank 0's
+
+
+def _here(rank: int) -> str:
+    return f"rank {rank} is here"
+
+
+def _come(store: Store, others: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Returns when all are there. Raises RunError where one has ended instead."""
+    while others and not store.check([_here(rank) for rank in range(1, len(others) + 1)]):
+        if said := _ended(others):
+            raise RunError(f"{said} before the run began: what it said stands above")
+        time.sleep(LOOK)
+
+
+def _ended(others: Sequence[subprocess.Popen[bytes]]) -> str:
+    codes = [(rank, other.poll()) for rank, other in enumerate(others, 1)]
+    return next((f"rank {rank} has ended (exit code {code})" for rank, code in codes if code is not None), "")
+
+
+def _kill(others: Sequence[subprocess.Popen[bytes]]) -> None:
+    for other in others:
+        other.kill()
+    for other in others:
+        other.wait()

@@ -1,0 +1,114 @@
+"""A model spread over the processes by FSDP2 (`fully_shard`), and its evaluator.
+
+Each layer is a unit, gathered when it is called and let go after; what is left (embeddings, head) is the root's. The evaluator
+calls a model past its root (see `network`), so the root is a module around the whole evaluation, `Call`: what it gathers is there
+for all that happens within. Gradients are summed over the processes, never averaged: coefficients are of the whole update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from policygrad.core.batch import Forward
+from policygrad.learners.fsdp.blueprint import Blueprint, fill
+from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.learners.local.curvature import Call
+from policygrad.learners.local.forward import Evaluator
+from policygrad.learners.local.network import Network
+from policygrad.learners.local.packing import Pack
+from policygrad.models.precision import at_least_float32
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedEvaluator(Evaluator):
+    """Log-probabilities under a model of which each process has a share: all of them evaluate at once, each a pack of its own."""
+
+    root: Call
+
+    def forward(
+        self,
+        part: Pack,
+        needs: frozenset[str] = frozenset(),
+        old: Evaluator | None = None,
+        reference: Evaluator | None = None,
+        expected: Tensor | None = None,
+    ) -> Forward:
+        """As `Evaluator.forward`, of what needs no other model."""
+
+        def work() -> dict[str, Tensor]:  # of a dataclass FSDP would not see the tensors
+            out = Evaluator.forward(self, part, needs, old, reference, expected)
+            return {f.name: x for f in fields(out) if (x := getattr(out, f.name)) is not None}
+
+        return Forward(**cast(Any, self.root)(work))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedNetwork(Network):
+    """The halves of that model, called within its root; alone only its states are asked for."""
+
+    root: Call
+
+    def hidden(self, part: Pack, network: nn.Module | None = None) -> Tensor:
+        """As `Network.hidden`."""
+        if network is not None:
+            return Network.hidden(self, part, network)
+        found: Tensor = cast(Any, self.root)(lambda: Network.hidden(self, part))
+        return found
+
+
+def sharded(
+    blueprint: Blueprint,
+    source: nn.Module | None,
+    ranks: Ranks,
+    mesh: DeviceMesh,
+    device: torch.device,
+    temperature: float,
+) -> ShardedEvaluator:
+    """The blueprint's model, with the numbers of `source`, which rank 0 has. No process holds more than a layer of it as a whole
+    on the way."""
+    model = blueprint.model()
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    given = None if source is None else dict(source.named_parameters())
+    root, made = Call(model), dict[Tensor, nn.Parameter]()
+
+    def numbers(p: nn.Parameter) -> Tensor:
+        return ranks.given(None if given is None else given[names[p]], at_least_float32(p), device)
+
+    shard(root, mesh, blueprint.narrow, lambda unit: fill(unit.modules(), device, numbers, made))
+    network = ShardedNetwork(model, split_head=blueprint.split_head, branches=blueprint.branches, root=root)
+    return ShardedEvaluator(network, temperature, blueprint.window, root=root)
+
+
+def shard(
+    root: nn.Module,
+    mesh: DeviceMesh,
+    narrow: torch.dtype | None,
+    before: Callable[[nn.Module], None] = lambda unit: None,
+) -> None:
+    """Leaves each process its share of the module's parameters, layer by layer, each after `before`. narrow: what they are gathered
+    in, where that is less than they are kept in; gradients are summed in float32 then."""
+    policy = MixedPrecisionPolicy()
+    if narrow is not None:
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for unit in (*reversed(layers(root)), root):
+        before(unit)
+        one = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        one.set_gradient_divide_factor(1.0)
+        one.set_force_sum_reduction_for_comms(True)
+        if hasattr(
+            one, "set_reduce_scatter_unused_params"
+        ):  # torch 2.13: experts that only some processes' tokens go to
+            one.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """What the model is a pile of, as transformers names it (`_no_split_modules`); nothing where it does not."""
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return [module for module in model.modules() if type(module).__name__ in names]

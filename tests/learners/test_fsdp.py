@@ -1,0 +1,288 @@
+"""The learner in several processes: the same gradients, metrics and state as in one, whatever is spread and whoever idles."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from math import ceil
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+import policygrad as pg
+from doubles.batches import VOCABULARY, make_batch
+from policygrad.core.metrics import Metrics
+from policygrad.learners.fsdp import leader
+from policygrad.learners.fsdp.division import Dealt
+from policygrad.learners.fsdp.leader import RankedLearner
+from policygrad.learners.fsdp.ranks import Ranks, check_devices
+from policygrad.learners.fsdp.torchrun import check_alone, ranks_of
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.packing import Pack, pack
+
+BATCH = make_batch(5, groups=5)
+SIZES = {
+    "n_embd": 12,
+    "n_inner": 15,
+    "n_layer": 3,
+    "n_head": 2,
+    "n_positions": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+HOW: dict[str, Any] = {
+    "lr": 1e-2,
+    "steps": 4,
+    "temperature": 0.7,
+    "config": pg.LearnerConfig(micro_tokens=24),
+    "optimizer": pg.OptimizerConfig(
+        eps=1.0
+    ),  # a step that is about linear in the gradient, so that rounding stays rounding
+}
+TWICE = pg.FirstOrder(epochs=2, minibatches=2)
+ALGORITHMS = {
+    "dr_grpo": pg.DR_GRPO,
+    "grpo, four updates": replace(pg.GRPO, step=TWICE),
+    "dapo": pg.DAPO,
+    "gspo": pg.GSPO,
+    "high_entropy": pg.HIGH_ENTROPY,
+    "vespo": pg.VESPO,
+    "ppo": pg.PPO,
+    "ppo, a head alone": replace(pg.PPO, critic=pg.Critic(features="policy", hidden=5)),
+}
+"""A reference, several updates, ratios of whole completions, tokens chosen among all, an entropy, critics."""
+
+
+def model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """15 rows, 12 columns and 3 layers: not everything can be halved. It rounds nothing to float32 on the way, as Llamas do."""
+    torch.manual_seed(0)
+    config = tf.GPT2Config(
+        **SIZES, vocab_size=VOCABULARY, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, initializer_range=0.5
+    )
+    made: nn.Module = tf.GPT2LMHeadModel(config).to(dtype).eval()
+    return made
+
+
+def learned(learner: Any, algorithm: pg.Algorithm, batch: pg.Batch = BATCH) -> Metrics:
+    """A step as the loop takes it."""
+    batch = learner.evaluate(batch, algorithm.needs)
+    shaped = algorithm.shaped(batch)
+    psi, batch = algorithm.advantages(batch, shaped), algorithm.with_targets(batch, shaped)
+    found: Metrics = learner.update(batch, psi, algorithm)
+    return found
+
+
+def agree(local: LocalLearner, ranked: RankedLearner, tolerance: float = 1e-12) -> None:
+    """Weights and moments, which are the gradients' averages, relative to each tensor's largest number."""
+    (expected, values), (found, said) = local.state(), ranked.state()
+    assert values == said
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert found[name].shape == tensor.shape
+        bound = max(tolerance, 1e-8) if name.startswith("critic/") else tolerance  # whose values are float32
+        assert float((found[name] - tensor).abs().max()) <= bound * max(1e-30, float(tensor.abs().max())), name
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def pair(ranks: Ranks, algorithm: pg.Algorithm, **changes: Any) -> tuple[LocalLearner, RankedLearner, nn.Module]:
+    """A learner in this process, one in all, and the model that the second publishes into."""
+    how, one, whole = HOW | changes, model(), model()
+    torch.manual_seed(1)  # of a critic's head
+    local = LocalLearner(one, algorithm, **how)
+    torch.manual_seed(1)
+    return local, RankedLearner.of(ranks, whole, algorithm, **how), whole
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Two."""
+    threads, found = torch.get_num_threads(), Ranks.start(2)
+    yield found
+    found.close(whole=False)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_as_one_does(ranks: Ranks) -> None:
+    """One start for all, since it takes seconds."""
+    for name, algorithm in ALGORITHMS.items():
+        local, ranked, whole = pair(ranks, algorithm.with_budget(6))
+        expected, found = (
+            values(learned(learner, local_algorithm)) for learner, local_algorithm in _both(local, ranked, algorithm)
+        )
+        assert found == pytest.approx(expected, rel=1e-6 if algorithm.critic else 1e-9, abs=1e-12), name
+        agree(local, ranked)
+        ranked.publish()
+        state, _ = ranked.state()
+        assert all(torch.equal(parameter, state[f"weights/{key}"]) for key, parameter in whole.named_parameters())
+    _one_idles(*pair(ranks, pg.DR_GRPO)[:2])
+    _goes_on_after_a_bad_gradient(*pair(ranks, pg.DR_GRPO)[:2])
+    _takes_over_the_state_of_one_process(*pair(ranks, pg.DR_GRPO)[:2])
+    _recomputes_activations(
+        *pair(ranks, pg.DR_GRPO, config=pg.LearnerConfig(micro_tokens=24, gradient_checkpointing=True))[:2]
+    )
+    _learns_in_bf16(ranks)
+
+
+def _both(local: LocalLearner, ranked: RankedLearner, algorithm: pg.Algorithm) -> list[tuple[Any, pg.Algorithm]]:
+    return [(learner, algorithm.with_budget(6)) for learner in (local, ranked)]
+
+
+def _one_idles(local: LocalLearner, ranked: RankedLearner) -> None:
+    """A single completion is one micro-batch."""
+    one = replace(BATCH, mask=BATCH.mask & (torch.arange(len(BATCH.mask)) == 0)[:, None])
+    for learner in (local, ranked):
+        assert (
+            values(learner.update(one, torch.ones_like(one.mask, dtype=torch.float64), pg.REINFORCE))["updates/taken"]
+            == 1
+        )
+    agree(local, ranked)
+
+
+def _goes_on_after_a_bad_gradient(local: LocalLearner, ranked: RankedLearner) -> None:
+    nothing = torch.full(BATCH.mask.shape, float("nan"), dtype=torch.float64)
+    with pytest.raises(pg.NumericsError, match=r"first in transformer\.wte\.weight"):
+        ranked.update(BATCH, nothing, pg.DR_GRPO)
+    flat = replace(BATCH, reward=torch.ones_like(BATCH.reward))
+    for learner in (local, ranked):
+        assert values(learned(learner, pg.DR_GRPO.with_budget(6), flat))["updates/skipped"] == 1
+        learned(learner, pg.DR_GRPO.with_budget(6))
+    agree(local, ranked)
+
+
+def _takes_over_the_state_of_one_process(local: LocalLearner, ranked: RankedLearner) -> None:
+    learned(local, pg.DR_GRPO.with_budget(6))
+    ranked.restore(*local.state())
+    agree(local, ranked, 0.0)
+    ranked.lr = local.lr = 0.5
+    for learner in (local, ranked):
+        learned(learner, pg.DR_GRPO.with_budget(6))
+    agree(local, ranked)
+
+
+def _recomputes_activations(local: LocalLearner, ranked: RankedLearner) -> None:
+    for learner in (local, ranked):
+        learned(learner, pg.DR_GRPO.with_budget(6))
+    agree(local, ranked)
+
+
+def _learns_in_bf16(ranks: Ranks) -> None:
+    """Masters in float32, passes in bfloat16: the published model is the masters', rounded."""
+    whole = model(torch.bfloat16)
+    ranked = RankedLearner.of(ranks, whole, pg.DR_GRPO, **HOW)
+    batch = replace(BATCH, reward=BATCH.reward.float())
+    learned(ranked, pg.DR_GRPO.with_budget(6), batch)
+    ranked.publish()
+    state, _ = ranked.state()
+    for key, parameter in whole.named_parameters():
+        master = state[f"weights/{key}"]
+        assert master.dtype == torch.float32
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, master.bfloat16())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("budget", [7, 24, 60, 10**6])
+def test_micro_batches_are_dealt_out(size: int, budget: int) -> None:
+    """Each completion to one process; all take equally many passes, no more than the budget makes necessary, within the budget."""
+    rows = torch.arange(len(BATCH.mask))
+    given, turns = [], []
+    for rank in range(size):
+        idle: list[Pack] = []
+        ranks: Any = SimpleNamespace(rank=rank, size=size)
+        mine = list(Dealt(ranks, None, None).packs(partial(pack, BATCH, rows), budget, idle.append))  # type: ignore[arg-type]
+        given += [row for part in mine for row in part.rows.tolist()]
+        turns.append(len(mine) + len(idle))
+        assert all(len(part.ids) <= budget or len(part.paths) == 1 for part in mine)
+    assert sorted(given) == rows[BATCH.mask.any(1)].tolist()
+    assert turns == [ceil(len(list(pack(BATCH, rows, budget))) / size)] * size
+
+
+def test_one_rank_is_one_process() -> None:
+    ranks = Ranks.start(1)
+    local, ranked, _ = pair(ranks, pg.GSPO)
+    expected, found = (values(learned(learner, pg.GSPO)) for learner in (local, ranked))
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    agree(local, ranked)
+    ranked.close()
+
+
+def test_a_signal_waits_for_what_all_processes_do() -> None:
+    came: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with leader.not_in_its_midst():
+            signal.raise_signal(signal.SIGTERM)
+            assert came == []
+        assert came == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("name", ["trpo", "prime", "opo"])
+def test_what_is_not_spread_yet_is_refused(name: str) -> None:
+    exact = replace(pg.OPO, psi=(pg.OptimalBaseline(norm="exact"),))
+    algorithm = exact if name == "opo" else pg.algorithm(name)
+    with pytest.raises(pg.ConfigError, match=r"learner\.ranks is 2: this is not spread"):
+        pg.Run(algorithm=algorithm, learner=pg.LearnerConfig(ranks=2))
+
+
+@pytest.mark.parametrize("options", [{"lora": "rank=4"}, {"routing_replay": True}, {"device": "cuda:1"}], ids=str)
+def test_options_of_one_process_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.ranks is 2"):
+        pg.Run(learner=pg.LearnerConfig(ranks=2, **options))
+
+
+def test_the_number_of_ranks() -> None:
+    with pytest.raises(pg.ConfigError, match=r"learner\.ranks must be at least 1, not 0"):
+        pg.LearnerConfig(ranks=0)
+    with pytest.raises(pg.ConfigError, match=r"learner\.ranks is for policygrad train; sft learns in one process"):
+        pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(ranks=2))
+
+
+def test_what_no_pickle_holds_is_refused_before_anybody_hears_of_it() -> None:
+    with pytest.raises(
+        pg.ConfigError, match=r"cannot be sent to the other processes \(.*lock.*\): .*learner\.ranks to 1"
+    ):
+        Ranks.tell(SimpleNamespace(), threading.Lock())  # type: ignore[arg-type]
+
+
+def test_each_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_devices("cpu", 4)
+    check_devices("cuda", 1)
+    with pytest.raises(
+        pg.ConfigError, match=r"learner\.ranks is 2, and this machine has 1 GPU: each process needs one"
+    ):
+        check_devices("cuda", 2)
+
+
+def test_torchrun_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks_of(3) == 3
+    check_alone(1)
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert ranks_of(1) == ranks_of(2) == 2
+    check_alone(2)
+    with pytest.raises(pg.ConfigError, match=r"torchrun has started 2 processes, and learner\.ranks is 3"):
+        ranks_of(3)
+    with pytest.raises(pg.ConfigError, match="each would do the whole run"):
+        check_alone(1)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(pg.ConfigError, match="each would do the whole run"):
+        check_alone(2)

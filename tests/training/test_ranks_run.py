@@ -1,0 +1,104 @@
+"""Runs of two processes, started here or by torchrun: that of one; ended by a process that dies, and gone on with by one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import policygrad as pg
+from doubles.files import rows, untimed, weights
+from policygrad.learners.fsdp.leader import RankedLearner
+from policygrad.training.config.toml import dumps
+
+LOOSE = 2e-4
+"""Sums are taken in another order."""
+
+
+@pytest.fixture(scope="module")
+def run(small: pg.Run) -> pg.Run:
+    return replace(
+        small,
+        algorithm=pg.GRPO,
+        steps=3,
+        evaluation=pg.Evaluation(problems=4, samples=2),
+        learner=pg.LearnerConfig(micro_tokens=64),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run in one process."""
+    return pg.train(replace(run, output=str(tmp_path_factory.mktemp("alone") / "run")), display=False).output
+
+
+def check_alike(alone: Path, folder: Path) -> None:
+    """The same completions and held-out scores, and numbers that differ by rounding."""
+    assert rows(alone / "completions.jsonl") == [
+        row | {"advantage": pytest.approx(row["advantage"], abs=LOOSE)} for row in rows(folder / "completions.jsonl")
+    ]
+    for one, other in zip(untimed(alone / "metrics.jsonl"), untimed(folder / "metrics.jsonl"), strict=True):
+        assert other == pytest.approx(one, rel=LOOSE, abs=LOOSE)
+    expected, found = weights(alone), weights(folder)
+    assert expected.keys() == found.keys()
+    assert all(torch.allclose(expected[name], found[name], atol=LOOSE) for name in expected)
+
+
+class Killing(pg.Callback):
+    """Kills the other process after a step, as the kernel would."""
+
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def step(self, trainer: pg.Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.at:
+            assert isinstance(trainer.learner, RankedLearner)
+            (other,) = trainer.learner._ranks._others
+            other.kill()
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(
+    run: pg.Run, alone: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    two = replace(run, learner=replace(run.learner, ranks=2), output=str(folder))
+    with pytest.raises(pg.RunError, match=r"rank 1 has ended \(exit code -9\), in the midst of") as raised:
+        pg.train(two, display=False, callbacks=[Killing(2)])
+    assert f"--resume {folder}" in "".join(raised.value.__notes__)
+    result = pg.train(replace(two, learner=run.learner), resume=folder, display=False)
+    assert result.steps == 3
+    check_alike(alone, folder)
+
+
+@pytest.mark.slow
+def test_torchrun_trains_the_same_run(run: pg.Run, alone: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(dumps(run))
+    folder = tmp_path / "run"
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+    ]
+    words = ["localhost:0", "-m", "policygrad", "train", "--config", "run.toml", "--output", str(folder), "--plain"]
+    done = subprocess.run(
+        [*start, *words, "--allow", run.reward[0].rpartition(":")[0]],
+        cwd=tmp_path,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 processes" in done.stdout
+    check_alike(alone, folder)
