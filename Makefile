@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs lab train test test-vllm lint format fast control base-model constraints clean help
+.PHONY: bench docs site lab train test test-vllm lint format fast control base-model constraints clean help
 help:
-	@echo "make train | test | fast (tests without the slow ones) | test-vllm (against a real one) | lint | format | docs | lab | control | bench | base-model | clean"
+	@echo "make train | test | fast (tests without the slow ones) | test-vllm (against a real one) | lint | format | docs | site | lab | control | bench | base-model | clean"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,9 +36,13 @@ lint: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python scripts/make_docs.py
 
+site: $(STAMP)
+	$(BIN)/python scripts/make_site.py
+
 lab: $(STAMP)
 	$(BIN)/python scripts/make_lab.py
 	$(BIN)/python scripts/make_turns.py
+	$(BIN)/python scripts/make_primer.py
 	$(BIN)/python scripts/screenshot_lab.py
 
 format: $(STAMP)

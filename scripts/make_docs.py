@@ -1,5 +1,7 @@
-"""Writes the generated pages: the matrix in README, docs/algorithms, docs/tables.md, docs/measured.*, docs/reliability.md,
-docs/staleness.md, docs/architecture.md's picture, layers and tree, docs/engines.md's tables, docs/real-model.md's results.
+"""Writes the generated pages: the matrix in README, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md,
+docs/measured.*, docs/reliability.md, docs/staleness.md, of docs/architecture.md the picture, the layers and the tree, of
+docs/engines.md the tables, of docs/coming-from-*.md the options, of docs/primer.md what the lab has found,
+and of docs/real-model.md what a run has shown.
 
 python scripts/make_docs.py              writes them
 python scripts/make_docs.py --check      only says which are out of date
@@ -12,18 +14,23 @@ import re
 import sys
 from pathlib import Path
 
+from make_primer import FIGURES
 from pages.algorithm import algorithm_page
 from pages.architecture import layers_block, tree
 from pages.checked import renew
+from pages.coming_from import options, supervised
 from pages.curves import curves
 from pages.engine_faults import faults_block
 from pages.engines import engines_block
+from pages.gate import gate_figure, owners
 from pages.index import by_family, index_page
+from pages.lab_numbers import quoted
 from pages.measured import measured_page
 from pages.metrics import metrics_page
 from pages.picture import picture
 from pages.real_model import picture as real_model_picture
 from pages.real_model import seen_block
+from pages.reference import reference_pages
 from pages.reliability import reliability_page
 from pages.reports import load
 from pages.staleness import staleness_page
@@ -33,6 +40,8 @@ from policygrad.algorithms import ALGORITHMS
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 CHECKED = (DOCS / "where-sources-disagree.md",)
+GENERATED = ("algorithms/*.md", "algorithms/gates/*.svg", "reference/*.md")
+"""Places of which every file is written here."""
 
 
 def filled(path: Path, **blocks: str) -> str:
@@ -50,12 +59,18 @@ def filled(path: Path, **blocks: str) -> str:
 def generated() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     pages = {DOCS / "algorithms" / f"{name}.md": algorithm_page(name) for name in ALGORITHMS}
+    gates = {DOCS / "algorithms" / "gates" / f"{name}.svg": gate_figure(name) for name in owners()}
+    reference = {DOCS / "reference" / name: text for name, text in reference_pages().items()}
     return {
         README: filled(README, matrix=by_family("docs/algorithms/")),
         DOCS / "architecture.md": filled(DOCS / "architecture.md", layers=layers_block(), tree=tree("../")),
         DOCS / "architecture.svg": picture(),
         DOCS / "algorithms" / "index.md": index_page(),
         **pages,
+        **gates,
+        **reference,
+        **coming_from(),
+        DOCS / "primer.md": filled(DOCS / "primer.md", **{name: quoted(name, "primer") for name in FIGURES}),
         DOCS / "engines.md": filled(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
         DOCS / "tables.md": tables_page(),
         DOCS / "measured.md": measured_page(),
@@ -68,10 +83,22 @@ def generated() -> dict[Path, str]:
     }
 
 
+def coming_from() -> dict[Path, str]:
+    """The pages for whoever knows another library, with its options."""
+    blocks = {
+        "TRL": {"options": options("TRL"), "supervised": supervised("TRL")},
+        "verl": {"options": options("verl")},
+        "OpenRLHF": {"options": options("OpenRLHF"), "supervised": supervised("OpenRLHF")},
+    }
+    paths = {library: DOCS / f"coming-from-{library.lower()}.md" for library in blocks}
+    return {path: filled(path, **blocks[library]) for library, path in paths.items()}
+
+
 def out_of_date(files: dict[Path, str]) -> list[Path]:
-    """Files that differ or are missing, and pages of algorithms that are no more."""
+    """Files that differ or are missing, and pages and pictures of what is no more."""
     changed = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    return changed + sorted(set((DOCS / "algorithms").glob("*.md")) - set(files))
+    old = {path for place in GENERATED for path in DOCS.glob(place)} - set(files)
+    return changed + sorted(old)
 
 
 def main() -> None:

@@ -58,9 +58,10 @@ def sizes(reports: list[LabReport], side: int) -> str:
 
 
 def finding(f: Finding) -> str:
-    """One list item."""
+    """One list item; a star is one, as in b*."""
     error = "" if f.error is None else f" (standard error {f.error:.2g})"
-    return f"- {'✓' if f.holds else '✗'} **{f.claim}** {f.sentence}{error}  \n  `policygrad lab --experiment {f.name}`"
+    claim, sentence = (text.replace("*", "\\*") for text in (f.claim, f.sentence))
+    return f"- {'✓' if f.holds else '✗'} **{claim}** {sentence}{error}  \n  `policygrad lab --experiment {f.name}`"
 
 
 def blocks(found: LabReport, reports: list[LabReport]) -> dict[str, str]:

@@ -7,6 +7,8 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
+from pages.gate import gate_section
+from pages.lab_numbers import lab_section
 from pages.markdown import block, page, table
 from pages.measured import row_of, summary_sentence
 from policygrad import algorithms
@@ -32,12 +34,14 @@ def algorithm_page(name: str) -> str:
         block("\n".join([_equation(a), "", *_symbols(a)])),
         f"As published:\n\n{block(PAPERS[name].objective)}",
         f"**Where this row departs from it:** {PAPERS[name].departs or NOWHERE}.",
+        f"## The gate\n\n{gate_section(name)}",
         "## Step by step",
         block("\n".join(pseudo_code(a))),
         f"## The code\n\n{block(source(name), 'python')}",
         _difference(a),
         f"## Defaults\n\n{table(('part', 'setting', 'value', 'where it comes from'), defaults(a))}",
         f"## What it fixes, how it fails\n\n**Fixes.** {about.fixes}\n\n**Fails.** {about.fails}",
+        f"## In the lab\n\n{lab_section(name)}",
         f"## Run it\n\n{_run(a)}",
         "[All algorithms](index.md) · [tables](../tables.md) · [where sources disagree](../where-sources-disagree.md)",
     )

@@ -29,7 +29,7 @@ DUAL_CLIP = Ours(
 )
 MICRO = Ours(
     "--learner.micro-tokens",
-    "tokens per forward and backward pass, padding included; it changes memory, never the gradient",
+    "tokens per forward and backward pass; it changes memory, never the gradient",
 )
 RATIO_WARMUP = Ours("--optimizer.warmup", "counted in optimiser steps, not as a share of the run")
 WARMUP = Ours("--optimizer.warmup", "in optimiser steps, of which a rollout may have several")
@@ -38,8 +38,9 @@ STEPS = Ours("--steps", "a step here is a rollout with all of its updates, not a
 EPOCHS_OF_DATA = Ours("--steps", "a run is counted in rollouts, or by --tokens, not in passes over the prompts")
 PROMPT_LENGTH = Ours("", "prompts are never cut: one that leaves no room for --max-tokens is refused by name")
 DEVICES = Ours("", "a run is one process on --learner.device")
-ENGINE = Ours("", "another sampler than this process is given from Python: pg.train(run, sampler=…)")
-TRACKER = Ours("", "every run writes metrics.jsonl; another tracker is given from Python: pg.train(run, trackers=[…])")
+ENGINE = Ours("--sampler.engine", "vllm or sglang, servers that you start and name, --sampler.urls; or llama_cpp")
+SERVERS = Ours("--sampler.urls", "the address of each server; --sampler.engine says what they are")
+TRACKER = Ours("--track", "wandb, tensorboard, mlflow, trackio; every run writes metrics.jsonl too")
 LORA = Ours("--learner.lora rank=16,alpha=32,targets=all-linear", "one option, of which any part may be left out")
 REWARD_MODEL = Ours("--reward model:DIR", "a reward model that `policygrad reward-model` trained")
 METHOD = Ours(

@@ -6,7 +6,6 @@ from policygrad.commands.foreign.meanings import (
     BOTH_CLIPS,
     CORRECTION,
     DUAL_CLIP,
-    ENGINE,
     ENTROPY,
     EPOCHS_OF_DATA,
     KL_FORM,
@@ -19,6 +18,7 @@ from policygrad.commands.foreign.meanings import (
     RESUME,
     REWARD_MODEL,
     SCHEDULE,
+    SERVERS,
     TRACKER,
     Ours,
 )
@@ -70,7 +70,9 @@ OPENRLHF = {
     "vllm_is_truncated_threshold": Ours("--algorithm.corrections TruncatedIS --algorithm.corrections.truncated-is.cap"),
     "pretrain": Ours("--model"),
     "reward_pretrain": REWARD_MODEL,
-    "remote_rm_url": Ours("--reward path/to/file.py:function"),
+    "remote_rm_url": Ours(
+        "--reward openrlhf:path/to/file.py", "calls its reward_func; servers are not asked for rewards"
+    ),
     "critic_pretrain": Ours("", "the critic starts as a copy of the model"),
     "prompt_data": Ours("--task", "a file, a built-in task, or hf:REPOSITORY:CONFIG:SPLIT"),
     "eval_dataset": Ours("--held-out", "data, as --task"),
@@ -82,7 +84,7 @@ OPENRLHF = {
     "load_checkpoint": RESUME,
     "bf16": Ours("--learner.dtype bf16", "with fp32 master weights"),
     "gradient_checkpointing": Ours("--learner.gradient-checkpointing", "a switch without a value, off by default"),
-    "vllm_num_engines": ENGINE,
+    "vllm_num_engines": SERVERS,
     "use_wandb": TRACKER,
     "lora_rank": LORA,
 }

@@ -1,0 +1,122 @@
+"""The documentation as a site: `make site`. The pages are the Markdown files as they are; this says where each one stands, and
+what becomes of links that lead out of docs/."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+NAV = {
+    "Start": ("first-day", "primer"),
+    "How to": (
+        "own-model-and-data",
+        "rewards",
+        "math-rewards",
+        "sandbox",
+        "rewards-isolation",
+        "environments",
+        "rlhf",
+        "distillation",
+        "engines",
+        "many-processes",
+        "evaluation",
+        "compare",
+        "report",
+        "your-own-algorithm",
+        "extending",
+    ),
+    "Algorithms": ("algorithms/index", "tables", "where-sources-disagree"),
+    "The lab": ("lab", "control"),
+    "Measured": ("measured", "staleness", "real-model", "benchmarks", "base-model"),
+    "Coming from": ("coming-from-trl", "coming-from-verl", "coming-from-openrlhf"),
+    "Reference": ("reference/index", "metrics", "architecture"),
+    "When something goes wrong": ("troubleshooting", "reliability"),
+}
+"""What stands at the side, in groups. A page that no group names comes last, under `LAST`; one that is not there is left out."""
+LAST = "More"
+
+project = "policygrad"
+extensions = ["myst_parser"]
+source_suffix = {".md": "markdown"}
+html_theme = "furo"
+html_title = "policygrad"
+html_static_path = ["site"]
+html_css_files = ["site.css"]
+html_copy_source = html_show_sphinx = html_show_copyright = html_use_index = False
+html_domain_indices = html_show_search_summary = False  # a summary would be fetched, which a page on the disk may not
+smartquotes = False  # -- is an option here, and no dash
+highlight_language = "none"  # a block without a language is a formula or a terminal
+suppress_warnings = ["misc.highlighting_failure"]  # JSON of several lines is none
+myst_heading_anchors = 4
+
+LEAVING = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\((\.\./[^)\s]*)\)")
+"""A link that goes up: its text, its target."""
+DATA = re.compile(r"\[([^\[\]]*)\]\((results/[^)\s]*)\)")
+"""A link to what a measurement has written."""
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", _read)
+    app.connect("html-page-context", _side, priority=100)  # before the theme asks
+    app.connect("build-finished", _finished)
+
+
+def _side(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """At the side stand the pages below the one that is shown, and not those below all others: 48 algorithms on 100 pages."""
+    tree = context.get("toctree")
+    if tree is not None:
+        context["toctree"] = lambda **options: tree(**{**options, "collapse": True})
+
+
+def _read(app: Any, page: str, source: list[str]) -> None:
+    """The page as the site has it."""
+    text = LEAVING.sub(lambda found: _inside(page, found), source[0])
+    text = DATA.sub(r'<a href="\2">\1</a>', text)
+    source[0] = "\n\n".join([text, *_trees(page)])
+
+
+def _inside(page: str, found: re.Match[str]) -> str:
+    """A link as it is, or, where it leaves docs/, its text and the file's place in the repository."""
+    label, target = found[1], found[2].partition("#")[0]
+    path = (DOCS / page).parent.joinpath(target).resolve()
+    if path.is_relative_to(DOCS):
+        return found[0]
+    place = f"`{path.relative_to(DOCS.parent).as_posix()}`"
+    return label if label.startswith("`") else f"{label} ({place})"
+
+
+def _trees(page: str) -> Iterator[str]:
+    """What stands below a page at the side: all groups below the first, a folder's pages below its index, lab/'s below lab.md."""
+    if page == "index":
+        for caption, names in _groups():
+            yield _tree(names, f":caption: {caption}\n")
+        return
+    here = (DOCS / page).parent
+    folder = here if page.endswith("/index") else DOCS / page
+    below = sorted(path.relative_to(here).with_suffix("") for path in folder.glob("*.md") if path.stem != "index")
+    if below:
+        short = page.startswith("algorithms")  # their titles are long
+        yield _tree([f"{name} <{name}>" if short else name for name in (path.as_posix() for path in below)])
+
+
+def _groups() -> Iterator[tuple[str, list[str]]]:
+    named = {name for names in NAV.values() for name in names}
+    others = sorted(path.stem for path in DOCS.glob("*.md") if path.stem not in (*named, "index"))
+    for caption, names in {**NAV, LAST: others}.items():
+        if there := [name for name in names if (DOCS / f"{name}.md").is_file()]:
+            yield caption, there
+
+
+def _tree(names: list[str], caption: str = "") -> str:
+    return "\n".join(["```{toctree}", f":hidden:\n{caption}", *names, "```"])
+
+
+def _finished(app: Any, error: Exception | None) -> None:
+    """What measurements have written is part of the site as it is."""
+    if error is None and app.builder.name == "html":
+        shutil.copytree(DOCS / "results", Path(app.outdir) / "results", dirs_exist_ok=True)

@@ -1,0 +1,40 @@
+"""Draws the primer's figures, docs/primer/*.svg, from the lab's experiments: python scripts/make_primer.py"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pages.chart import chart
+from policygrad.lab.experiments import chosen
+from policygrad.lab.page.plots import plot_of
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "primer"
+FIGURES = (
+    "optimal_baseline",
+    "gae_curve",
+    "product_ratio",
+    "bound_over_step",
+    "gates",
+    "entropy_collapse",
+    "k1_in_loss",
+    "reward_hacking",
+    "z_score",
+    "length_drift",
+)
+"""Experiments, in the order of the page."""
+
+
+def figures() -> Iterator[tuple[str, str]]:
+    """(name, SVG)."""
+    for finding in (experiment(0) for experiment in chosen(FIGURES)):
+        plot = plot_of(finding)
+        assert plot is not None, f"{finding.name} has no curves"
+        yield finding.name, chart(finding.claim, plot.drawn(finding))
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, svg in figures():
+        (FOLDER / f"{name}.svg").write_text(svg, encoding="utf-8")
+        print(FOLDER / f"{name}.svg", flush=True)

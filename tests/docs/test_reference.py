@@ -1,0 +1,84 @@
+"""docs/reference: every public name, every field, and docstrings that come through Markdown as they are meant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, is_dataclass
+
+import pytest
+
+import policygrad as pg
+from pages import reference
+from pages.described import escaped, section, settable, shown, signature
+from policygrad.core.protocols import Gate
+
+PAGES = reference.reference_pages()
+SECTIONS = {part.partition("`")[0]: part for text in PAGES.values() for part in text.split("\n## `")[1:]}
+
+
+def test_every_public_name_has_one_section() -> None:
+    sections = [name for text in PAGES.values() for name in (p.partition("`")[0] for p in text.split("\n## `")[1:])]
+    assert sorted(sections) == sorted(({*pg.__all__} - reference.CONSTANTS) | {*reference.OTHERS})
+    for name in pg.__all__:
+        assert f"[`{name}`](" in PAGES["index.md"] or name == "ALGORITHMS"
+
+
+@pytest.mark.parametrize("name", sorted(SECTIONS))
+def test_every_field_is_there(name: str) -> None:
+    kind = reference.OTHERS.get(name) or getattr(pg, name)
+    if is_dataclass(kind):
+        for f in settable(kind):
+            assert f"| `{f.name}` | " in SECTIONS[name], f.name
+
+
+def test_a_name_that_is_on_no_page_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(reference.PAGES, "errors")
+    with pytest.raises(SystemExit, match="CheckpointError, ConfigError"):
+        reference.reference_pages()
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One sum*, of [n] terms, below x<y.
+
+    A table:
+
+        a  1
+        b  2
+
+    Raises:
+        ConfigError: a width that is none, and a line
+            that goes on.
+        DataError: nothing.
+    """
+
+    width: float = 3e-4
+    """How wide."""
+    _hidden: int = 0
+
+    def twice(self, other: int, *, by: float = 0.5) -> float:
+        """Twice it."""
+        return by * self.width * other
+
+
+def test_a_class_as_markdown() -> None:
+    text = section("Shown", Shown)
+    assert "```python\nShown(width=3e-4)\n```" in text
+    assert "[`test_reference`](../../tests/docs/test_reference.py)" in text
+    assert "One sum\\*, of \\[n\\] terms, below x&lt;y." in text
+    assert "```\n    a  1\n    b  2\n```" in text
+    assert "- `ConfigError`: a width that is none, and a line that goes on.\n- `DataError`: nothing." in text
+    assert "| `width` | `float` | `3e-4` | How wide. |" in text
+    assert "_hidden" not in text
+    assert "| `twice(other: int, *, by: float = 0.5) -> float` | Twice it. |" in text
+
+
+def test_signatures() -> None:
+    assert signature("Clip", pg.Clip) == "Clip(low=0.2, high=0.2)"
+    assert signature("Gate", Gate) == "class Gate(Part)"
+    assert signature("algorithm", pg.algorithm) == "algorithm(name: str) -> Algorithm"
+    assert "algorithm=pg.DAPO," in signature("Run", pg.Run)
+    assert "sampling=Sampling()," in signature("Run", pg.Run)
+    assert shown(("a", 1)) == "('a', 1)"
+    assert shown(object()) == "object()"
+    assert shown(pg.Clip(0.2, 0.28)) == "Clip(0.2, 0.28)"
+    assert escaped("`a*b` and **bold** c*") == "`a*b` and **bold** c\\*"

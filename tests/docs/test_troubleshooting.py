@@ -1,0 +1,49 @@
+"""docs/troubleshooting.md says what the program says; docs/coming-from-*.md have every option that the command line answers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import make_docs
+from policygrad.cli import HELP
+from policygrad.commands.foreign.answers import LIBRARIES
+from policygrad.trackers.glossary import glossary
+
+PAGE = (make_docs.DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in (make_docs.ROOT / "src").rglob("*.py"))
+NOT_OURS = ("policygrad: command not found", "KeyError: 'OPENAI_API_KEY'", "MemoryError")
+"""What a shell and Python say."""
+
+
+def quoted() -> list[str]:
+    """What stands between backticks in the first column of the tables, word for word; of two parts each."""
+    tables = re.findall(r"^\| (?:it says|what is seen).*?\n\| --- .*?\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    cells = [row.split(" | ")[0] for table in tables for row in table.splitlines()]
+    return [part.strip() for cell in cells for words in re.findall(r"`([^`]+)`", cell) for part in words.split(";")]
+
+
+@pytest.mark.parametrize("words", quoted())
+def test_the_program_says_so(words: str) -> None:
+    metrics = {metric.name for chapter in glossary() for metric in chapter.metrics}
+    known = words in metrics or words in ("rewards/NAME", "/high", "metrics.jsonl") or words in NOT_OURS
+    assert known or words in SOURCE, words
+
+
+def test_enough_is_quoted() -> None:
+    assert len(quoted()) > 40
+
+
+def test_exit_codes_are_those_of_the_help() -> None:
+    codes = set(re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE))
+    told = HELP.partition("Exit codes: ")[2].partition("Documentation")[0]
+    assert codes == set(re.findall(r"\b(\d+) ", told))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_option_of_another_library_is_on_its_page(library: str) -> None:
+    page = (make_docs.DOCS / f"coming-from-{library.lower()}.md").read_text(encoding="utf-8")
+    for name, ours in LIBRARIES[library].items():
+        (row,) = re.findall(rf"^\| `{re.escape(name)}` \|.*$", page.partition("For fine-tuning and")[0], re.MULTILINE)
+        assert (ours.flag or ours.note).split(" ")[0] in row
