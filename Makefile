@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test test-vllm lint format fast control base-model constraints clean help
+.PHONY: bench docs site lab train test test-long test-vllm lint format fast control base-model constraints clean help
 help:
-	@echo "make train | test | fast (tests without the slow ones) | test-vllm (against a real one) | lint | format | docs | site | lab | control | bench | base-model | clean"
+	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | lint | format | docs | site | lab | control | bench | base-model | clean"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,7 +17,10 @@ train: $(STAMP)
 	$(BIN)/policygrad train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not long" $(ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -n auto -m long $(ARGS)
 
 fast: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m "not slow" $(ARGS)

@@ -71,9 +71,10 @@ def test_tensorboard_has_every_step_once(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_wandb_is_kept_offline_without_a_key_and_goes_on_under_its_id(folder: Path) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     tell("wandb", folder, 1, 2)
     tell("wandb", folder, 2, 3)
+    wandb.teardown()  # waits for the process that writes
     known = json.loads((folder / "tracked.json").read_text())["wandb"]
     parts = sorted(folder.glob("wandb/offline-run-*"))
     assert len(parts) == 2
@@ -91,17 +92,25 @@ def test_wandb_is_kept_offline_without_a_key_and_goes_on_under_its_id(folder: Pa
 
 
 def records(file: Path) -> Iterator[Any]:
-    """What an offline run holds: a LevelDB log of protocol buffers after 7 bytes; records cross no block here, as it is short."""
+    """What an offline run holds: protocol buffers in a LevelDB log, whose blocks of 32 KiB begin with the file, after 7 bytes; a
+    record is whole (1), or a first, middle and last part (2, 3, 4)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at = file.read_bytes(), 7
-    while at + 7 <= len(data) < 2**15:
+    data, at, parts, block = file.read_bytes(), 7, b"", 2**15
+    while at + 7 <= len(data):
+        if (left := block - at % block) < 7:  # too few for a head
+            at += left
+            continue
         size, kind = struct.unpack_from("<HB", data, at + 4)  # after a checksum
-        assert kind == 1  # whole
-        record = Record()
-        record.ParseFromString(data[at + 7 : at + 7 + size])
-        yield record
+        assert kind in (1, 2, 3, 4)
+        parts += data[at + 7 : at + 7 + size]
         at += 7 + size
+        if kind in (1, 4):
+            record = Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+    assert not parts
 
 
 @pytest.mark.slow

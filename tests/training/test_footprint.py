@@ -69,6 +69,7 @@ def test_the_larger_of_learning_and_sampling_is_the_peak() -> None:
     assert "about 2 GiB" in str(Footprint({"weights": 2**30}, learning=2**20, sampling=2**30, tokens=1))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1024, 4096])
 def test_within_a_fifth_of_what_a_run_was_seen_to_take(tmp_path: Path, tokens: int) -> None:

@@ -77,6 +77,7 @@ def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(
     check_alike(alone, folder)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_torchrun_trains_the_same_run(run: pg.Run, alone: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dumps(run))

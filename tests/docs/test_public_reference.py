@@ -63,7 +63,7 @@ class Shown:
 def test_a_class_as_markdown() -> None:
     text = section("Shown", Shown)
     assert "```python\nShown(width=3e-4)\n```" in text
-    assert "[`test_reference`](../../tests/docs/test_reference.py)" in text
+    assert "[`test_public_reference`](../../tests/docs/test_public_reference.py)" in text
     assert "One sum\\*, of \\[n\\] terms, below x&lt;y." in text
     assert "```\n    a  1\n    b  2\n```" in text
     assert "- `ConfigError`: a width that is none, and a line that goes on.\n- `DataError`: nothing." in text
