@@ -161,6 +161,8 @@ def main() -> None:
     parser.add_argument("--throughput", action="store_true", help="only vLLM's, beside its own benchmark")
     parser.add_argument("--folder", type=Path, default=WORK / "engines", help="of the runs (comparisons/engines)")
     args = parser.parse_args()
+    if args.throughput and args.engines:
+        parser.error("--throughput is vLLM's alone: leave --engines out")
     engines = args.engines or [name for name in ENGINES if name != "vllm" or args.vllm]
     if args.vllm is None and (args.throughput or "vllm" in engines):
         parser.error("--vllm VENV: a virtual environment with vLLM 0.32")

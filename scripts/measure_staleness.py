@@ -1,7 +1,7 @@
 """Held-out accuracy against `--staleness`, and the clock that it is for; writes docs/results/staleness.json and pipeline.json.
 
 python scripts/measure_staleness.py [-- further options of `policygrad compare`, --jobs 2 say]
-python scripts/measure_staleness.py --clock [--model FOLDER] [--threads N]
+python scripts/measure_staleness.py --clock [--model FOLDER] [--steps N]
 
 The first compares grpo, dapo, cispo, m2po and ppo at staleness 0, 1, 2, 4, 8 and 16, each at the learning rate that
 docs/measured.md has found best for it, with π_old computed by the learner and the sampler's difference corrected for
@@ -74,12 +74,16 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
     at = list(args).index("--") if "--" in args else len(args)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clock", action="store_true", help="seconds with a server beside the learner instead")
-    parser.add_argument("--model", default=clocked.MODEL, help=f"that the clock is measured with ({clocked.MODEL})")
-    parser.add_argument("--steps", type=int, default=clocked.STEPS, help=f"of each of its runs ({clocked.STEPS})")
+    parser.add_argument("--model", help=f"that the clock is measured with ({clocked.MODEL})")
+    parser.add_argument("--steps", type=int, help=f"of each of its runs ({clocked.STEPS})")
     chosen = parser.parse_args(args[:at])
+    if not chosen.clock and (chosen.model or chosen.steps):
+        parser.error("--model and --steps are of --clock; what stands behind -- is compare's")
     called = shlex.join(["python", "scripts/measure_staleness.py", *args])
     if chosen.clock:
-        found = clocked.measure(chosen.model, chosen.steps, work / "clock") | {"measured_by": called}
+        found = clocked.measure(chosen.model or clocked.MODEL, chosen.steps or clocked.STEPS, work / "clock") | {
+            "measured_by": called
+        }
         (results / "pipeline.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return 0
     folder = work / "staleness"

@@ -156,6 +156,36 @@ def test_a_thread_draws_on_while_steps_are_taken() -> None:
     assert begun.empty()
 
 
+def test_a_thread_that_ends_does_not_take_the_next_one_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one may begin before the one that has nothing to do any more is gone."""
+    go, original = threading.Event(), Producer._goes_on
+
+    def collect(step: int, position: int, carried: Sequence[Group]) -> Rollout:
+        if step > 1:
+            go.wait()
+        return empty(position + 1)
+
+    def goes_on(producer: Producer) -> bool:
+        more = original(producer)
+        if not more and len(producer.finished.rollouts) == 1:
+            with producer.beside(2, collect):
+                pass
+        return more
+
+    monkeypatch.setattr(Producer, "_goes_on", goes_on)
+    producer = Producer(Ahead(1, (), 0, ()))
+    with producer.beside(1, collect):
+        first = producer._thread
+    assert first is not None
+    first.join()
+    second = producer._thread
+    assert second is not None
+    assert second.is_alive()
+    go.set()
+    producer.settle()
+    assert producer.finished.next == (3, 2, ())
+
+
 def test_what_is_in_the_making_is_ended_with_the_run() -> None:
     begun, ended = threading.Event(), threading.Event()
 

@@ -28,10 +28,8 @@ class SamplerSpeed:
 
     def __call__(self, lengths: Lengths) -> float:
         """Seconds for one rollout."""
-        waiting, going = (
-            [n for n in reversed(lengths) if n > 0],
-            list[int](),
-        )  # going: tokens drawn when each will be over
+        waiting = [n for n in reversed(lengths) if n > 0]
+        going = list[int]()  # tokens drawn when each will be over
         drawn, seconds = 0, self.start
         while waiting or going:
             while waiting and len(going) < self.slots:

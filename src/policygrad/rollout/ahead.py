@@ -127,7 +127,8 @@ class Producer:
             self._error = error
         finally:
             with self._changed:
-                self._thread = None
+                if self._thread is threading.current_thread():  # `beside` may have begun another one
+                    self._thread = None
                 self._changed.notify_all()
 
     def _goes_on(self) -> bool:
