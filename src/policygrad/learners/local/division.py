@@ -18,6 +18,10 @@ class Division:
         where others have one more."""
         return made(budget)
 
+    def dealt(self, packs: Iterator[Pack], idle: Callable[[Pack], None]) -> Iterator[Pack]:
+        """As `packs`, of micro-batches that must stay what they are."""
+        return packs
+
     def summed(self, x: Tensor) -> Tensor:
         """Σ over the processes of x, on the CPU; x may be written over."""
         return x
