@@ -10,6 +10,7 @@ from dataclasses import replace
 from policygrad.learners.base import Learner
 from policygrad.learners.fsdp.leader import RankedLearner, not_in_its_midst
 from policygrad.learners.fsdp.learner import FsdpLearner
+from policygrad.models.routing import Routing
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local import LocalSampler
 from policygrad.training.resources import Resources
@@ -39,7 +40,10 @@ class RankedSampler:
 def draw(learner: FsdpLearner, requests: Sequence[Request], version: int, end: frozenset[int], pad: int) -> None:
     """The share of a process that is not rank 0."""
     assert learner.whole is not None  # the plan says that it draws
-    sampler: LocalSampler = learner.kept.setdefault("sampler", LocalSampler(learner.whole, end, pad))
+    if "sampler" not in learner.kept:
+        routing = Routing.of(learner.whole) if learner.config.routing_replay else None
+        learner.kept["sampler"] = LocalSampler(learner.whole, end, pad, routing)
+    sampler: LocalSampler = learner.kept["sampler"]
     sampler.version = version
     ranks = learner.ranks
     ranks.gathered(asyncio.run(sampler.generate(_share(requests, ranks.rank, ranks.size))))

@@ -1,7 +1,7 @@
 """Curvature of a policy that is spread over processes: θ and every direction are, too.
 
-A push through J is a forward pass in which every unit, when it is gathered, gets its share of the direction gathered beside it. A
-pull through Jᵀ is FSDP's own way back, which sums over the processes. Another θ is where the shares themselves are moved to and back.
+A push through J is a forward pass in which every unit, when it is gathered, has its part of the direction gathered beside it. A
+pull through Jᵀ is FSDP's own way back, which sums over the processes. To look at another θ the shares are moved there, and back.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ShardedCurvature(Curvature):
             states, change = self._push(part, optimizer.split(v))
         except NotImplementedError as error:
             raise ConfigError(
-                f"an operation of the model has no forward mode, which a trust region of several processes needs ({error}): let one "
-                "process learn (learner.ranks 1), or take an algorithm of gradient steps, such as grpo"
+                f"an operation of the model has no forward mode, which a trust region of several processes needs ({error}): let "
+                "one process learn (learner.ranks 1), or take an algorithm of gradient steps, such as grpo"
             ) from error
         with torch.enable_grad(), self.networks.differentiating():
             torch.autograd.backward(self._root(lambda: (self._states(part) * change).sum()))

@@ -51,8 +51,7 @@ class ShardedEvaluator(Evaluator):
         return Forward(**cast(Any, self.root)(work))
 
     def states(self, part: Pack) -> Tensor:
-        """As `Evaluator.states`: until `at_rest` this process has the head as a whole, since how often it is asked for logits is its own
-        affair."""
+        """As `Evaluator.states`. Until `at_rest` this process has the head as a whole: it asks for logits as often as it needs."""
         root = cast(Any, self.root)
         found: Tensor = root(lambda: Evaluator.states(self, part))
         if self.network.split_head:

@@ -48,8 +48,8 @@ class ActorCritic:
         whole: bool = False,
         idle: Callable[[Pack], object] | None = None,
     ) -> Iterator[Pack]:
-        """The completions `rows`, or all, in micro-batches: this process's share; `whole`: of whole groups; `idle`: a pass like those
-        they are for, on the device, which adds nothing; None = one of the policy alone."""
+        """The completions `rows`, or all, in micro-batches: this process's share; `whole`: of whole groups; `idle`: a pass like
+        those they are for, on the device, which adds nothing; None = one of the policy alone."""
         rows = torch.arange(len(batch.mask)) if rows is None else rows
         made, budget = partial(pack, batch, rows, whole=whole), micro_tokens(self.config, self.policy.model)
         nothing = idle or self.idle(self.policy)
