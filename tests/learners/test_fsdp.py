@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from torch import nn
 
 import policygrad as pg
 from doubles.architectures import PLAIN
+from doubles.experts import built, drawn, shaken
 from doubles.ranked import BATCH, HOW, agree, learned, model, pair, values
 from policygrad.learners.fsdp import leader
 from policygrad.learners.fsdp.division import Dealt
@@ -75,6 +77,7 @@ def test_two_processes_learn_as_one_does(ranks: Ranks) -> None:
         *pair(ranks, pg.DR_GRPO, config=pg.LearnerConfig(micro_tokens=24, gradient_checkpointing=True))[:2]
     )
     _learns_in_bf16(ranks)
+    _replays_experts(ranks)
 
 
 def _both(local: LocalLearner, ranked: RankedLearner, algorithm: pg.Algorithm) -> list[tuple[Any, pg.Algorithm]]:
@@ -132,6 +135,23 @@ def _learns_in_bf16(ranks: Ranks) -> None:
         assert master.dtype == torch.float32
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, master.bfloat16())
+
+
+def _replays_experts(ranks: Ranks) -> None:
+    """Those that drew the batch before the weights moved. A Qwen normalises in float32."""
+    batch, algorithm = drawn(built("qwen3"), BATCH), pg.DR_GRPO.with_budget(6)
+
+    def moved() -> nn.Module:
+        found = built("qwen3")
+        shaken(found)
+        return found
+
+    config = pg.LearnerConfig(micro_tokens=24, routing_replay=True)
+    local, ranked, _ = pair(ranks, algorithm, moved, config=config)
+    expected, found = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert found["routing/changed"] > 0.01
+    agree(local, ranked, 1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
