@@ -58,6 +58,8 @@ REST, BETWEEN = "element by element", "between operations"
 def kind(name: str) -> str:
     """To which part of the time an operation of torch belongs."""
     plain = name.removeprefix("aten::")
+    if plain.startswith(("expand", "logical")):  # exp and log are others
+        return REST
     return next((k for k, parts in KINDS.items() if any(part in plain for part in parts)), REST)
 
 

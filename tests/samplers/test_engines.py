@@ -4,6 +4,7 @@ ready again. The servers here are tables in this process, with faults; real ones
 from __future__ import annotations
 
 import asyncio
+import copy
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -535,6 +536,20 @@ def test_a_version_is_there_whole_and_the_older_ones_go(tmp_path: Path) -> None:
     (tmp_path / "w" / "vacation").rmdir()
     folder.remove()
     assert not (tmp_path / "w").exists()
+
+
+def test_a_version_may_have_folders_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A tokenizer with several chat templates writes one for them."""
+    plural = copy.deepcopy(tokenizer.hf)
+    plural.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+
+    def write(tensors: Any, path: Path) -> None:
+        plural.save_pretrained(path)
+
+    found = VersionFolder(tmp_path / "w", write).publish(Published(0, {}))
+    files = [path for path in found.path.rglob("*") if path.is_file()]
+    assert any(path.parent != found.path for path in files)
+    assert found.bytes == sum(path.stat().st_size for path in files)
 
 
 def test_what_cannot_be_written_leaves_the_version_before(tmp_path: Path) -> None:

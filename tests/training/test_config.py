@@ -187,7 +187,7 @@ def test_a_rollout_has_no_more_minibatches_than_prompts() -> None:
 def test_precision_is_the_gpus_where_none_is_named(monkeypatch: pytest.MonkeyPatch, gpu: str | None) -> None:
     """On a CPU it is fp32: bf16 is slower there for a small model. A run's file has what was chosen."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu is not None)
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: gpu == "with bf16")
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: gpu == "with bf16")
     chosen = "bf16" if gpu == "with bf16" else "fp32"
     assert Run().learner.dtype == "auto"
     assert Run().resolved().learner.dtype == chosen

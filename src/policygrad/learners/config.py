@@ -23,7 +23,7 @@ def _chosen(device: str) -> str:
     import torch  # only where a run begins
 
     on_gpu = device.startswith("cuda") or (device == AUTO and torch.cuda.is_available())
-    return "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "fp32"
+    return "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
 @dataclass(frozen=True)
