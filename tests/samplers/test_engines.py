@@ -588,3 +588,10 @@ def test_an_engine_and_a_sampler_from_python_are_one_too_many(small: pg.Run, tmp
     run = replace(small, sampler=SamplerConfig(engine="llama_cpp"), output=str(tmp_path / "run"))
     with pytest.raises(ConfigError, match=r"sampler= was given, and sampler.engine is llama_cpp"):
         pg.train(run, sampler=lambda model, tokenizer: pg.LocalSampler.of(model, tokenizer), display=False)
+
+
+def test_a_server_that_is_started_here_has_room_for_what_is_asked() -> None:
+    config = SamplerConfig(engine="llama_cpp")
+    assert (config.room(None), config.room(256), config.room(32768)) == (4096, 256, 4096)
+    assert (config.room(32768, 8192), config.room(10000, 8192), config.room(None, 8192)) == (16384, 10000, 16384)
+    assert replace(config, context=77).room(256, 8192) == 77
