@@ -10,8 +10,6 @@ import pytest
 import make_docs
 from pages import reliability
 
-ALL = [test for item in reliability.faults() for _, _, *tests in item["fault"] for test in tests]
-
 
 def test_every_item_of_what_may_go_wrong_is_there() -> None:
     items = reliability.faults()
