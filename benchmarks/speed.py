@@ -1,7 +1,7 @@
 """Parts of a step alone: the head, attention, packing, each of the learner's savings, the share of the matrix-multiply rate, and
 the rollout against `generate`, rewards beside sampling, and a profile.
 
-    python benchmarks/speed.py [--only head attention packing savings rollout decoding overlap matmul profile] [--repeats 3] [--quick]
+    python benchmarks/speed.py [--only head matmul …] [--repeats 3] [--quick]
 
 CPU seconds, medians, one process and one thread unless OMP_NUM_THREADS says otherwise. Prints the tables, and writes them to
 docs/benchmarks.md beside what versus_trl.py has measured; --quick has everything small and writes below .bench/quick alone.

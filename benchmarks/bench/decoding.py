@@ -142,7 +142,8 @@ def savings(small: bool, repeats: int) -> Table:
     }
     took = cpu_seconds(ways, repeats)
     rows = tuple((name, seconds, seconds / took["every saving"]) for name, seconds in took.items())
-    note = f"{count} completions of {min(lengths)} to {max(lengths)} tokens to {count // 8} prompts of 100. What is drawn is the same."
+    said = f"{min(lengths)} to {max(lengths)} tokens to {count // 8} prompts of 100"
+    note = f"{count} completions of {said}. What is drawn is the same."
     return Table("Decoding's savings", note, ("way", "CPU s", "× every saving"), rows)
 
 
