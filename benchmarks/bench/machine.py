@@ -33,6 +33,12 @@ def describe() -> dict[str, str]:
     }
 
 
+def alike() -> str:
+    """Of what figures are that may stand in one table: processor, cores, libraries."""
+    known = describe()
+    return f"{known['processor']}, {known['cores']} cores, torch {known['torch']}, transformers {known['transformers']}"
+
+
 def when() -> str:
     """The day, and what was checked out."""
     return f"{datetime.datetime.now(datetime.UTC).date().isoformat()} at {commit()}"

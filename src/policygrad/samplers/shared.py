@@ -135,7 +135,7 @@ class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
             torch.cat([F.pad(x[1], (0, 0, width - x[1].shape[2], 0)) for x in (held, new)]),
         )
         if (missing := rows.stop - len(self.own[0])) > 0:
-            self.own = tuple(torch.cat([x, x.new_empty(missing, *x.shape[1:])]) for x in self.own)
+            self.own = tuple(torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in self.own)
         for x in self.own:
             x[rows, :, : self.layout.used] = 0
 

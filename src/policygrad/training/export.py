@@ -12,7 +12,7 @@ from torch import nn
 
 from policygrad.checkpoint import format as checkpoints
 from policygrad.checkpoint.model_folder import write_model
-from policygrad.errors import ModelError, RunError
+from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.models.adapters import merged
 from policygrad.models.classifier import labels, load_classifier
 from policygrad.models.classifier import load_tokenizer as classifier_tokenizer
@@ -20,6 +20,7 @@ from policygrad.models.loading import load_model, resolve
 from policygrad.models.lora import base_of, parse
 from policygrad.models.precision import DTYPES
 from policygrad.models.tokenizer import load_tokenizer
+from policygrad.models.trust import FLAG
 from policygrad.training.card import CARD, card, of_whole
 from policygrad.training.config.run import OBJECT
 from policygrad.training.folder import check_resumable
@@ -72,7 +73,8 @@ def export_stopped(
     """`RUN/model-step-N`: the model as the newest intact checkpoint of a run of `train` or `sft` has it. The run goes on as before.
 
     Raises:
-        RunError: no such run, no checkpoint, one of another model; ModelError: the model that the run began with is not there.
+        RunError: no such run, no checkpoint, one of another model; ConfigError: a model with code of its own that is not allowed;
+        ModelError: the model that the run began with is not there.
     """
     kind = "sft" if (run / "sft.toml").is_file() else "train"
     file = check_resumable(run, kind) / ("run.toml" if kind == "train" else "sft.toml")
@@ -86,14 +88,21 @@ def export_stopped(
     if saved is None:
         raise RunError(f"{run} has no checkpoint yet: go on with it, policygrad {kind} --resume {run}")
     phase("loading the model")
-    trust = trust_remote_code or settings["trust_remote_code"]
+    if settings["trust_remote_code"] and not trust_remote_code:
+        raise ConfigError(
+            f"{file}: trust_remote_code lets Python in the model's folder run, which a file cannot say for you: give {FLAG} too"
+        )
     model = load_model(
-        name, dtype=learner["dtype"], trust_remote_code=trust, lora=parse(learner["lora"]), seed=settings["seed"]
+        name,
+        dtype=learner["dtype"],
+        trust_remote_code=trust_remote_code,
+        lora=parse(learner["lora"]),
+        seed=settings["seed"],
     )
     _put(saved, model, name)
     told = card(kind, run.name, settings | {"steps": saved.step}, {}, {"tokens": saved.state.get("tokens")})
     phase("writing")
-    tokenizer = load_tokenizer(tokens or name, model, trust_remote_code=trust).hf
+    tokenizer = load_tokenizer(tokens or name, model, trust_remote_code=trust_remote_code).hf
     return write_model(run / f"model-step-{saved.step}", model, tokenizer, card=told)
 
 

@@ -18,7 +18,7 @@ import torch
 from policygrad.checkpoint.manager import KEPT
 from policygrad.errors import PolicygradError
 from policygrad.learners.local.activations import kept_bytes
-from policygrad.learners.local.head import BUFFER, BUFFER_ACCELERATOR
+from policygrad.learners.local.head import BUFFER, BUFFER_ACCELERATOR, WAITING
 from policygrad.models.adapters import adapt
 from policygrad.models.loading import resolve
 from policygrad.models.lora import base_of, described
@@ -96,6 +96,8 @@ def footprint(run: Run) -> Footprint:
         raise PolicygradError(f"nothing can be counted on {type(model).__name__}: {error}") from error
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
     logits = (BUFFER if device == "cpu" else BUFFER_ACCELERATOR) * 4 * 3
+    if "logp_old" in run.algorithm.needs or run.algorithm.terms or run.algorithm.forward_needs:  # see `head`
+        logits += min(WAITING, tokens * vocabulary) * 4
     rows = min(run.sampling.decode_rows, run.prompts_per_step * run.group_size)
     cache = rows * (max(lengths) + completion) * _cache_width(config) * dtype.itemsize
     return Footprint(

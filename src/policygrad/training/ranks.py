@@ -7,9 +7,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+from policygrad.errors import PolicygradError
 from policygrad.learners.base import Learner
 from policygrad.learners.fsdp.leader import RankedLearner, not_in_its_midst
 from policygrad.learners.fsdp.learner import FsdpLearner
+from policygrad.learners.fsdp.ranks import Ranks
 from policygrad.models.routing import Routing
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local import LocalSampler
@@ -33,8 +35,7 @@ class RankedSampler:
         """A signal waits until they are drawn."""
         with not_in_its_midst(), self._learner.together("drawing completions") as ranks:
             ranks.tell((draw, (requests, self._local.version, *self._how)))
-            mine = await self._local.generate(_share(requests, ranks.rank, ranks.size))
-            return [generation for share in ranks.gathered(mine) for generation in share]
+            return await _drawn(self._local, requests, ranks)
 
 
 def draw(learner: FsdpLearner, requests: Sequence[Request], version: int, end: frozenset[int], pad: int) -> None:
@@ -45,8 +46,21 @@ def draw(learner: FsdpLearner, requests: Sequence[Request], version: int, end: f
         learner.kept["sampler"] = LocalSampler(learner.whole, end, pad, routing)
     sampler: LocalSampler = learner.kept["sampler"]
     sampler.version = version
-    ranks = learner.ranks
-    ranks.gathered(asyncio.run(sampler.generate(_share(requests, ranks.rank, ranks.size))))
+    asyncio.run(_drawn(sampler, requests, learner.ranks))
+
+
+async def _drawn(sampler: LocalSampler, requests: Sequence[Request], ranks: Ranks) -> list[Generation]:
+    """All of them, each process's share drawn there. What cannot be drawn in one of them is raised in all: they stay together."""
+    mine, wrong = list[Generation](), None
+    try:
+        mine = await sampler.generate(_share(requests, ranks.rank, ranks.size))
+    except PolicygradError as error:
+        wrong = error
+    shares = ranks.gathered((mine, wrong))
+    for _, error in shares:
+        if error is not None:
+            raise error
+    return [generation for share, _ in shares for generation in share]
 
 
 def _share(requests: Sequence[Request], rank: int, size: int) -> Sequence[Request]:

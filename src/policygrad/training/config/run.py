@@ -199,8 +199,8 @@ class Run(Draft):
         return max(0, min(self.staleness, self.steps - step + 1))
 
     def resolved(self) -> Run:
-        """With every open choice filled in: group size, learning rate, the generation budget in the parts that ask for it, and
-        no more minibatches than a rollout has prompts."""
+        """With every open choice filled in: group size, learning rate, precision, the generation budget in the parts that ask for
+        it, and no more minibatches than a rollout has prompts."""
         algorithm = replace(self.algorithm.with_budget(self.sampling.max_tokens), samples_per_prompt=self.group_size)
         if self.few_prompts:
             algorithm = replace(algorithm, step=replace(algorithm.step, minibatches=self.prompts_per_step))  # type: ignore[type-var]
@@ -213,4 +213,5 @@ class Run(Draft):
             algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.rate(usual)))
         default = usual if algorithm.step.uses_lr else None
         lr = default if self.lr is None else self.lr
-        return replace(self, algorithm=algorithm, samples_per_prompt=self.group_size, lr=lr)
+        learner = self.learner.resolved()
+        return replace(self, algorithm=algorithm, samples_per_prompt=self.group_size, lr=lr, learner=learner)
