@@ -52,7 +52,8 @@ def model(dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: int) -> nn
 
 def learned(learner: Any, algorithm: pg.Algorithm, batch: pg.Batch = BATCH) -> Metrics:
     """A step as the loop takes it."""
-    algorithm, batch = behaviour(algorithm, batch, learner.version)
+    if batch.logp_sampler is not None:
+        algorithm, batch = behaviour(algorithm, batch, learner.version)
     batch = learner.evaluate(batch, algorithm.needs)
     shaped = algorithm.shaped(batch)
     psi, batch = algorithm.advantages(batch, shaped), algorithm.with_targets(batch, shaped)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from policygrad.learners.fsdp.sharding import layers
 from policygrad.learners.local.curvature import Call
 
 Other = Callable[[str, Tensor], Tensor]
@@ -53,7 +53,7 @@ def units(root: Call) -> list[Unit]:
     """Of a sharded model that is not being called; the root is the last."""
     names = {id(p): name for name, p in root.model.named_parameters()}
     found, taken = list[Unit](), set[nn.Module]()
-    for unit in (*reversed(layers(root.model)), root):
+    for unit in reversed([module for module in root.modules() if isinstance(module, FSDPModule)]):
         mine = [module for module in unit.modules() if module not in taken]
         taken.update(mine)
         held = ((module, key, p) for module in mine for key, p in module._parameters.items() if p is not None)
