@@ -34,8 +34,8 @@ PARTS = {
     "a reference that is renewed": replace(pg.GRPO, reference=pg.Reference(every=1, reset=True)),
 }
 TABLE = {name: runnable(name) for name in ALGORITHMS} | PARTS
-COARSE: dict[str, float] = {}
-"""Relative, where 1e-12 is not kept, with the reason in docs/many-processes.md."""
+COARSE = {name: 1e-10 for name, a in TABLE.items() if not a.step.uses_lr}
+"""Relative: ten steps of a conjugate gradient enlarge rounding, by up to the condition number of the Fisher matrix."""
 
 
 @contextmanager
