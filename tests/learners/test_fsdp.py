@@ -31,21 +31,17 @@ from policygrad.learners.local.packing import Pack, pack
 
 TWICE = pg.FirstOrder(epochs=2, minibatches=2)
 ALGORITHMS = {
-    "dr_grpo": pg.DR_GRPO,
     "grpo, four updates": replace(pg.GRPO, step=TWICE),
     "dapo": pg.DAPO,
-    "gspo": pg.GSPO,
     "high_entropy": pg.HIGH_ENTROPY,
-    "vespo": pg.VESPO,
     "ppo": pg.PPO,
-    "ppo, a head alone": replace(pg.PPO, critic=pg.Critic(features="policy", hidden=5)),
     "opo, exact norms": replace(pg.OPO, psi=(pg.OptimalBaseline(norm="exact"),)),
     "exact KLs": replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(0.3), pg.ExactKLToReference(0.2)), step=TWICE),
-    "trpo": pg.TRPO,
+    "trpo": replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None, step=pg.TrustRegion(iterations=3)),
     "prime": pg.PRIME,
 }
-"""A reference, several updates, ratios of whole completions, tokens chosen among all, an entropy, critics; gradients of single
-completions, whole distributions, products with the Fisher matrix, a second model that learns."""
+"""A reference, several updates, tokens chosen among all, an entropy, a critic, gradients of single completions, whole
+distributions, products with the Fisher matrix, a second model that learns. All others: `test_fsdp_matrix.py`."""
 
 
 @pytest.fixture

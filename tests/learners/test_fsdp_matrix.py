@@ -23,6 +23,7 @@ from policygrad.models.lora import Lora
 TWICE = pg.FirstOrder(epochs=2, minibatches=2)
 PARTS = {
     "vapo, its critic fitted": replace(pg.VAPO, critic=replace(pg.VAPO.critic, pretrain=0)),  # type: ignore[arg-type, type-var]
+    "ppo, a head alone": replace(pg.PPO, critic=pg.Critic(features="policy", hidden=5)),
     "exact norms": replace(pg.OPO, psi=(pg.OptimalBaseline(norm="exact"),)),
     "exact KL to the old policy": replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(0.3),), step=TWICE),
     "exact KL to the reference": replace(pg.DR_GRPO, terms=(pg.ExactKLToReference(0.2),)),
@@ -117,7 +118,7 @@ def adapted(moved: bool, dtype: torch.dtype = torch.float64) -> nn.Module:
 LORA = {
     "grpo": pg.GRPO,
     "ppo": pg.PPO,
-    "trpo": pg.TRPO,
+    "trpo": replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None),
     "prime": pg.PRIME,
     "exact norms": PARTS["exact norms"],
     "exact KL to the reference": PARTS["exact KL to the reference"],
@@ -138,6 +139,7 @@ def test_adapters_learn_as_in_one_process(size: int) -> None:
                 compared,
                 ranks,
                 algorithm,
+                1e-12 if algorithm.step.uses_lr else 1e-9,
                 make=partial(adapted, moved),
                 steps=2,
                 config=pg.LearnerConfig(micro_tokens=24, lora="rank=3"),
