@@ -330,10 +330,13 @@ class Half(Quadratic):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_vectors_that_are_spread_over_processes_make_the_step_of_the_whole(seed: int) -> None:
-    half = problem(seed)
-    whole = Quadratic(torch.block_diag(half.F, half.F), torch.cat([half.g, half.g]))
-    mine = Half(half.F, half.g)
-    expected, found = run(whole, pg.TrustRegion()), run(mine, pg.TrustRegion())
+    half = problem(seed)  # the excess: the full step would be at δ but for rounding
+    F, g = torch.block_diag(half.F, half.F), torch.cat([half.g, half.g])
+    whole = Quadratic(F, g, excess=lambda delta: 1e-3)
+    mine = Half(half.F, half.g, excess=lambda delta: 5e-4)
+    step = pg.TrustRegion(iterations=4)  # fewer than would leave rounding alone of the residual
+    expected, found = run(whole, step), run(mine, step)
     assert torch.allclose(torch.cat([mine.theta, mine.theta]), whole.theta, rtol=1e-9, atol=0)
     assert float(mine.theta.norm()) > 1e-3
+    assert found["trust_region/backtracks"] == 1
     assert found == pytest.approx(expected, rel=1e-9)
