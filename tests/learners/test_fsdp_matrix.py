@@ -66,7 +66,9 @@ def compared(
     batch = filled(algorithm, dtype)
     for _ in range(steps):
         expected, found = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
-        assert found.pop("completions/computed", 0) >= expected.pop("completions/computed", 0)  # by smaller micro-batches
+        assert found.pop("completions/computed", 0) >= expected.pop(
+            "completions/computed", 0
+        )  # by smaller micro-batches
         coarse = max(1e-9, tolerance) if algorithm.critic is None else 1e-6
         assert found == pytest.approx(expected, rel=coarse, abs=max(1e-12, tolerance))
         assert any(found[name] for name in ("updates/taken", "value_pretraining") if name in found)

@@ -57,9 +57,9 @@ async def _drawn(sampler: LocalSampler, requests: Sequence[Request], ranks: Rank
     except PolicygradError as error:
         wrong = error
     shares = ranks.gathered((mine, wrong))
-    for _, error in shares:
-        if error is not None:
-            raise error
+    for _, failed in shares:
+        if failed is not None:
+            raise failed
     return [generation for share, _ in shares for generation in share]
 
 

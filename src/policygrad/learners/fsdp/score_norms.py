@@ -64,7 +64,7 @@ class ShardedScoreNorms(ScoreNorms):
                 p.grad = None
 
             seen[id(p)] = p
-            handles.append(p.register_post_accumulate_grad_hook(arrived))
+            handles.append(p.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
         try:
             with watched(self.units, see):
