@@ -13,6 +13,7 @@ import torch
 from doubles.checkpoints import content, names, silent
 from policygrad.checkpoint import format as checkpoint
 from policygrad.checkpoint.format import load, load_latest, save
+from policygrad.checkpoint.keeping import found_in
 from policygrad.errors import CheckpointError
 
 # --- a full disk ---
@@ -182,8 +183,8 @@ def test_kill_at_random_moments(tmp_path):
         assert os.waitpid(pid, 0)[1] == signal.SIGKILL
         done = words.count(b"s")
         assert done >= 1
-        for path in checkpoint._found(tmp_path):  # every name step-N is a complete checkpoint
+        for path in found_in(tmp_path):  # every name step-N is a complete checkpoint
             kept = load(path)
             assert torch.equal(kept.tensors["w"], torch.full((64,), float(kept.state["save"])))
-        assert any(load(p).state["save"] in (saved + done, saved + done + 1) for p in checkpoint._found(tmp_path))
+        assert any(load(p).state["save"] in (saved + done, saved + done + 1) for p in found_in(tmp_path))
         saved += done + 1
