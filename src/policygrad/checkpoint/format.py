@@ -29,7 +29,7 @@ from policygrad.checkpoint.pieces import TENSORS, Pieces, Share, index_of
 from policygrad.checkpoint.tree import decode, encode, same_memory
 from policygrad.errors import CheckpointError
 
-__all__ = ["Checkpoint", "CheckpointError", "Saving", "load", "load_latest", "newest", "save", "tidy"]
+__all__ = ["Checkpoint", "CheckpointError", "Saving", "load", "load_latest", "newest", "opened", "save", "tidy"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def save(directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mappi
 
 
 class Saving:
-    """A checkpoint on its way to the disk: `begin` makes `folder`, where others may write their shares; `finish` writes the rest."""
+    """A checkpoint on its way to the disk: `begin` makes `folder`, where others may write shares; `finish` writes the rest."""
 
     def __init__(
         self,
@@ -93,10 +93,15 @@ class Saving:
             clean(self._directory)
             self.folder.mkdir()
 
-    def finish(self, shares: Sequence[Share] = ()) -> Path:
-        """shares: what others have written into `folder`, under the names of their places in the list. Raises CheckpointError."""
-        entries = {share_name(number): share.entry for number, share in enumerate(shares)}
+    def finish(self, written: Callable[[], Sequence[Share]] = tuple) -> Path:
+        """written: waits for what others write into `folder`, each under the name of its place in the list.
+
+        Raises:
+            CheckpointError: it cannot be written, or another could not.
+        """
         with self._or_nothing():
+            shares = written()
+            entries = {share_name(number): share.entry for number, share in enumerate(shares)}
             if shares:
                 self._text = dump(self._record | {"spread": index_of(shares)})
             _write(self.folder, self._arrays, self._text, entries)
@@ -174,6 +179,19 @@ def load(path: Path, leave: Callable[[str], bool] = lambda name: False) -> Check
     if step_of(path) not in (checkpoint.step, None):
         raise CheckpointError(f"{path / STATE} is of step {checkpoint.step}: rename the folder to that step")
     return checkpoint
+
+
+def opened(path: Path) -> Pieces:
+    """The tensors of a checkpoint that `load` has verified, to read boxes of them.
+
+    Raises:
+        CheckpointError: what cannot be read.
+    """
+    try:
+        shares = len(check(path, FILES)) - len(FILES)
+        return Pieces(path, json.loads((path / STATE).read_bytes()), shares)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
 
 
 def _storable(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -75,14 +76,20 @@ def learner_of(given: Learner | LearnerFactory, model: nn.Module, run: Run) -> L
     return learner
 
 
-def put_back(learner: Learner, saved: Checkpoint, tensors: Mapping[str, Tensor], run: Run, folder: Path) -> None:
-    """The learner as it was at the checkpoint, whose own tensors these are.
+def put_back(
+    restore: Callable[[Mapping[str, Tensor], Mapping[str, Any]], None],
+    saved: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    run: Run,
+    folder: Path,
+) -> None:
+    """The learner as it was at the checkpoint, whose own tensors these are. restore: the learner's.
 
     Raises:
         RunError: a checkpoint of another algorithm, or of another model.
     """
     try:
-        learner.restore(tensors, saved.state["learner"])
+        restore(tensors, saved.state["learner"])
     except KeyError as error:
         raise RunError(
             f"{saved.path} has no {error}, which {run.algorithm.name} needs: go on with the algorithm that the run began with, "

@@ -127,6 +127,15 @@ class RankedLearner:
         """Gathered: that of one process."""
         return self._do(FsdpLearner.state)
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The state's values alone, which this process has."""
+        return self._learner.values()
+
+    def do(self, function: Callable[..., T], *args: Any) -> T:
+        """A function of the learner's share and of these arguments, in every process; what it returns in this one."""
+        return self._do(function, *args)
+
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """The state of a checkpoint, of whatever number of processes."""
         with self.together("restore") as ranks:
