@@ -48,7 +48,8 @@ def local_learner(model: nn.Module, run: Run) -> Learner:
     if run.learner.ranks > 1:  # torch.distributed takes a while to import
         from policygrad.learners.fsdp.leader import ranked_learner
 
-        make = partial(ranked_learner, samples=run.sampler.engine == LOCAL and not run.staleness)
+        samples = run.sampler.engine == LOCAL and not run.staleness
+        make = partial(ranked_learner, samples=samples, folder=Path(run.output) if run.output else None)
     return make(
         model,
         run.algorithm,

@@ -24,6 +24,7 @@ LEFT = (
     "result.json",
     "tracked.json*",
     "report.html",
+    "stacks.txt",
     "tensorboard",
     "wandb",
     ".tmp-*",

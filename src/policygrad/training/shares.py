@@ -51,18 +51,18 @@ class Shares:
         """Every process copies its share, and writes it into the folder while training goes on. What waits for them."""
         self._saves += 1
         key = f"share {self._saves}"
-        self._learner.do(save, folder, key)
+        self._learner.do(save, folder.absolute(), key)
         return partial(self._written, key)
 
     def _written(self, key: str) -> list[Share]:
-        """What each has written, in their order. Raises OSError, CheckpointError."""
-        ranks = self._learner.together_with
-        keys = [f"{key} of {rank}" for rank in range(ranks.size)]
-        while not ranks.posted(keys):
+        """What each has written, in their order. Raises OSError where one could not."""
+        line = self._learner.line
+        keys = [f"{key} of {rank}" for rank in range(self._learner.ranks)]
+        while not line.posted(*keys):
             if gone := self._learner.gone:
-                raise CheckpointError(f"{gone} before it had written its share")
+                raise OSError(f"{gone} before all had written their shares")
             time.sleep(LOOK)
-        said = [json.loads(ranks.taken(key)) for key in keys]
+        said = [json.loads(line.taken(key)) for key in keys]
         for rank, what in enumerate(said):
             if "error" in what:
                 raise OSError(what["errno"], f"rank {rank}: {what['error']}")
@@ -74,7 +74,9 @@ class Shares:
         Raises:
             CheckpointError: one of the processes cannot read it. KeyError: it is of another model.
         """
-        self._learner.do(restore, path, {name: tensor.to("meta") for name, tensor in tensors.items()}, values)
+        self._learner.do(
+            restore, path.absolute(), {name: tensor.to("meta") for name, tensor in tensors.items()}, values
+        )
 
 
 def shares_of(learner: Learner) -> Shares | None:
@@ -98,10 +100,10 @@ def _write(ranks: Ranks, folder: Path, key: str, pieces: Mapping[str, Piece]) ->
     try:
         said = asdict(write(folder / share_name(ranks.rank), pieces))
     except OSError as error:
-        said = {"error": error.strerror or str(error), "errno": error.errno}
+        said = {"error": error.strerror or str(error), "errno": error.errno or 0}
     except Exception as error:  # for rank 0 to say: nobody here waits for this thread
-        said = {"error": repr(error), "errno": None}
-    ranks.post(f"{key} of {ranks.rank}", json.dumps(said))
+        said = {"error": repr(error), "errno": 0}
+    ranks.line.post(f"{key} of {ranks.rank}", json.dumps(said))
 
 
 def restore(learner: FsdpLearner, path: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
