@@ -65,7 +65,8 @@ class Shares:
         said = [json.loads(line.taken(key)) for key in keys]
         for rank, what in enumerate(said):
             if "error" in what:
-                raise OSError(what["errno"], f"rank {rank}: {what['error']}")
+                words = f"rank {rank}: {what['error']}"
+                raise OSError(what["errno"], words) if what["errno"] else OSError(words)
         return [Share(**what) for what in said]
 
     def restore(self, path: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:

@@ -13,11 +13,10 @@ import os
 import signal
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ END = 10.0
 """Seconds for a process to end by itself, once rank 0 has gone."""
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
-_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_LIBRARY = str(Path(os.__file__).parent) + os.sep
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,17 @@ class Beat:
 class Pulse:
     """Of one thread of this process at a time, seen from another."""
 
-    def __init__(self, thread: int | None) -> None:
-        """thread: its `threading.get_ident`."""
-        self._thread, self._number, self._still, self._stack = thread, 0, 0, ""
+    def __init__(
+        self,
+        thread: int | None,
+        computed: Callable[[], float] = time.process_time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """thread: its `threading.get_ident`. computed: seconds on a processor so far."""
+        self._thread, self._computed, self._clock = thread, computed, clock
+        self._number, self._still, self._stack = 0, 0, ""
         self._where: tuple[tuple[int, int], ...] = ()
-        self._cpu, self._time = time.process_time(), time.monotonic()
+        self._cpu, self._time = computed(), clock()
 
     def watch(self, thread: int) -> None:
         """This one from now on."""
@@ -75,7 +80,7 @@ class Pulse:
         """How it is now."""
         frame = sys._current_frames().get(self._thread or 0)
         where = tuple((id(f.f_code), f.f_lasti) for f in frames(frame))
-        cpu, now = time.process_time(), time.monotonic()
+        cpu, now = self._computed(), self._clock()
         moved = where != self._where or cpu - self._cpu > LEAST * (now - self._time)
         self._where, self._cpu, self._time = where, cpu, now
         self._number, self._still = self._number + 1, 0 if moved else self._still + 1

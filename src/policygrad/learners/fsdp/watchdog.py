@@ -41,7 +41,9 @@ def judge(beats: Sequence[Beat | None], silent: Sequence[int], limit: int) -> Fi
     seconds = f"{limit * BEAT:g} seconds"
     mute = tuple(rank for rank, looks in enumerate(silent) if looks >= limit)
     if mute:
-        return Finding(mute, f"{_named(mute)} did not answer for {seconds}: ended, stopped, or stuck where no Python can run")
+        return Finding(
+            mute, f"{_named(mute)} did not answer for {seconds}: ended, stopped, or stuck where no Python can run"
+        )
     still = [rank for rank, beat in enumerate(beats) if beat is not None and beat.still >= limit]
     stuck = tuple(rank for rank in still if not _of(beats, rank).waits)
     if stuck:
