@@ -95,7 +95,7 @@ class Checkpointer(Generic[P]):
             CheckpointError: the final one cannot be written; that another cannot is a note.
         """
         if self._pending is not None and self._pending.done:
-            self._settle()
+            self.settle()
         if final or progress.step % self.every == 0:
             try:
                 self._save(progress, self.keep)
@@ -117,7 +117,7 @@ class Checkpointer(Generic[P]):
             pending.wait()
             self.saved = pending.step
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Waits for it; that it could not be written is a note."""
         try:
             self._end()
@@ -130,7 +130,7 @@ class Checkpointer(Generic[P]):
         Raises:
             CheckpointError: it cannot be written.
         """
-        self._settle()
+        self.settle()
         if self.last.step > self.saved:
             self._sync()
             self._save_last(self.keep)
@@ -150,7 +150,7 @@ class Checkpointer(Generic[P]):
         if self._spread is None:
             self._write(progress, self._pack(progress), torch.get_rng_state(), keep)
         else:
-            self._settle()
+            self.settle()
             self._begin(self._spread, progress, torch.get_rng_state(), keep)
 
     def _save_last(self, keep: int) -> None:
@@ -208,7 +208,7 @@ class Checkpointer(Generic[P]):
         last = self.last
         said = f"step {last.step + 1} failed"
         try:
-            self._settle()
+            self.settle()
             if last.step > self.saved:
                 # The logs are not waited for: it may be they that failed. The one before stays, should this lead to the same end.
                 self._save_last(max(2, self.keep))
