@@ -154,7 +154,7 @@ def test_rank_0_that_is_killed_before_it_seals_leaves_a_run_that_resumes(
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert checkpoints.newest(folder / "checkpoints") == 1
     pg.train(run, resume=folder, display=False)
-    check_same(unbroken, folder)
+    check_alike(unbroken, folder)  # another process may compute with another number of threads
 
 
 @pytest.mark.slow
