@@ -27,7 +27,7 @@ def part_of(x: Tensor, first: bool) -> tuple[tuple[int, ...], Tensor] | None:
         return ((0,) * x.ndim, x) if first else None
     if odd := [p for p in x.placements if type(p) not in (Shard, Replicate)]:
         raise ConfigError(f"a tensor that is spread as {odd[0]} cannot be saved: let the processes shard its rows")
-    where = x.device_mesh.get_coordinate() or []
+    where: Sequence[int] = x.device_mesh.get_coordinate() or ()
     if any(isinstance(p, Replicate) and at for p, at in zip(x.placements, where, strict=True)):
         return None
     local = x.to_local()
