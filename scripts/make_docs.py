@@ -22,6 +22,7 @@ from pages.coming_from import options, supervised
 from pages.curves import curves
 from pages.engine_faults import faults_block
 from pages.engines import engines_block
+from pages.environments import learned_block
 from pages.gate import gate_figure, owners
 from pages.index import by_family, index_page
 from pages.lab_numbers import quoted
@@ -72,6 +73,7 @@ def generated() -> dict[Path, str]:
         **coming_from(),
         DOCS / "primer.md": filled(DOCS / "primer.md", **{name: quoted(name, "primer") for name in FIGURES}),
         DOCS / "engines.md": filled(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
+        DOCS / "environments.md": filled(DOCS / "environments.md", learned=learned_block()),
         DOCS / "tables.md": tables_page(),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
