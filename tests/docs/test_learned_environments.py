@@ -1,4 +1,4 @@
-"""The tasks that docs/environments.md measures: they can be done, by the good half of what is shown, and the page says what came."""
+"""The tasks that docs/environments.md measures: they can be done, by the good half of what is shown; the page says what came."""
 
 from __future__ import annotations
 
