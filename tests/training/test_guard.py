@@ -151,7 +151,9 @@ def test_a_rollback_takes_the_last_checkpoint_and_a_lower_rate_and_resumes_bit_f
     run = replace(run, guard=guard, checkpoint=pg.Checkpointing(every=2, keep=9))
     if waits:
         algorithm = replace(pg.DR_GRPO, filters=(pg.DropNoSpread(),))
-        run = replace(run, algorithm=algorithm, seed=1, prompts_per_step=5)  # with this seed some wait after steps 2 and 4
+        run = replace(
+            run, algorithm=algorithm, seed=1, prompts_per_step=5
+        )  # with this seed some wait after steps 2 and 4
         (tmp_path / "mine.py").write_text(
             "def mine(prompts, completions, **columns):\n"
             "    return [(p[0] in '135') * (sum(map(ord, c)) % 7) / 7 for p, c in zip(prompts, completions)]\n"
