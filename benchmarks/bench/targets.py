@@ -186,9 +186,9 @@ def _grown(data: Data) -> str:
         return ""
     (few, fast), (many, slow) = ((tokens, 1000 * seconds / tokens) for tokens, seconds in (points[0], points[-1]))
     return (
-        f"**Step time over tokens.** A token takes {short(fast)} ms in a step of {few:,} and {short(slow)} in one of {many:,}: where few "
-        f"completions are drawn at once, the weights are read for fewer tokens. From {points[2][0]:,} tokens on time is linear within "
-        f"{off:.0%}."
+        f"**Step time over tokens.** A token takes {short(fast)} ms in a step of {few:,} and {short(slow)} in one of {many:,}: "
+        f"where few completions are drawn at once, the weights are read for fewer tokens. From {points[2][0]:,} tokens on time is "
+        f"linear within {off:.0%}."
     )
 
 
