@@ -25,8 +25,8 @@ from policygrad.planning.work import Work
 from policygrad.training.config.hints import optional
 
 HELP = (
-    "Memory, seconds and money of a run, from the shape of its model, a device's published figures and stated assumptions; no model "
-    "is loaded. Where it does not fit, what to change.",
+    "Memory, seconds and money of a run, from the shape of its model, a device's published figures and stated assumptions; no "
+    "model is loaded. Where it does not fit, what to change.",
     "--calibrate measures this machine for about a minute instead, and writes what --calibration reads.",
 )
 MEASURED = "calibration.json"

@@ -49,7 +49,8 @@ def summary(plan: Plan, steps: int, price: float | None) -> str:
     holds = "It fits" if plan.fits else "It does not fit"
     return (
         f"{holds}: {gib(plan.peak)} of {gib(plan.usable)} GiB that can be used. {told} ({how}): {plan.tokens_per_second:,.0f} "
-        f"sampled tokens a second, {plan.mfu:.0%} of the peak rate. {steps:,} steps are {plan.hours(steps):,.0f} device hours{cost}."
+        f"sampled tokens a second, {plan.mfu:.0%} of the peak rate. {steps:,} steps are {plan.hours(steps):,.0f} device hours"
+        f"{cost}."
     )
 
 
@@ -138,8 +139,8 @@ def assumptions(plan: Plan) -> list[str]:
         f"{q.shape.name}: {q.shape.parameters:,} parameters ({q.shape.source or 'given'}).",
         f"{device.name}: {gib(device.memory)} GiB, {device.bandwidth / 1e12:.3g} TB/s, {rate / 1e12:.4g} Tflop/s in "
         f"{plan.layout.dtype} ({device.source}).",
-        f"Reached of that, {origin}: {reached.learning:.0%} learning, {reached.scoring:.0%} reading, {reached.drawing:.0%} drawing; "
-        f"{reached.layer * 1e6:.0f} µs a layer and drawn token besides.",
+        f"Reached of that, {origin}: {reached.learning:.0%} learning, {reached.scoring:.0%} reading, {reached.drawing:.0%} "
+        f"drawing; {reached.layer * 1e6:.0f} µs a layer and drawn token besides.",
         "Lengths are those of a policy that ends with equal probability at every token, cut off at the budget; rollouts are alike.",
         "Rewards, evaluations and checkpoints take no time; nothing fails.",
         f"Of a device {1 - USABLE:.0%} cannot be used, and of a GPU {CONTEXT / GIB:.0f} GiB are its driver's.",
