@@ -159,11 +159,11 @@ def test_divisions_are_of_whole_samplers_and_few() -> None:
 def test_over_numbers_of_devices() -> None:
     assert counts(6) == [1, 2, 4, 6, 8, 16]
     assert counts(8) == [1, 2, 4, 8, 16, 32]
-    turns = curve(question(), Layout(8), counts(8), divide=False)
+    turns = curve(question(), Layout(8), counts(8))
     assert [plan.layout.gpus for plan in turns] == counts(8)
     steps = [plan.step for plan in turns]
     assert steps == sorted(steps, reverse=True)
-    apart = curve(question(), Layout(8, samplers=2, tensor=2, staleness=1), counts(8), divide=True)
+    apart = curve(question(), Layout(8, samplers=2, tensor=2, staleness=1), counts(8))
     assert [plan.layout.gpus for plan in apart] == [4, 8, 16, 32]
     assert all(plan.layout.samplers % 2 == 0 for plan in apart)
 

@@ -59,8 +59,13 @@ def test_in_their_order() -> None:
 
 
 def test_what_does_not_fit_in_a_sampler_is_spread_over_several() -> None:
-    ways = remedies(plan("Llama-3.1-70B", Layout(16, samplers=8, staleness=1), "B200"))
-    assert any(way.option.startswith("--tensor-parallel") and way.plan.layout.tensor > 1 for way in ways)
+    layout = Layout(32, samplers=8, staleness=1, checkpointing=True, whole=False)
+    found = plan("Llama-3.1-70B", layout, "H200")
+    (way,) = remedies(found)
+    assert found.learner.peak < found.usable < found.peak
+    assert way.option == "--tensor-parallel 2"
+    assert way.plan.layout.tensor == 2
+    assert way.plan.fits
 
 
 def test_where_nothing_is_enough_it_says_so() -> None:

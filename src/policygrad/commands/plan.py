@@ -101,8 +101,9 @@ def plan(args: list[str]) -> int:
         return _calibrate(options)
     if options.output is not None:
         writable(options.output, "--output")
-    found, divide = planned(options)
-    others = curve(found.question, found.layout, counts(found.layout.gpus), divide)
+    found = planned(options)
+    others = curve(found.question, found.layout, counts(found.layout.gpus))
+    others = [found if other.layout.gpus == found.layout.gpus else other for other in others]
     ways = remedies(found)
     if options.output is not None:
         from policygrad.planning.page import page
@@ -119,8 +120,8 @@ def plan(args: list[str]) -> int:
     return 0
 
 
-def planned(options: PlanOptions) -> tuple[Plan, bool]:
-    """The plan of these options, and whether devices were divided as is best.
+def planned(options: PlanOptions) -> Plan:
+    """The plan of these options; where they leave it open, with the best division of the devices.
 
     Raises:
         ConfigError: what cannot be planned, with the way out.
@@ -165,7 +166,7 @@ def planned(options: PlanOptions) -> tuple[Plan, bool]:
             f"--tensor-parallel {options.tensor_parallel} is of samplers apart, and here all devices draw and learn in turns: give "
             "--samplers or --staleness"
         )
-    return (best(question, layout), True) if divide else (Plan(question, layout), False)
+    return best(question, layout) if divide else Plan(question, layout)
 
 
 def as_dict(found: Plan, others: list[Plan], ways: list[Remedy], options: PlanOptions) -> dict[str, Any]:

@@ -167,14 +167,14 @@ def best(question: Question, layout: Layout) -> Plan:
     return min(tried, key=lambda plan: (not plan.fits, plan.step if plan.fits else plan.peak))
 
 
-def curve(question: Question, layout: Layout, counts: Sequence[int], divide: bool) -> list[Plan]:
-    """The same work on other numbers of devices. divide: samplers apart, as many as is best; else in turns."""
+def curve(question: Question, layout: Layout, counts: Sequence[int]) -> list[Plan]:
+    """The same work on other numbers of devices: in turns, or samplers apart, as many of them as is best."""
     found = list[Plan]()
     for gpus in counts:
-        if divide and gpus > layout.tensor:
+        if layout.apart and gpus > layout.tensor:
             found.append(best(question, replace(layout, gpus=gpus, samplers=layout.tensor)))
-        elif not divide and gpus % layout.tensor == 0:
-            found.append(Plan(question, replace(layout, gpus=gpus, samplers=0)))
+        elif not layout.apart and gpus % layout.tensor == 0:
+            found.append(Plan(question, replace(layout, gpus=gpus)))
     return found
 
 

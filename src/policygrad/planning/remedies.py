@@ -29,7 +29,7 @@ class Remedy:
 def remedies(plan: Plan) -> list[Remedy]:
     """In the order in which they cost least; empty where the plan fits, or nothing helps. The last fits, unless nothing does."""
     found, now = list[Remedy](), plan
-    for try_ in (_checkpointed, _smaller_passes, _narrow, _apart, _fewer_rows, _spread):
+    for try_ in (_checkpointed, _smaller_passes, _narrow, _fewer_rows, _apart, _spread):
         if now.fits:
             break
         for remedy in try_(now):
@@ -65,18 +65,17 @@ def _narrow(plan: Plan) -> Iterator[Remedy]:
 
 
 def _apart(plan: Plan) -> Iterator[Remedy]:
-    """Only where drawing is what does not fit."""
-    layout, most = plan.layout, sum(plan.learner.drawing.values()) > sum(plan.learner.learning.values())
-    if not layout.apart and most and layout.gpus > layout.tensor:
+    """Only where drawing takes more than learning."""
+    layout = plan.layout
+    if not layout.apart and _drawing_most(plan) and layout.gpus > layout.tensor:
         divided = best(plan.question, layout)
         option = f"--samplers {divided.layout.samplers}"
         yield Remedy(option, "samplers on devices of their own", divided)
 
 
 def _fewer_rows(plan: Plan) -> Iterator[Remedy]:
-    """The most that fit, in powers of two."""
-    rows = plan.rows
-    tried = []
+    """The most that fit, in powers of two; where drawing takes more than learning."""
+    rows, tried = plan.rows if _drawing_most(plan) else 0, list[Remedy]()
     while rows > ROWS:
         rows = 1 << ((rows - 1).bit_length() - 1)
         tried.append(
@@ -98,6 +97,11 @@ def _spread(plan: Plan) -> Iterator[Remedy]:
             if remedy.plan.sampler is not None and remedy.plan.sampler.peak <= plan.usable:
                 yield remedy
                 return
+
+
+def _drawing_most(plan: Plan) -> bool:
+    """Of a device that does both."""
+    return sum(plan.learner.drawing.values()) > sum(plan.learner.learning.values())
 
 
 def _other_device(plan: Plan) -> Iterator[Remedy]:
