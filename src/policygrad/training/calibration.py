@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 import torch
@@ -56,8 +56,8 @@ def calibrate(dtype: str, device: str, say: Callable[[str], None], trial: Trial 
         **drawing(trial, clock, few, many),
     )
     say(f"{1e3 * many:.1f} ms a token of {trial.rows[1]} completions, {1e3 * few:.1f} ms of {trial.rows[0]}")
-    seconds = {"learning": learning, "scoring": scoring, "token of few": few, "token of many": many}
-    return Calibration(measured, reached, dtype, {**_machine(), "rows": list(trial.rows), "seconds": seconds})
+    taken = {"learning": learning, "scoring": scoring, "token of few": few, "token of many": many}
+    return Calibration(measured, reached, dtype, {**_machine(), "rows": list(trial.rows), "seconds": taken})
 
 
 def drawing(trial: Trial, clock: Clock, few: float, many: float) -> dict[str, float]:
@@ -76,9 +76,7 @@ def products(trial: Trial, dtype: str, device: str) -> float:
     for n in trial.products:
         a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
         out = torch.empty(n, n, dtype=DTYPES[dtype], device=device)
-        best = max(
-            best, 2 * n**3 / seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), 2 * trial.repeats, device)
-        )
+        best = max(best, 2 * n**3 / seconds(partial(torch.mm, a, b, out=out), 2 * trial.repeats, device))
     return best
 
 
@@ -86,7 +84,7 @@ def copies(trial: Trial, device: str) -> float:
     """Bytes a second, read and written."""
     a = torch.ones(trial.copied // 4, device=device)
     b = torch.empty_like(a)
-    return 2 * a.nbytes / seconds(lambda: b.copy_(a), 2 * trial.repeats, device)
+    return 2 * a.nbytes / seconds(partial(b.copy_, a), 2 * trial.repeats, device)
 
 
 def learned(trial: Trial, model: nn.Module, dtype: str, device: str) -> tuple[float, float]:
@@ -103,7 +101,7 @@ def learned(trial: Trial, model: nn.Module, dtype: str, device: str) -> tuple[fl
     needs = frozenset({"logp_old"})
     return (
         seconds(learn, trial.repeats, device),
-        seconds(lambda: learner.evaluate(batch, needs), trial.repeats, device),
+        seconds(partial(learner.evaluate, batch, needs), trial.repeats, device),
     )
 
 
@@ -123,15 +121,17 @@ def drawn(trial: Trial, model: nn.Module, rows: int, device: str) -> float:
 
 
 def seconds(work: Callable[[], object], repeats: int, device: str) -> float:
-    """The median, after one call that is not counted."""
+    """The least of so many calls, after one that is not counted: whatever else the machine does only makes them longer. CPU seconds
+    where one thread computes, which leave out when it had to wait."""
+    clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     taken = list[float]()
     for _ in range(repeats + 1):
         _wait(device)
-        begun = time.perf_counter()
+        begun = clock()
         work()
         _wait(device)
-        taken.append(time.perf_counter() - begun)
-    return statistics.median(taken[1:])
+        taken.append(clock() - begun)
+    return max(min(taken[1:]), 1e-9)
 
 
 async def _generated(sampler: LocalSampler, asked: list[Request]) -> object:
