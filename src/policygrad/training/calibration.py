@@ -17,6 +17,7 @@ from importlib.metadata import version
 import torch
 from torch import nn
 
+from policygrad import __version__
 from policygrad.algorithms import DR_GRPO
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
@@ -166,7 +167,7 @@ def _memory(device: str) -> float:
 
 
 def _machine() -> dict[str, str]:
-    versions = {name: version(name) for name in ("torch", "transformers", "policygrad")}
+    versions = {"torch": torch.__version__, "transformers": version("transformers"), "policygrad": __version__}
     return {
         "processor": platform.processor() or platform.machine(),
         "threads": str(torch.get_num_threads()),
