@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,7 @@ class Calibration:
                 f"--calibration was measured in {self.dtype}, and the plan is for {dtype}: give --dtype {self.dtype}, or "
                 f"calibrate with --dtype {dtype}"
             )
-        mine = self.device
-        return replace(
-            device, bandwidth=mine.bandwidth, bf16=mine.bf16, fp32=mine.fp32, memory=mine.memory
-        ), self.reached
+        return self.device, self.reached
 
 
 def load(path: Path) -> Calibration:

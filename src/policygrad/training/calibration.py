@@ -40,9 +40,8 @@ def calibrate(dtype: str, device: str, say: Callable[[str], None], trial: Trial 
     say(f"{rate / 1e9:,.0f} Gflop/s; memory")
     known = _known(device)
     bandwidth = copies(trial, device)
-    measured = replace(
-        known, memory=_memory(device), bandwidth=bandwidth, **{"bf16" if dtype == "bf16" else "fp32": rate}
-    )
+    figures = {"bf16" if dtype == "bf16" else "fp32": rate, "bandwidth": bandwidth, "memory": _memory(device)}
+    measured = replace(known, source="measured by policygrad plan --calibrate", **figures)  # type: ignore[arg-type]
     say(f"{bandwidth / 1e9:,.1f} GB/s; learning")
     micro = MICRO_CPU if device == "cpu" else MICRO
     clock = Clock(trial.shape, measured, Reached(), Layout(gpus=1, dtype=dtype, micro_tokens=micro))
