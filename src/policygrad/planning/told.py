@@ -39,7 +39,7 @@ def summary(plan: Plan, steps: int, price: float | None) -> str:
     """What it comes to, in a sentence."""
     layout, told = plan.layout, f"A step takes {duration(plan.step)}"
     how = (
-        f"{layout.samplers} devices draw, {layout.learners} learn, {layout.staleness} rollouts ahead"
+        f"{layout.samplers} devices draw, {layout.learners} learn, at most {layout.staleness} ahead"
         if layout.apart
         else "all devices draw and learn, in turns"
         if layout.gpus > 1
