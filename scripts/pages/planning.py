@@ -144,7 +144,7 @@ def measured(bench: Mapping[str, Any] | None = None) -> Iterator[Row]:
                 yield Row(run, "CPU s, forward and backward", seconds, plan.phases.learning)
     for name, rate, *_ in bench.get("components", {}).get("rollout", {"rows": []})["rows"]:
         if name.startswith("128 of 16 to 1,024"):
-            plan = here(found, SEVEN, Work(16, 8, 100, 243, 1024))
+            plan = here(found, SEVEN, Work(16, 8, 100, 244.5, 1024))
             run = "7M, 128 completions of 16 to 1,024, drawn"
             yield Row(run, "tokens per CPU s", rate, plan.question.work.sampled / plan.phases.generation)
 
