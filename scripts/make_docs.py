@@ -1,7 +1,7 @@
 """Writes the generated pages: the matrix in README, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md,
 docs/measured.*, docs/reliability.md, docs/staleness.md, of docs/architecture.md the picture, the layers and the tree, of
-docs/engines.md the tables, of docs/coming-from-*.md the options, of docs/primer.md what the lab has found,
-and docs/real-model.md's results.
+docs/engines.md the tables, of docs/coming-from-*.md the options, of docs/primer.md what the lab has found, of docs/planning.md
+predictions against measurements, and docs/real-model.md's results.
 
 python scripts/make_docs.py              writes them
 python scripts/make_docs.py --check      only says which are out of date
@@ -29,6 +29,7 @@ from pages.lab_numbers import quoted
 from pages.measured import measured_page
 from pages.metrics import metrics_page
 from pages.picture import picture
+from pages.planning import checked_block
 from pages.real_model import picture as real_model_picture
 from pages.real_model import seen_block
 from pages.reference import reference_pages
@@ -82,6 +83,7 @@ def generated() -> dict[Path, str]:
         DOCS / "real-model.svg": real_model_picture(),
         DOCS / "reliability.md": reliability_page(),
         DOCS / "staleness.md": staleness_page(),
+        DOCS / "planning.md": filled(DOCS / "planning.md", checked=checked_block()),
     }
 
 
