@@ -41,6 +41,8 @@ def test_it_says_what_was_trained_on_what_and_how_it_was_measured() -> None:
     assert "at most 32 problems, 8 samples each at temperature 0.7" in body
     assert "secret" not in text
     assert "library_name: transformers" in of_whole(text)
+    assert "`policygrad export FOLDER --format gguf`" in body
+    assert "gguf" not in card("reward-model", "rm-1", CONFIG, {}, {})
 
 
 def test_a_base_model_that_is_a_folder_is_none_of_the_hubs() -> None:

@@ -33,6 +33,11 @@ OPTIONS = (
 )
 """What a reader asks first; the whole is in run.toml, which names folders of the machine and is no part of the model."""
 
+GGUF = (
+    "`policygrad export FOLDER --format gguf` writes this model, its tokenizer and its chat template as one file, where llama.cpp has names "
+    "for both architecture and tokenizer."
+)
+
 
 def card(
     kind: str,
@@ -66,6 +71,8 @@ def card(
             _table(("where", "part"), {k: f"`{v}`" for k, v in parts(algorithm).items()}),
         ]
     pieces += ["## How it was measured", *_measured(kind, config, measured, held_out)]
+    if kind != "reward-model":
+        pieces += ["## For llama.cpp, Ollama, LM Studio", GGUF]
     return "\n\n".join(pieces) + "\n"
 
 
