@@ -45,6 +45,12 @@ def test_it_says_what_was_trained_on_what_and_how_it_was_measured() -> None:
     assert "gguf" not in card("reward-model", "rm-1", CONFIG, {}, {})
 
 
+def test_of_a_mix_no_part_tells_its_folder() -> None:
+    text = card("train", "a", CONFIG | {"task": "0.7*/home/me/secret/a.jsonl + 2*/home/me/secret/b.jsonl"}, {}, {})
+    assert "| task | 0.7*a.jsonl+2*b.jsonl |" in text
+    assert "secret" not in text
+
+
 def test_a_base_model_that_is_a_folder_is_none_of_the_hubs() -> None:
     text = card("sft", "a", CONFIG | {"model": "/home/me/secret/base", "algorithm": {}}, {}, {})
     assert "base_model:" not in text

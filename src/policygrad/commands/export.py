@@ -23,8 +23,8 @@ HELP = (
     "Without an option, of a run of train or sft that was stopped: RUN/model-step-N, what its last checkpoint holds. The run goes "
     "on as before.",
     "--push OWNER/NAME puts the folder on the hub, with its model card: what --merge wrote, or RUN/model as it is.",
-    "--format gguf writes one file for llama.cpp, Ollama and LM Studio, with tokenizer and chat template: of a run, of the folder of "
-    "a model, or of a hub id.",
+    "--format gguf writes one file for llama.cpp, Ollama and LM Studio, with tokenizer and chat template: of a run, of a model's "
+    "folder, or of a hub id.",
 )
 
 
