@@ -238,6 +238,6 @@ def _check_resumable(before: Draft, run: Run, folder: str) -> None:
         if getattr(before, name) != getattr(run, name):
             flag = _NAMES.get(name, name.replace("_", "-"))
             raise ConfigError(
-                f"--resume {folder} with another --{flag} would compare before and after on different things: leave it out, or train "
-                f"anew with --config {folder}/run.toml --model {folder}/model --output DIR"
+                f"--resume {folder} with another --{flag} would compare before and after on different things: leave it out, or "
+                f"train anew with --config {folder}/run.toml --model {folder}/model --output DIR"
             )
