@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +57,16 @@ def cuts() -> dict[str, Any]:
 
 
 def tokenizer(cut: str, begins: bool = False) -> Tokenizer:
-    """One that is trained on the texts but the last two; begins: with a token before every text."""
+    """One that cuts so; begins: with a token before every text."""
     from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, processors, trainers
+    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = cuts()[cut]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    said = [*TEXTS[:-2] * 3, (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")]
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=[END, BEGIN, TURN], initial_alphabet=_alphabet(), show_progress=False
-    )
-    backend.train_from_iterator(said, trainer)
-    written = json.loads(backend.to_str())
+    written = json.loads(_trained())
     written["model"]["vocab"][WHOLE] = len(written["model"]["vocab"])
     written["model"]["ignore_merges"] = cut == "llama-bpe"
     backend = Backend.from_str(json.dumps(written))
+    backend.pre_tokenizer = cuts()[cut]
     backend.add_tokens([CALL])
     if begins:
         number = backend.token_to_id(BEGIN)
@@ -82,6 +76,26 @@ def tokenizer(cut: str, begins: bool = False) -> Tokenizer:
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, bos_token=BEGIN)
     hf.chat_template = TEMPLATE
     return Tokenizer(hf, frozenset([hf.eos_token_id]), cut, None)
+
+
+@cache
+def _trained() -> str:
+    """Merges of text that was not cut at all, so that every cut keeps some of them apart; of the last two texts none."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    said = [*TEXTS[:-2] * 3, (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")]
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        special_tokens=[END, BEGIN, TURN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(said, trainer)
+    return backend.to_str()
 
 
 def changed(own: Tokenizer, **parts: Any) -> Tokenizer:
@@ -94,9 +108,3 @@ def changed(own: Tokenizer, **parts: Any) -> Tokenizer:
     backend = Backend.from_str(json.dumps(written | parts | {"model": model}))
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=own.hf.eos_token, bos_token=own.hf.bos_token)
     return Tokenizer(hf, own.end, own.name, None)
-
-
-def _alphabet() -> list[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return ByteLevel.alphabet()
