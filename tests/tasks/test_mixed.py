@@ -188,7 +188,8 @@ def test_a_part_that_changed_is_noticed(files: tuple[str, str]) -> None:
 
 def test_a_run_tells_each_part_and_resumes_bit_for_bit(small: pg.Run, tmp_path: Path) -> None:
     a, b = (write_rows(tmp_path / f"{name}.jsonl", sums(40, name)) for name in "ab")
-    run = replace(small, task=f"0.6*{a}+0.4*{b}", steps=4)
+    measured = pg.Evaluation(problems=8, samples=2)
+    run = replace(small, task=f"0.6*{a}+0.4*{b}", steps=4, evaluation=measured)
     whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
     pieces = tmp_path / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=2, display=False)
@@ -196,7 +197,11 @@ def test_a_run_tells_each_part_and_resumes_bit_for_bit(small: pg.Run, tmp_path: 
     assert whole is not None
     assert same(weights(whole), weights(pieces))
     assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    told = [row for row in rows(whole / "metrics.jsonl") if "reward" in row]
+    every = rows(whole / "metrics.jsonl")
+    before = next(row for row in every if "held_out" in row)
+    shares = [(before[f"held_out/from/{part}.jsonl"], count) for part, count in (("a", 1), ("b", 7))]
+    assert before["held_out"] == pytest.approx(sum(mean * count for mean, count in shares) / 8)
+    told = [row for row in every if "reward" in row]
     parts = {name for row in told for name in row if name.startswith("reward/from/")}
     assert parts == {"reward/from/a.jsonl", "reward/from/b.jsonl"}
     both = [row for row in told if parts <= row.keys()]
