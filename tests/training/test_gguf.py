@@ -201,6 +201,19 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(parts: dict[
         byte_pairs(changed(own, **parts), len(own.hf))
 
 
+def test_bytes_that_no_text_holds_need_no_token() -> None:
+    own = tokenizer("gpt-2")
+    vocabulary = json.loads(own.hf.backend_tokenizer.to_str())["model"]["vocab"]
+
+    def without(*letters: str) -> Tokenizer:
+        kept = {token: number for token, number in vocabulary.items() if token not in letters}
+        return changed(own, model={"vocab": kept, "merges": []})
+
+    assert byte_pairs(without("À", "ÿ"), len(own.hf)).merges == ()
+    with pytest.raises(ModelError, match="has no token for 2 of the bytes that text is made of"):
+        byte_pairs(without("b", "Ã"), len(own.hf))
+
+
 def test_tokens_that_the_embedded_cuts_would_keep_apart_are_refused() -> None:
     """llama.cpp has no name for its cuts, which matter to no merge that it has."""
     own = load_tokenizer("tiny", load_model("tiny"))

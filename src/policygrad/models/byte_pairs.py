@@ -32,6 +32,8 @@ _NAMES: Mapping[tuple[tuple[str, ...], bool], str] = {
     ((LLAMA, _BYTES), False): "dbrx",
 }
 """(steps of the pre-tokenizer, whether a word that is a token is taken whole) to llama.cpp's name for both."""
+_NEVER = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
+"""Letters of bytes that no UTF-8 holds (RFC 3629), which a tokenizer need not know."""
 _UNCUT = "superbpe"
 """Cuts at digits alone."""
 _SPARED = re.compile(r"(?:Ġ-?|[!-,./:-~])+")
@@ -94,8 +96,8 @@ def _other(parts: Mapping[str, Any]) -> str:
         return f"rewrites text before it reads it ({normalizer['type']})"
     from tokenizers.pre_tokenizers import ByteLevel
 
-    if missing := set(ByteLevel.alphabet()) - set(model["vocab"]):
-        return f"has no token for {len(missing)} of the 256 bytes"
+    if missing := set(ByteLevel.alphabet()) - _NEVER - set(model["vocab"]):
+        return f"has no token for {len(missing)} of the bytes that text is made of"
     greedy = [t["content"] for t in parts["added_tokens"] if t["lstrip"] or t["rstrip"] or t["single_word"]]
     return f"has tokens that take the space beside them along ({greedy[0]!r})" if greedy else ""
 

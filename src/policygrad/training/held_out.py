@@ -54,7 +54,7 @@ class HeldOut:
         numbers = {"held_out": found.mean, "held_out_stderr": found.standard_error()}
         return found.mean, numbers | self._of_parts(found)
 
-    def _of_parts(self, found: EvaluationResult) -> Mapping[str, float]:
+    def _of_parts(self, found: EvaluationResult) -> dict[str, float]:
         """The mean by the part of a mix that a problem is of."""
         means = dict[str, list[float]]()
         for example, mean in zip(self.examples, found.means, strict=True):
