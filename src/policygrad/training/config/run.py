@@ -75,8 +75,8 @@ class Options:
     """Let Python code in the folder or repository of model, tokenizer and reference run; without it such a model is refused."""
     task: Annotated[Any, named("NAME|FILE", str)] = "embedded"
     """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
-    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]];
-    several are mixed by weight, 0.7*a.jsonl+0.3*b.jsonl.
+    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
+    Several are mixed by weight: 0.7*a.jsonl+0.3*b.jsonl.
     From Python also rows, each a dict with `prompt`."""
     map: Annotated[Any, named("FILE:NAME", str, "none")] = None
     """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
