@@ -37,6 +37,7 @@ with interchangeable parts
   policygrad export RUN                   the model of a run that was stopped
   policygrad export RUN --merge           a trained adapter (--learner.lora) in
                                           the weights of a whole model
+  policygrad export RUN --format gguf     one file for llama.cpp and Ollama
   policygrad compare ROW ROW ...          algorithms against each other: seeds,
                                           learning rates, curves, what can be
                                           concluded

@@ -100,7 +100,9 @@ class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         rows, at = len(key_states), self.layout.used
         read = self._columns(at)
-        if at == self.own[0].shape[2]:  # twice as much, for the rows that are left; pages that nobody fills are not touched
+        if (
+            at == self.own[0].shape[2]
+        ):  # twice as much, for the rows that are left; pages that nobody fills are not touched
             self.own = tuple(cache.roomy(x[:rows], None, min(at, cache.ROOM)) for x in self.own)
         columns = self._columns(at + 1)
         for held, new in zip(self.own, (key_states, value_states), strict=True):

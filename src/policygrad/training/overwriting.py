@@ -21,6 +21,7 @@ LEFT = (
     "model",
     "model-step-*",
     "merged",
+    "model.gguf",
     "weights",
     "result.json",
     "tracked.json*",
