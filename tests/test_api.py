@@ -18,7 +18,7 @@ Critic CurvatureProblem DAPO DISTILL DPPO DR_GRPO DataError DemonstrationNLL Dem
 Downsample DropNoSpread DualClip DualDescent EngineError EngineSampler Entropy Environment Evaluation ExactEntropy ExactKLToOld
 ExactKLToReference Example Filter FirstOrder FixedLength Forward GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO
 GSPO_TOKEN GammaKernel Gate Generation GeometricMean GradientProblem GreedyBaseline GroupInGroup GroupMean GroupStd
-GroupTokenMean HIGH_ENTROPY HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLCov KLInReward
+GroupTokenMean HIGH_ENTROPY HangError HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLCov KLInReward
 KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO Learner LearnerConfig LeaveOneOut LengthAdaptiveGAE LocalLearner
 LocalSampler LogClip LossTerm M2PO MAGISTRAL MAXRL MaskTruncated MaskedIS ModelError MultiTurnGAE NATURAL NStep
 NoPositiveResampling NumericsError OPO Observation OnPolicy OptimalBaseline OptimizerConfig OverGroupMean PASSK PPO

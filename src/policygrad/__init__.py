@@ -50,7 +50,8 @@ _HOME = {
     "policygrad.core.turns": "GroupInGroup TurnDiscount TurnLeaveOneOut TurnReturn",
     "policygrad.core.vine": "SelfNormalisation SelfNormalised Vine",
     "policygrad.errors": (
-        "CheckpointError ConfigError DataError EngineError ModelError NumericsError PolicygradError RewardError RunError"
+        "CheckpointError ConfigError DataError EngineError HangError ModelError NumericsError PolicygradError RewardError "
+        "RunError"
     ),
     "policygrad.environments": "Action Environment Observation SingleTurn Step ToolUse",
     "policygrad.learners.base": "Learner",

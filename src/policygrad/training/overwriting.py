@@ -26,6 +26,7 @@ LEFT = (
     "result.json",
     "tracked.json*",
     "report.html",
+    "stacks.txt",
     "tensorboard",
     "wandb",
     ".tmp-*",
