@@ -83,6 +83,21 @@ def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(
 
 @pytest.mark.long
 @pytest.mark.slow
+def test_adapters_are_trained_and_drawn_with_by_two_processes(run: pg.Run, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    learner = replace(run.learner, lora="rank=4")
+    one, two = (
+        pg.train(replace(run, learner=replace(learner, ranks=n), output=str(tmp_path / f"{n}")), display=False)
+        for n in (1, 2)
+    )
+    assert all("lora_" in name for name in weights(two.output))
+    check_alike(one.output, two.output)
+    resumed = pg.train(replace(run, learner=learner, steps=4), resume=two.output, display=False)
+    assert resumed.steps == 4
+
+
+@pytest.mark.long
+@pytest.mark.slow
 def test_torchrun_trains_the_same_run(run: pg.Run, alone: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dumps(run))
     folder = tmp_path / "run"

@@ -12,6 +12,7 @@ from policygrad.learners.base import Learner
 from policygrad.learners.fsdp.leader import RankedLearner, not_in_its_midst
 from policygrad.learners.fsdp.learner import FsdpLearner
 from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.models.routing import Routing
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local import LocalSampler
 from policygrad.training.resources import Resources
@@ -40,7 +41,10 @@ class RankedSampler:
 def draw(learner: FsdpLearner, requests: Sequence[Request], version: int, end: frozenset[int], pad: int) -> None:
     """The share of a process that is not rank 0."""
     assert learner.whole is not None  # the plan says that it draws
-    sampler: LocalSampler = learner.kept.setdefault("sampler", LocalSampler(learner.whole, end, pad))
+    if "sampler" not in learner.kept:
+        routing = Routing.of(learner.whole) if learner.config.routing_replay else None
+        learner.kept["sampler"] = LocalSampler(learner.whole, end, pad, routing)
+    sampler: LocalSampler = learner.kept["sampler"]
     sampler.version = version
     asyncio.run(_drawn(sampler, requests, learner.ranks))
 
@@ -53,9 +57,9 @@ async def _drawn(sampler: LocalSampler, requests: Sequence[Request], ranks: Rank
     except PolicygradError as error:
         wrong = error
     shares = ranks.gathered((mine, wrong))
-    for _, error in shares:
-        if error is not None:
-            raise error
+    for _, failed in shares:
+        if failed is not None:
+            raise failed
     return [generation for share, _ in shares for generation in share]
 
 
