@@ -1,7 +1,7 @@
 """Parts of a step alone: the head, attention, packing, each of the learner's savings, the share of the matrix-multiply rate, and
-the rollout against `generate`, rewards beside sampling.
+the rollout against `generate`, rewards beside sampling, and a profile.
 
-    python benchmarks/speed.py [--only head attention packing savings rollout overlap matmul] [--repeats 3] [--quick]
+    python benchmarks/speed.py [--only head matmul …] [--repeats 3] [--quick]
 
 CPU seconds, medians, one process and one thread unless OMP_NUM_THREADS says otherwise. Prints the tables, and writes them to
 docs/benchmarks.md beside what versus_trl.py has measured; --quick has everything small and writes below .bench/quick alone.
@@ -35,11 +35,11 @@ def main() -> None:
 
 
 def _measure(store: Store, name: str, small: bool, repeats: int) -> None:
-    from bench import decoding, kernels, overlap, savings
+    from bench import decoding, kernels, overlap, profiling, savings
 
     benches = {"head": kernels.head, "attention": kernels.attention, "packing": kernels.packing}
     benches |= {"savings": savings.savings, "matmul": savings.matmul, "rollout": decoding.rollout}
-    benches["overlap"] = overlap.overlap
+    benches |= {"decoding": decoding.savings, "overlap": overlap.overlap, "profile": profiling.profiled}
     command = f"python benchmarks/speed.py --only {name}{' --quick' * small}"
     found = {
         "command": command,

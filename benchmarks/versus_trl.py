@@ -3,9 +3,9 @@
     python benchmarks/versus_trl.py [--only 7m geometric] [--threads 1 2] [--repeats 3] [--quick]
 
 Every measurement is a process of its own, the sides take turns, and what is finished is kept in .bench/bench.json: a run that was
-stopped goes on, and a fresh clone goes on from what is committed, as far as the code is the same. At the end, or with --page,
-docs/results/bench.json and docs/benchmarks.md are written from that; --quick has everything small, says nothing of speed and writes
-below .bench/quick alone.
+stopped goes on, and a fresh clone goes on from what is committed, as far as code, machine and libraries are the same. At the end,
+or with --page, docs/results/bench.json and docs/benchmarks.md are written from that; --quick has everything small, says nothing of
+speed and writes below .bench/quick alone.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 from bench.clock import heard, problems
-from bench.machine import describe, has_bfloat16, when
+from bench.machine import alike, describe, has_bfloat16, when
 from bench.options import Options, parse
 from bench.page import publish
 from bench.store import Record, Store, Task, fingerprint, in_words, remaining
@@ -43,13 +44,17 @@ class Versus:
     """Where things are, and what has been measured."""
 
     def __init__(self, options: Options) -> None:
-        self.options, self.folder = options, options.folder(ROOT)
+        self.options, self.folder, self.machine = options, options.folder(ROOT), alike()
         self.sources: dict[str, str] = {}  # of a work's prompts
         self.store = Store(self.folder / "bench.json", options.published(ROOT))
-        self.trl = python(ROOT / ".bench" / "trl", ROOT / "constraints.txt").relative_to(ROOT)
         self.own = (
             Path(os.path.relpath(sys.executable, ROOT)) if ROOT in Path(sys.executable).parents else sys.executable
         )
+
+    @cached_property
+    def trl(self) -> Path:
+        """The Python of an environment that has TRL."""
+        return python(ROOT / ".bench" / "trl", ROOT / "constraints.txt").relative_to(ROOT)
 
     def make(self, work: Work) -> None:
         """The work's folder, where it is not there as it should be.
@@ -90,9 +95,8 @@ class Versus:
                 "--keep",
                 str(self.folder.relative_to(ROOT) / work.name / "kept"),
             )
-        return Task(
-            f"{work.name}/{side}/{threads}/{repeat}", f"{code}-{micro}" if not ours else code, command, environment
-        )
+        named = f"{code}{'' if ours else f'-{micro}'} on {self.machine}"
+        return Task(f"{work.name}/{side}/{threads}/{repeat}", named, command, environment)
 
     def measured(self, section: str, task: Task, work: Work) -> Record:
         """The record of a task, done now if it is not known.

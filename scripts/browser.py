@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,3 +74,23 @@ def picture(
     small = io.BytesIO()
     shot.convert("RGB").save(small, "PNG", optimize=True)
     return small.getvalue()
+
+
+View = tuple[int, int, str, str | None]
+"""Width, height, colour scheme, what stands at the top."""
+
+
+def pictures(page: Path, views: Mapping[str, View], folder: Path, *, ready: str, largest: int) -> None:
+    """Writes a picture of every view into the folder, and says how large it is. largest: bytes that one may have.
+
+    Raises:
+        SystemExit: a picture that is larger.
+    """
+    folder.mkdir(exist_ok=True)
+    with chromium() as browser:
+        for name, view in views.items():
+            png = picture(browser, page, *view, ready=ready)
+            if len(png) > largest:
+                raise SystemExit(f"{name}.png has {len(png)} bytes, more than {largest}: make its view smaller")
+            (folder / f"{name}.png").write_bytes(png)
+            print(folder / f"{name}.png", len(png))

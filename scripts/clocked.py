@@ -39,8 +39,8 @@ class Seen:
 
 
 def run(model: str, steps: int, staleness: int, piece: int, folder: Path) -> Seen:
-    """Trains, unless that was done before."""
-    output = folder / f"staleness-{staleness}-piece-{piece}"
+    """Trains, unless that was done before; what was broken off begins anew."""
+    output = folder / f"{Path(model).name}-{steps}-steps-staleness-{staleness}-piece-{piece}"
     if not (output / "result.json").exists():
         made = pg.Run(
             algorithm=pg.algorithm("grpo"),
@@ -53,7 +53,7 @@ def run(model: str, steps: int, staleness: int, piece: int, folder: Path) -> See
             evaluation=pg.Evaluation(problems=0),
             output=str(output),
         )
-        pg.train(made, display=True)
+        pg.train(made, display=True, overwrite=(output / "run.toml").exists())
     metrics, completions = (_rows(output / name) for name in ("metrics.jsonl", "completions.jsonl"))
     return seen([row for row in metrics if row["step"]], completions)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from browser import chromium, picture
+from browser import View, pictures
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.lab import html
 from policygrad.lab.report import report
@@ -17,7 +17,7 @@ from policygrad.lab.setting import measurable
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "lab"
 LARGEST = 300_000
 """Bytes of one picture."""
-PICTURES = {  # name: (width, height, scheme, what stands at the top)
+PICTURES: dict[str, View] = {
     "wide": (1280, 1240, "light", None),
     "training": (1280, 1000, "light", "#entropy_collapse"),
     "dark": (1280, 1000, "dark", "#gate_weights"),
@@ -27,16 +27,10 @@ PICTURES = {  # name: (width, height, scheme, what stands at the top)
 
 def main() -> None:
     """Measures, and takes the pictures."""
-    FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as place, chromium() as browser:
+    with tempfile.TemporaryDirectory() as place:
         page = Path(place) / "lab.html"
         page.write_text(html(report(rows := measurable(ALGORITHMS)), rows), encoding="utf-8")
-        for name, view in PICTURES.items():
-            png = picture(browser, page, *view, ready="#scatter .point")
-            if len(png) > LARGEST:
-                raise SystemExit(f"{name}.png has {len(png)} bytes, more than {LARGEST}: make its view smaller")
-            (FOLDER / f"{name}.png").write_bytes(png)
-            print(FOLDER / f"{name}.png", len(png))
+        pictures(page, PICTURES, FOLDER, ready="#scatter .point", largest=LARGEST)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from browser import chromium, picture
+from browser import View, pictures
 from policygrad.report.page import page
 from policygrad.report.reading import read
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "report"
 LARGEST = 200_000
 """Bytes of one picture."""
-PICTURES = {  # name: (width, height, scheme, what stands at the top)
+PICTURES: dict[str, View] = {
     "wide": (1280, 1240, "light", None),
     "completions": (1280, 1000, "light", "#completions"),
     "dark": (1280, 1000, "dark", "#curves"),
@@ -26,16 +26,10 @@ PICTURES = {  # name: (width, height, scheme, what stands at the top)
 
 def main() -> None:
     """Reads the runs, and takes the pictures."""
-    FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as place, chromium() as browser:
+    with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "report.html"
         file.write_text(page([read(Path(run)) for run in sys.argv[1:]]), encoding="utf-8")
-        for name, view in PICTURES.items():
-            png = picture(browser, file, *view, ready="#first .curve")
-            if len(png) > LARGEST:
-                raise SystemExit(f"{name}.png has {len(png)} bytes, more than {LARGEST}: make its view smaller")
-            (FOLDER / f"{name}.png").write_bytes(png)
-            print(FOLDER / f"{name}.png", len(png))
+        pictures(file, PICTURES, FOLDER, ready="#first .curve", largest=LARGEST)
 
 
 if __name__ == "__main__":

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from browser import chromium, picture
+from browser import View, pictures
 
 ROOT = Path(__file__).resolve().parents[1]
-SITE, PICTURE = ROOT / "build" / "site", ROOT / "docs" / "site" / "site.png"
-VIEW = (1180, 900, "light")
+PAGE, FOLDER = ROOT / "build" / "site" / "algorithms" / "sapo.html", ROOT / "docs" / "site"
+PICTURES: dict[str, View] = {"site": (1180, 900, "light", None)}
 LARGEST = 150_000
 """Bytes."""
 
 
 def main() -> None:
     """The page of an algorithm."""
-    with chromium() as browser:
-        png = picture(browser, SITE / "algorithms" / "sapo.html", *VIEW, ready="article h1")
-    if len(png) > LARGEST:
-        raise SystemExit(f"the picture has {len(png)} bytes, more than {LARGEST}: make its view smaller")
-    PICTURE.write_bytes(png)
-    print(PICTURE, len(png))
+    pictures(PAGE, PICTURES, FOLDER, ready="article h1", largest=LARGEST)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""Rollout against transformers' `generate`."""
+"""Rollout against transformers' `generate`, and with each of its savings switched off."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,6 +20,9 @@ from bench.timing import Table, cpu_seconds
 from bench.works import SEVEN, SMALL, geometric
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer, padding_id
+from policygrad.samplers import decoding
+from policygrad.samplers.draw import log_probabilities
+from policygrad.samplers.memory import Plain
 
 
 def generated(
@@ -106,3 +113,43 @@ def _row(
     took = cpu_seconds({"ours": ours, "generate": theirs}, repeats)
     speed = {name: sum(n) / len(n) / took[name] for name, n in tokens.items()}
     return name, speed["ours"], speed["generate"], speed["ours"] / speed["generate"]
+
+
+def savings(small: bool, repeats: int) -> Table:
+    """Drawing completions of given lengths, with what saves time and without."""
+    shape, count = (SMALL, 8) if small else (SEVEN, 128)
+    lengths = list(geometric(2, 16, count) if small else geometric(16, 256, count))
+    model, made = untrained(shape), made_up(shape.vocabulary, count // 8, 8, lengths).prompts
+    asked, sampler = requests(list(made or ()), 8, lengths), pg.LocalSampler(model, frozenset({-1}), 0)
+    few = [replace(r, sampling=replace(r.sampling, decode_rows=count // 4)) for r in asked]
+
+    def ours(requests: list[pg.Request]) -> None:
+        asyncio.run(sampler.generate(requests))
+
+    def plain(requests: list[pg.Request]) -> None:
+        decoding.Decoding(requests, sampler.end, 0, None).run(Plain(model, 0), 0)
+
+    def by_a_table() -> None:
+        with patch.object(decoding, "draw", _from_a_table):
+            ours(asked)
+
+    ways: dict[str, Callable[[], object]] = {
+        "every saving": partial(ours, asked),
+        "without contexts that rows share": partial(plain, asked),
+        "without drawing in one pass": by_a_table,
+        "every saving, a quarter of the rows": partial(ours, few),
+        "the same without rows that are filled again": partial(plain, few),
+    }
+    took = cpu_seconds(ways, repeats)
+    rows = tuple((name, seconds, seconds / took["every saving"]) for name, seconds in took.items())
+    said = f"{min(lengths)} to {max(lengths)} tokens to {count // 8} prompts of 100"
+    note = f"{count} completions of {said}. What is drawn is the same."
+    return Table("Decoding's savings", note, ("way", "CPU s", "× every saving"), rows)
+
+
+def _from_a_table(logits: Tensor, u: Tensor, sampling: pg.Sampling) -> tuple[Tensor, Tensor]:
+    """A table of log-probabilities, all of them cumulated."""
+    logp = log_probabilities(logits, sampling)
+    cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
+    token = torch.searchsorted(cumulative, u[:, None] * (1 - 2**-40) * cumulative[:, -1:], right=True)
+    return token.squeeze(1), logp.gather(-1, token).squeeze(1)

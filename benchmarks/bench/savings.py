@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
+from bench import operations
 from bench.machine import has_bfloat16
 from bench.models import rollout, untrained
 from bench.timing import Table, cpu_seconds
-from bench.works import SEVEN, SMALL, TWENTY_FIVE, Shape
+from bench.works import SEVEN, SMALL, TWENTY_FIVE
 from policygrad.core.batch import Batch
 from policygrad.models.loading import load_model
 from policygrad.models.precision import DTYPES
@@ -76,21 +77,10 @@ def savings(small: bool, repeats: int) -> Table:
     return Table("The learner's savings", note, columns, tuple(rows))
 
 
-def operations(shape: Shape, batch: Batch) -> float:
-    """Floating-point operations that a gradient cannot do without, each prompt once: two per weight and token forward, four
-    backward; of attention, each pair of a token and one that it sees."""
+def groups(batch: Batch) -> list[operations.Group]:
+    """How long a rollout's prompts and completions are."""
     assert batch.prompts is not None
-    prompt = len(batch.prompts[0])
-    completions: list[int] = batch.lengths.tolist()
-    shared = sum(len(p) for p in batch.prompts)
-    nodes = shared + sum(n - 1 for n in completions)
-    pairs = sum(n * (n + 1) / 2 for n in (len(p) for p in batch.prompts))
-    pairs += sum((n - 1) * prompt + (n - 1) * n / 2 for n in completions)
-    widths = shape.heads + shape.kv_heads
-    layer = 2 * shape.hidden * widths * shape.head_dim + 3 * shape.hidden * shape.intermediate
-    attended = 12 * shape.heads * shape.head_dim * pairs
-    reading = len(batch.prompts) + sum(n - 1 for n in completions)
-    return shape.layers * (6 * layer * nodes + attended) + 6 * shape.hidden * shape.vocabulary * reading
+    return [(len(prompt), batch.lengths[batch.group == i].tolist()) for i, prompt in enumerate(batch.prompts)]
 
 
 def rate(dtype: torch.dtype, small: bool) -> float:
@@ -116,7 +106,7 @@ def matmul(small: bool, repeats: int) -> Table:
             learner = pg.LocalLearner(model, algorithm, lr=0.0, steps=1, config=pg.LearnerConfig(dtype=dtype))
             problem = learner.problem(batch, algorithm.advantages(batch), algorithm)
             seconds = cpu_seconds({"": partial(learned, learner, problem)}, repeats)[""]
-            needed, bare = operations(shape, batch), rate(DTYPES[dtype], small)
+            needed, bare = operations.gradient(shape, groups(batch)), rate(DTYPES[dtype], small)
             rows.append(
                 (f"{name}, {dtype}", needed / 1e9, seconds, needed / seconds / 1e9, bare / 1e9, needed / seconds / bare)
             )

@@ -21,7 +21,7 @@ class Task:
     key: str
     """Its name in the store: what it measures, and which repeat."""
     fingerprint: str
-    """Of the work and of the code that does it: what was measured of other code is measured again."""
+    """Of the work, of the code that does it and of the machine: what was measured of others is measured again."""
     command: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
 
@@ -51,7 +51,7 @@ class Store:
         return found
 
     def known(self, section: str, task: Task) -> Record | None:
-        """What was measured of this code, if anything."""
+        """What was measured of this code on such a machine, if anything."""
         found: Record | None = self.section(section).get(task.key)
         return found if found is not None and found["fingerprint"] == task.fingerprint else None
 

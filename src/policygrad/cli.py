@@ -37,9 +37,14 @@ with interchangeable parts
   policygrad export RUN                   the model of a run that was stopped
   policygrad export RUN --merge           a trained adapter (--learner.lora) in
                                           the weights of a whole model
+  policygrad export RUN --format gguf     one file for llama.cpp and Ollama
   policygrad compare ROW ROW ...          algorithms against each other: seeds,
                                           learning rates, curves, what can be
                                           concluded
+  policygrad plan --model SHAPE --gpus H200:64
+                                          memory, seconds and cost of a run,
+                                          before it is begun; what to change
+                                          where it does not fit
   policygrad report RUN ...               what runs have done, as a page:
                                           curves, completions, costs; --watch
                                           follows them

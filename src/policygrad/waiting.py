@@ -49,7 +49,7 @@ class Waiter:
         """Whoever waits for anything gets `asyncio.CancelledError`."""
         loop = self._loop
         if loop is not None and loop.is_running():
-            loop.call_soon_threadsafe(_cancel_all, loop)
+            _cancel_all(loop)
 
     def _takes_over(self, guest: Future[Any]) -> bool:
         """Waits until it is done, or nobody runs the loop any more: whether this thread has to."""
@@ -108,8 +108,14 @@ async def _brought(guest: Future[T]) -> T:
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
+    """From another thread. What there is now: the loop may be at its end, and what it runs next is nobody's to cancel."""
+    tasks = asyncio.all_tasks(loop)
+
+    def cancel() -> None:
+        for task in tasks:
+            task.cancel()
+
+    loop.call_soon_threadsafe(cancel)
 
 
 def _beside(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]) -> T:
@@ -137,7 +143,7 @@ def _in_thread(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]) -> T:
     try:
         thread.join()
     except KeyboardInterrupt:
-        loop.call_soon_threadsafe(_cancel_all, loop)
+        _cancel_all(loop)
         raise
     if raised:
         raise raised[0]

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from bench import clock, rewards
+from bench import clock, operations, rewards
 from bench.lengths import EndAt
 from bench.models import rollout
 from bench.options import parse
 from bench.page import page
-from bench.savings import operations
+from bench.profiling import kind
+from bench.savings import groups
 from bench.store import Store, Task, fingerprint, in_words, remaining
 from bench.summary import Estimate, linearity, per_step, reached, rows, short
-from bench.works import WORKS, Shape, chosen, from_dict, geometric, part_of, quick
+from bench.targets import learning
+from bench.works import SEVEN, WORKS, Shape, chosen, from_dict, geometric, part_of, quick
 
 FACTS: dict[str, Any] = {
     "completions": [16, 16],
@@ -252,7 +254,10 @@ def test_operations_of_a_gradient() -> None:
         1 + 1 + 2,
     )  # the last token of a completion predicts nothing
     weights = 2 * (4 + 1 + 1 + 4) * 7 + 3 * 2 * 3
-    assert operations(shape, batch) == 5 * (6 * weights * nodes + 12 * 4 * 7 * pairs) + 6 * 2 * 11 * reading
+    assert groups(batch) == [(2, [2, 3])]
+    expected = 5 * (6 * weights * nodes + 12 * 4 * 7 * pairs) + 6 * 2 * 11 * reading
+    assert operations.gradient(shape, groups(batch)) == expected
+    assert operations.step(shape, groups(batch)) == expected * 4 / 3
 
 
 def test_the_page_says_how_many_times_faster() -> None:
@@ -293,3 +298,51 @@ def test_a_page_of_nothing_claims_nothing() -> None:
     text = page({"quick": True})
     assert "Not measured yet." in text
     assert "--quick" in text
+
+
+def test_a_page_says_which_targets_are_reached_and_why_others_are_not() -> None:
+    facts = {**FACTS, "completions": [128], "prompt_tokens": [7680], "tokens": [32256]}
+    taken = {
+        "7m/trl-fp32/1/0": {**record(0.0, 60.0, peak=3000.0), "facts": facts},
+        "7m/policygrad-fp32/1/0": {**record(0.0, 30.0, peak=700.0), "facts": facts},
+    }
+    columns = ["model", "Gflop", "CPU s", "Gflop/s", "matrix product, Gflop/s", "share"]
+    made = {"title": "M", "note": "n", "threads": "1", "command": "c", "taken": "today", "columns": columns}
+    components = {
+        "matmul": made | {"rows": [["7M, fp32", 380.0, 6.0, 60.0, 100.0, 0.6], ["25M, fp32", 1.0, 1.0, 1.0, 1.0, 0.59]]}
+    }
+    text = page({"measurements": taken, "components": components})
+    assert "| TRL ÷ ours, CPU seconds per step, 7M | ≥ 3 | 2.00 | no |" in text
+    assert "| TRL ÷ ours, peak memory, 7M | ≥ 4 | 4.29 | yes |" in text
+    assert "| learner's share of the matrix-multiply rate, 7M | ≥ 0.6 | 0.600 | yes |" in text
+    assert "| the same, 25M | ≥ 0.6 | 0.590 | no |" in text
+    assert "embedded task | ≥" not in text  # of which nothing was measured
+    needed = operations.step(SEVEN, [(60, [252] * 8)] * 16) / 1e9
+    assert 1900 < needed < 1960
+    assert f"{needed / 100 / 30:.0%} of that rate" in text
+    assert "Memory of the 7M work" not in text  # reached
+
+
+def test_a_curve_that_does_not_come_there_has_no_ratio() -> None:
+    there, short_of_it = ({**record(1.0, 1.0), "curve": [[0, 0.2], [1, 0.5], [2, last]]} for last in (0.9, 0.8))
+    both = {"learning/trl-fp32/1/0": there, "learning/policygrad-fp32/1/0": there}
+    assert learning({"measurements": both}) == 1.0
+    assert learning({"measurements": {**both, "learning/policygrad-fp32/1/1": short_of_it}}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("aten::mm", "matrix products"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("aten::log_softmax", "softmax, exponentials, draws"),
+        ("aten::index_put_", "copies, gathers, conversions"),
+        ("aten::exp_", "softmax, exponentials, draws"),
+        ("aten::expand", "element by element"),
+        ("aten::logical_not", "element by element"),
+        ("aten::mul", "element by element"),
+        ("aten::rsqrt", "element by element"),
+    ],
+)
+def test_operations_are_of_a_kind(name: str, said: str) -> None:
+    assert kind(name) == said

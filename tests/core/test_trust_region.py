@@ -314,3 +314,29 @@ def test_conjugate_gradient_may_see_a_share_of_the_groups_and_the_length_is_of_a
     for share in (0.0, -1.0, 1.5, NAN):
         with pytest.raises(ValueError, match="fisher_share"):
             pg.TrustRegion(fisher_share=share)
+
+
+@dataclass
+class Half(Quadratic):
+    """One of two equal processes, each with half of every vector: the other has the same numbers."""
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        return 2 * (a @ b)
+
+    def evaluate(self, delta: Tensor) -> tuple[float, float]:
+        value, kl = super().evaluate(delta)
+        return 2 * value, 2 * kl
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_vectors_that_are_spread_over_processes_make_the_step_of_the_whole(seed: int) -> None:
+    half = problem(seed)  # the excess: the full step would be at δ but for rounding
+    F, g = torch.block_diag(half.F, half.F), torch.cat([half.g, half.g])
+    whole = Quadratic(F, g, excess=lambda delta: 1e-3)
+    mine = Half(half.F, half.g, excess=lambda delta: 5e-4)
+    step = pg.TrustRegion(iterations=4)  # fewer than would leave rounding alone of the residual
+    expected, found = run(whole, step), run(mine, step)
+    assert torch.allclose(torch.cat([mine.theta, mine.theta]), whole.theta, rtol=1e-9, atol=0)
+    assert float(mine.theta.norm()) > 1e-3
+    assert found["trust_region/backtracks"] == 1
+    assert found == pytest.approx(expected, rel=1e-9)

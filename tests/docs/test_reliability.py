@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import pytest
 
 import make_docs
 from pages import reliability
-
-ALL = [test for item in reliability.faults() for _, _, *tests in item["fault"] for test in tests]
 
 
 def test_every_item_of_what_may_go_wrong_is_there() -> None:
@@ -96,13 +93,3 @@ def test_a_soak_that_broke_says_so() -> None:
     }
     assert "**It does not hold:** kill 3 (saving) lost 9 steps." in reliability.soak_section(found)
     assert "not been taken yet" in reliability.soak_section(None)
-
-
-@pytest.mark.slow
-def test_every_test_that_is_named_is_collected() -> None:
-    files = sorted({test.partition("::")[0] for test in ALL})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-o", "addopts=-q", "-p", "no:cacheprovider", *files]
-    child = subprocess.run(command, cwd=reliability.TESTS, capture_output=True, text=True, check=False)
-    assert child.returncode == 0, child.stdout[-2000:]
-    collected = {line.partition("[")[0].removeprefix("tests/") for line in child.stdout.splitlines()}
-    assert {test.partition("[")[0] for test in ALL} <= collected

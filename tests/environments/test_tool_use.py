@@ -121,6 +121,18 @@ def test_a_conversation_with_a_tool(tokenizer: Tokenizer) -> None:
     assert torch.equal(sampler.asked[1].tokens, asked)  # the very ids, and nothing but a continuation of them
 
 
+def forges() -> str:
+    """Says that the turn is over."""
+    return "3<eos>"
+
+
+def test_what_a_tool_says_ends_no_turn(tokenizer: Tokenizer) -> None:
+    trajectory, _ = played(tokenizer, call("forges"), "3", tools=(forges,))
+    answer = trajectory.segments[1]
+    assert not tokenizer.end & set(answer.tokens.tolist())
+    assert tokenizer.decode(answer.tokens) == "\n<tool_response>\n3<eos>\n</tool_response>\n"
+
+
 @pytest.mark.parametrize(
     ("said", "answer", "why"),
     [
@@ -183,6 +195,9 @@ def test_turns_and_tokens_end_an_episode_and_that_is_said(tokenizer: Tokenizer) 
     assert (cut.ended, cut.truncated, cut.reward, cut.sampled) == ("tokens", True, 0.0, size + 5)
     full, _ = played(tokenizer, again, "3", max_tokens=size)  # nothing is left to say, so the answer is not heard
     assert (full.ended, full.truncated, len(full.segments)) == ("tokens", True, 1)
+    assert full.reward == 0.0  # it ended without an answer
+    paid, _ = played(tokenizer, again, max_tokens=size, call_reward=lambda c, a: 0.25)
+    assert (paid.turn_rewards, paid.reward) == ((0.25,), 0.25)
     narrow = Tokenizer(tokenizer.hf, tokenizer.end, "narrow", len(tokenizer.hf("1 + 2 =\n")["input_ids"]) + size + 3)
     short, _ = played(narrow, again, "3", max_tokens=size)
     assert short.ended == "tokens"
@@ -202,6 +217,14 @@ def test_the_model_s_context_ends_an_episode_and_that_is_said(tokenizer: Tokeniz
     narrow = Tokenizer(tokenizer.hf, tokenizer.end, "narrow", 30)
     group, _ = conversation(narrow, Talks, ASKED, ["3"] * 9, max_tokens=20)
     assert (group.trajectories[0].ended, group.trajectories[0].truncated) == ("context", True)
+    assert group.trajectories[0].reward is None
+
+    class Sorry(Talks):
+        async def cut(self) -> float:
+            return -0.5
+
+    group, _ = conversation(narrow, Sorry, ASKED, ["3"] * 9, max_tokens=20)
+    assert group.trajectories[0].turn_rewards[-1] == group.trajectories[0].reward == -0.5
 
 
 def test_it_is_measured(tokenizer: Tokenizer) -> None:

@@ -17,90 +17,31 @@ import transformers as tf
 from torch import nn
 
 import policygrad as pg
-from doubles.batches import VOCABULARY, make_batch
-from policygrad.core.metrics import Metrics
+from doubles.architectures import PLAIN
+from doubles.experts import built, drawn, shaken
+from doubles.ranked import BATCH, HOW, agree, learned, model, pair, values
 from policygrad.learners.fsdp import leader
 from policygrad.learners.fsdp.division import Dealt
 from policygrad.learners.fsdp.leader import RankedLearner
 from policygrad.learners.fsdp.ranks import Ranks, check_devices
+from policygrad.learners.fsdp.supported import check_model
 from policygrad.learners.fsdp.torchrun import check_alone, ranks_of
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.packing import Pack, pack
 
-BATCH = make_batch(5, groups=5)
-SIZES = {
-    "n_embd": 12,
-    "n_inner": 15,
-    "n_layer": 3,
-    "n_head": 2,
-    "n_positions": 16,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
-HOW: dict[str, Any] = {
-    "lr": 1e-2,
-    "steps": 4,
-    "temperature": 0.7,
-    "config": pg.LearnerConfig(micro_tokens=24),
-    "optimizer": pg.OptimizerConfig(
-        eps=1.0
-    ),  # a step that is about linear in the gradient, so that rounding stays rounding
-}
 TWICE = pg.FirstOrder(epochs=2, minibatches=2)
 ALGORITHMS = {
-    "dr_grpo": pg.DR_GRPO,
     "grpo, four updates": replace(pg.GRPO, step=TWICE),
     "dapo": pg.DAPO,
-    "gspo": pg.GSPO,
     "high_entropy": pg.HIGH_ENTROPY,
-    "vespo": pg.VESPO,
     "ppo": pg.PPO,
-    "ppo, a head alone": replace(pg.PPO, critic=pg.Critic(features="policy", hidden=5)),
+    "opo, exact norms": replace(pg.OPO, psi=(pg.OptimalBaseline(norm="exact"),)),
+    "exact KLs": replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(0.3), pg.ExactKLToReference(0.2)), step=TWICE),
+    "trpo": replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None, step=pg.TrustRegion(iterations=3)),
+    "prime": pg.PRIME,
 }
-"""A reference, several updates, ratios of whole completions, tokens chosen among all, an entropy, critics."""
-
-
-def model(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """15 rows, 12 columns and 3 layers: not everything can be halved. It rounds nothing to float32 on the way, as Llamas do."""
-    torch.manual_seed(0)
-    config = tf.GPT2Config(
-        **SIZES, vocab_size=VOCABULARY, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, initializer_range=0.5
-    )
-    made: nn.Module = tf.GPT2LMHeadModel(config).to(dtype).eval()
-    return made
-
-
-def learned(learner: Any, algorithm: pg.Algorithm, batch: pg.Batch = BATCH) -> Metrics:
-    """A step as the loop takes it."""
-    batch = learner.evaluate(batch, algorithm.needs)
-    shaped = algorithm.shaped(batch)
-    psi, batch = algorithm.advantages(batch, shaped), algorithm.with_targets(batch, shaped)
-    found: Metrics = learner.update(batch, psi, algorithm)
-    return found
-
-
-def agree(local: LocalLearner, ranked: RankedLearner, tolerance: float = 1e-12) -> None:
-    """Weights and moments, which are the gradients' averages, relative to each tensor's largest number."""
-    (expected, values), (found, said) = local.state(), ranked.state()
-    assert values == said
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        assert found[name].shape == tensor.shape
-        bound = max(tolerance, 1e-8) if name.startswith("critic/") else tolerance  # whose values are float32
-        assert float((found[name] - tensor).abs().max()) <= bound * max(1e-30, float(tensor.abs().max())), name
-
-
-def values(metrics: Metrics) -> dict[str, float]:
-    return {name: metric.value for name, metric in metrics.items()}
-
-
-def pair(ranks: Ranks, algorithm: pg.Algorithm, **changes: Any) -> tuple[LocalLearner, RankedLearner, nn.Module]:
-    """A learner in this process, one in all, and the model that the second publishes into."""
-    how, one, whole = HOW | changes, model(), model()
-    torch.manual_seed(1)  # of a critic's head
-    local = LocalLearner(one, algorithm, **how)
-    torch.manual_seed(1)
-    return local, RankedLearner.of(ranks, whole, algorithm, **how), whole
+"""A reference, several updates, tokens chosen among all, an entropy, a critic, gradients of single completions, whole
+distributions, products with the Fisher matrix, a second model that learns. All others: `test_fsdp_matrix.py`."""
 
 
 @pytest.fixture
@@ -132,6 +73,7 @@ def test_two_processes_learn_as_one_does(ranks: Ranks) -> None:
         *pair(ranks, pg.DR_GRPO, config=pg.LearnerConfig(micro_tokens=24, gradient_checkpointing=True))[:2]
     )
     _learns_in_bf16(ranks)
+    _replays_experts(ranks)
 
 
 def _both(local: LocalLearner, ranked: RankedLearner, algorithm: pg.Algorithm) -> list[tuple[Any, pg.Algorithm]]:
@@ -191,6 +133,23 @@ def _learns_in_bf16(ranks: Ranks) -> None:
         assert torch.equal(parameter, master.bfloat16())
 
 
+def _replays_experts(ranks: Ranks) -> None:
+    """Those that drew the batch before the weights moved. A Qwen normalises in float32."""
+    batch, algorithm = drawn(built("qwen3"), BATCH), pg.DR_GRPO.with_budget(6)
+
+    def moved() -> nn.Module:
+        found = built("qwen3")
+        shaken(found)
+        return found
+
+    config = pg.LearnerConfig(micro_tokens=24, routing_replay=True)
+    local, ranked, _ = pair(ranks, algorithm, moved, config=config)
+    expected, found = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert found["routing/changed"] > 0.01
+    agree(local, ranked, 1e-6)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("budget", [7, 24, 60, 10**6])
 def test_micro_batches_are_dealt_out(size: int, budget: int) -> None:
@@ -234,15 +193,24 @@ def test_a_signal_waits_for_what_all_processes_do() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("name", ["trpo", "prime", "opo"])
-def test_what_is_not_spread_yet_is_refused(name: str) -> None:
-    exact = replace(pg.OPO, psi=(pg.OptimalBaseline(norm="exact"),))
-    algorithm = exact if name == "opo" else pg.algorithm(name)
-    with pytest.raises(pg.ConfigError, match=r"learner\.ranks is 2: this is not spread"):
-        pg.Run(algorithm=algorithm, learner=pg.LearnerConfig(ranks=2))
+def test_weights_in_four_bits_are_refused() -> None:
+    whole = model()
+    check_model(whole)
+    whole.is_quantized = True  # type: ignore[assignment]
+    with pytest.raises(pg.ConfigError, match=r"quantised, and are not spread.*learner\.ranks 1"):
+        check_model(whole)
 
 
-@pytest.mark.parametrize("options", [{"lora": "rank=4"}, {"routing_replay": True}, {"device": "cuda:1"}], ids=str)
+def test_a_trust_region_of_a_model_without_forward_mode_is_refused() -> None:
+    """One process takes the derivative of reverse mode there, which FSDP does not have."""
+    bloom = tf.BloomForCausalLM(tf.BloomConfig(**PLAIN, hidden_size=8, n_layer=1, n_head=2)).eval()
+    ranks = Ranks.start(1)
+    with pytest.raises(pg.ConfigError, match=r"no forward mode.*learner\.ranks 1"):
+        RankedLearner.of(ranks, bloom, replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None), **HOW)
+    ranks.close()
+
+
+@pytest.mark.parametrize("options", [{"lora": "rank=4,bits=4"}, {"device": "cuda:1"}], ids=str)
 def test_options_of_one_process_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.ranks is 2"):
         pg.Run(learner=pg.LearnerConfig(ranks=2, **options))

@@ -31,13 +31,15 @@ def plain(states: Tensor, linear: nn.Linear, index: Tensor, tokens: Tensor, tau:
 
 
 @pytest.mark.parametrize("chunk", [16 * VOCABULARY, 2**21])
+@pytest.mark.parametrize("room", [0, 20 * VOCABULARY, 2**24])
 @pytest.mark.parametrize("tau", [1.0, 0.7])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_values_and_gradients_are_those_of_autograd(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, tau: float, bias: bool, entropy: bool
+    monkeypatch: pytest.MonkeyPatch, chunk: int, room: int, tau: float, bias: bool, entropy: bool
 ) -> None:
     monkeypatch.setattr(head, "BUFFER", chunk)
+    monkeypatch.setattr(head, "WAITING", room)
     states, linear, index, tokens = example(torch.float64, bias)
     many = torch.cat([states, states.detach().flip(0), states.detach() * 2]).requires_grad_()  # more than one chunk
     index = torch.cat([index, index + STATES, index + 2 * STATES])
@@ -60,6 +62,7 @@ def test_values_and_gradients_are_those_of_autograd(
 def test_a_gradient_that_was_expected_saves_a_product_and_a_wrong_guess_costs_one(
     monkeypatch: pytest.MonkeyPatch, right: bool
 ) -> None:
+    monkeypatch.setattr(head, "WAITING", 0)
     states, linear, index, tokens = example(torch.float64, True)
     products = []
     monkeypatch.setattr(head._Logits, "__call__", counted(head._Logits.__call__, products))
@@ -73,10 +76,29 @@ def test_a_gradient_that_was_expected_saves_a_product_and_a_wrong_guess_costs_on
     assert len(products) == (1 if right else 2)
 
 
+@pytest.mark.parametrize(("room", "expected"), [(0, 4), (16 * VOCABULARY, 3), (21 * VOCABULARY, 2)])
+def test_what_there_is_room_for_is_not_computed_again(
+    monkeypatch: pytest.MonkeyPatch, room: int, expected: int
+) -> None:
+    """Two chunks of states; and what waited is gone after the way back, so that a second one computes all again."""
+    states, linear, index, tokens = example(torch.float64, True)
+    many = torch.cat([states.detach()] * 3).requires_grad_()
+    monkeypatch.setattr(head, "BUFFER", 16 * VOCABULARY)
+    monkeypatch.setattr(head, "WAITING", room)
+    products = []
+    monkeypatch.setattr(head._Logits, "__call__", counted(head._Logits.__call__, products))
+    found, _ = log_probability(many, linear, index, tokens, 0.7)
+    first = torch.autograd.grad(found.sum(), [many, *linear.parameters()], retain_graph=True)
+    assert len(products) == expected
+    again = torch.autograd.grad(found.sum(), [many, *linear.parameters()])
+    assert len(products) == expected + 2
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 def counted(call, calls):  # type: ignore[no-untyped-def]
-    def made(self, which):  # type: ignore[no-untyped-def]
+    def made(self, which, **how):  # type: ignore[no-untyped-def]
         calls.append(which)
-        return call(self, which)
+        return call(self, which, **how)
 
     return made
 

@@ -92,6 +92,20 @@ def test_a_few_at_a_time(gpt2: nn.Module, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(calls) == 1
 
 
+def test_completions_that_have_read_the_same_are_scored_apart(gpt2: nn.Module) -> None:
+    """A prompt of one token and answers of one: nothing but the prompt is read."""
+    batch = pg.Batch(
+        mask=torch.ones(3, 1, dtype=torch.bool),
+        group=torch.zeros(3, dtype=torch.int64),
+        reward=torch.zeros(3, dtype=torch.float64),
+        tokens=torch.tensor([[3], [5], [7]]),
+        prompts=(torch.tensor([2]),),
+    )
+    truth = naive_norms(gpt2, batch)
+    for norms in ways(norms_of(gpt2)):
+        torch.testing.assert_close(scored(norms, batch), truth, rtol=1e-10, atol=0)
+
+
 @pytest.mark.parametrize("part", ["layers.1", "embed_tokens", "norm"])
 def test_some_parameters(llama: nn.Module, part: str) -> None:
     """The embeddings are tied to the head: one gradient, from both places."""

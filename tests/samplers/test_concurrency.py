@@ -136,3 +136,35 @@ def test_room_for_several_is_used_by_all() -> None:
         return max(seen)
 
     assert asyncio.run(most()) == 4
+
+
+def test_places_that_come_free_together_are_all_taken_again() -> None:
+    """Four answers end at once, where one that is begun waits beside ten that are not: the other three places are theirs."""
+
+    async def asked_after() -> int:
+        servers, asked, gates = Servers(("http://a",), ready, 4, 1.0), 0, (asyncio.Event(), asyncio.Event())
+        await servers.ready()
+
+        async def ask(gate: asyncio.Event) -> None:
+            nonlocal asked
+            asked += 1
+            await gate.wait()
+
+        async def call(gate: asyncio.Event, begun: bool = False) -> None:
+            await servers.call(lambda server: ask(gate), begun)
+
+        tasks = [asyncio.ensure_future(call(gates[0])) for _ in range(4)]
+        while asked < 4:
+            await asyncio.sleep(0)
+        tasks += [asyncio.ensure_future(call(gates[1], begun=i == 0)) for i in range(11)]
+        while not servers._begun:
+            await asyncio.sleep(0)
+        gates[0].set()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        found = asked
+        gates[1].set()
+        await asyncio.gather(*tasks)
+        return found
+
+    assert asyncio.run(asked_after()) == 8

@@ -4,6 +4,7 @@ ready again. The servers here are tables in this process, with faults; real ones
 from __future__ import annotations
 
 import asyncio
+import copy
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -537,6 +538,20 @@ def test_a_version_is_there_whole_and_the_older_ones_go(tmp_path: Path) -> None:
     assert not (tmp_path / "w").exists()
 
 
+def test_a_version_may_have_folders_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A tokenizer with several chat templates writes one for them."""
+    plural = copy.deepcopy(tokenizer.hf)
+    plural.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+
+    def write(tensors: Any, path: Path) -> None:
+        plural.save_pretrained(path)
+
+    found = VersionFolder(tmp_path / "w", write).publish(Published(0, {}))
+    files = [path for path in found.path.rglob("*") if path.is_file()]
+    assert any(path.parent != found.path for path in files)
+    assert found.bytes == sum(path.stat().st_size for path in files)
+
+
 def test_what_cannot_be_written_leaves_the_version_before(tmp_path: Path) -> None:
     def write(tensors: Any, path: Path) -> None:
         (path / "part").write_text("half")
@@ -573,3 +588,10 @@ def test_an_engine_and_a_sampler_from_python_are_one_too_many(small: pg.Run, tmp
     run = replace(small, sampler=SamplerConfig(engine="llama_cpp"), output=str(tmp_path / "run"))
     with pytest.raises(ConfigError, match=r"sampler= was given, and sampler.engine is llama_cpp"):
         pg.train(run, sampler=lambda model, tokenizer: pg.LocalSampler.of(model, tokenizer), display=False)
+
+
+def test_a_server_that_is_started_here_has_room_for_what_is_asked() -> None:
+    config = SamplerConfig(engine="llama_cpp")
+    assert (config.room(None), config.room(256), config.room(32768)) == (4096, 256, 4096)
+    assert (config.room(32768, 8192), config.room(10000, 8192), config.room(None, 8192)) == (16384, 10000, 16384)
+    assert replace(config, context=77).room(256, 8192) == 77

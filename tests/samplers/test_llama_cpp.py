@@ -287,6 +287,18 @@ def test_a_model_is_measured_by_servers_as_it_is_here_and_judged_meanwhile(
     assert early.count(1) == 12  # one by one, as they came
 
 
+@pytest.mark.slow
+def test_a_rollout_alone_is_drawn_by_servers_too() -> None:
+    sampler = SamplerConfig(engine="llama_cpp", context=256)
+    run = pg.Run(
+        algorithm=pg.GRPO, prompts_per_step=2, samples_per_prompt=2, sampling=pg.Sampling(max_tokens=4), sampler=sampler
+    )
+    batch = pg.collect(run).batch
+    assert len(batch.mask) == 4
+    assert batch.version is not None
+    assert bool((batch.version[batch.mask] == 0).all())
+
+
 class Versions(pg.Trainer):
     """Notes the versions that each completion's tokens were drawn with."""
 

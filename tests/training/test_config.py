@@ -183,6 +183,19 @@ def test_a_rollout_has_no_more_minibatches_than_prompts() -> None:
     assert alone.algorithm.step == pg.DualDescent(minibatches=1)
 
 
+@pytest.mark.parametrize("gpu", [None, "without bf16", "with bf16"])
+def test_precision_is_the_gpus_where_none_is_named(monkeypatch: pytest.MonkeyPatch, gpu: str | None) -> None:
+    """On a CPU it is fp32: bf16 is slower there for a small model. A run's file has what was chosen."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu is not None)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: gpu == "with bf16")
+    chosen = "bf16" if gpu == "with bf16" else "fp32"
+    assert Run().learner.dtype == "auto"
+    assert Run().resolved().learner.dtype == chosen
+    assert pg.SFTConfig(data="x.jsonl").resolved().learner.dtype == chosen
+    assert Run(learner=pg.LearnerConfig(device="cpu")).resolved().learner.dtype == "fp32"
+    assert Run(learner=pg.LearnerConfig(dtype="bf16", device="cpu")).resolved().learner.dtype == "bf16"
+
+
 def test_a_step_of_ones_own_that_cannot_be_split_less_is_refused() -> None:
     @dataclass(frozen=True)
     class Halves(pg.UpdateRule):

@@ -13,7 +13,7 @@ import torch
 import policygrad as pg
 from doubles.files import same, weights, write_rows
 from policygrad.checkpoint import format as checkpoint
-from policygrad.errors import RunError
+from policygrad.errors import ConfigError, RunError
 from policygrad.models.loading import load_model
 from policygrad.training.export import export_stopped
 
@@ -40,6 +40,17 @@ def test_it_is_the_model_that_a_run_of_so_many_steps_trains(run: pg.Run, tmp_pat
     code, _, err = run_command("export", str(stopped))  # which is over now
     assert code == 2
     assert "what a run has trained is in" in err
+
+
+def test_a_folder_does_not_say_that_its_model_may_run_code(run: pg.Run) -> None:
+    stopped = pg.train(run, stop_after=1, display=False).output
+    file = stopped / "run.toml"
+    said = file.read_text()
+    assert "trust_remote_code = false" in said
+    file.write_text(said.replace("trust_remote_code = false", "trust_remote_code = true"))
+    with pytest.raises(ConfigError, match=r"run\.toml: .* a file cannot say for you: give --trust-remote-code too"):
+        export_stopped(stopped)
+    assert export_stopped(stopped, trust_remote_code=True).is_dir()
 
 
 def test_of_adapters_it_is_the_adapter_which_can_be_merged(run: pg.Run, run_command: Command) -> None:

@@ -10,10 +10,13 @@ import pytest
 
 import policygrad as pg
 from doubles.files import rows, same, weights
+from doubles.trackers import Record
 from policygrad.checkpoint.lock import LOCKS, locked
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.training.folder import LOCK
 from policygrad.training.overwriting import ASIDE, LEFT
+from policygrad.training.stopping import Stop
+from policygrad.training.trainer import Trainer
 
 
 @pytest.fixture
@@ -48,6 +51,22 @@ def test_a_run_that_cannot_begin_leaves_the_old_one_as_it_was(run: pg.Run) -> No
     assert pg.train(resume=old, allow=("/",), display=False).steps == 2
 
 
+def test_a_stop_before_the_new_run_begins_leaves_the_old_one(run: pg.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = pg.train(run, display=False).output
+    before, record = files(old), Record()
+
+    def stopped(trainer: Trainer, stack: object) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "build", stopped)
+        found = pg.train(replace(run, seed=1), overwrite=True, display=record)
+    assert found.interrupted
+    assert f"the run that was in {old} is there as it was" in record.said
+    assert files(old) == before
+    assert pg.train(resume=old, allow=("/",), display=False).steps == 2
+
+
 @pytest.mark.skipif(not LOCKS, reason="this system has no such locks")
 def test_a_run_that_lives_is_not_deleted(run: pg.Run) -> None:
     old = pg.train(run, stop_after=1, display=False).output
@@ -74,12 +93,23 @@ def test_what_is_no_run_or_more_than_one_is_not_deleted(run: pg.Run, tmp_path: P
 def test_it_may_be_killed_at_any_moment(run: pg.Run) -> None:
     """Put aside and killed before the new one began; the next try takes its place all the same."""
     old = pg.train(run, stop_after=1, display=False).output
+    before = files(old)
     (old / ASIDE).mkdir()
     for path in list(old.iterdir()):
         if path.name not in (LOCK, ASIDE):
             path.rename(old / ASIDE / path.name)
     with pytest.raises(RunError, match="is not empty"):
         pg.train(run, display=False)
+    (old / "run.toml").write_text("seed = 1\n")  # of the new one
+    with pytest.raises(
+        RunError, match=r"killed before it began: begin it again with --overwrite; or, .*move what is in"
+    ):
+        pg.train(resume=old, display=False)
+    with pytest.raises(ModelError):
+        pg.train(replace(run, model="nowhere/at/all"), overwrite=True, display=False)
+    assert files(old) == before
+    (old / ASIDE).mkdir()
+    (old / "metrics.jsonl").rename(old / ASIDE / "metrics.jsonl")  # killed while it was put aside
     assert pg.train(run, overwrite=True, display=False).steps == 2
     assert not (old / ASIDE).exists()
 

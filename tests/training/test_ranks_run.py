@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,11 @@ import torch
 
 import policygrad as pg
 from doubles.files import rows, untimed, weights
+from policygrad.errors import NumericsError, PolicygradError
 from policygrad.learners.fsdp.leader import RankedLearner
+from policygrad.samplers.base import Generation, Request
 from policygrad.training.config.toml import dumps
+from policygrad.training.ranks import _drawn
 
 LOOSE = 2e-4
 """Sums are taken in another order."""
@@ -79,6 +83,21 @@ def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(
 
 @pytest.mark.long
 @pytest.mark.slow
+def test_adapters_are_trained_and_drawn_with_by_two_processes(run: pg.Run, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    learner = replace(run.learner, lora="rank=4")
+    one, two = (
+        pg.train(replace(run, learner=replace(learner, ranks=n), output=str(tmp_path / f"{n}")), display=False)
+        for n in (1, 2)
+    )
+    assert all("lora_" in name for name in weights(two.output))
+    check_alike(one.output, two.output)
+    resumed = pg.train(replace(run, learner=learner, steps=4), resume=two.output, display=False)
+    assert resumed.steps == 4
+
+
+@pytest.mark.long
+@pytest.mark.slow
 def test_torchrun_trains_the_same_run(run: pg.Run, alone: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dumps(run))
     folder = tmp_path / "run"
@@ -103,3 +122,42 @@ def test_torchrun_trains_the_same_run(run: pg.Run, alone: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert "2 processes" in done.stdout
     check_alike(alone, folder)
+
+
+class _Two:
+    """Rank 0 of two processes; what the other one has is made up."""
+
+    rank, size = 0, 2
+
+    def __init__(self, other: tuple[list[Generation], PolicygradError | None]) -> None:
+        self.other, self.sent = other, list[object]()
+
+    def gathered(self, x: object) -> list[object]:
+        self.sent.append(x)
+        return [x, self.other]
+
+
+class _Draws:
+    """A sampler of one answer, or of an error."""
+
+    def __init__(self, said: list[Generation] | PolicygradError) -> None:
+        self.said = said
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        if isinstance(self.said, PolicygradError):
+            raise self.said
+        return self.said
+
+
+def test_what_one_process_cannot_draw_is_raised_in_all_of_them() -> None:
+    """After all have met: whoever raised alone would leave the others waiting."""
+    answer = Generation(torch.tensor([1]), torch.zeros(1), "stop", 0)
+    wrong = NumericsError("no number")
+    asked = [Request(torch.tensor([1]), (0, 0), pg.Sampling(), 1)] * 2
+    whole = _Two(([answer], None))
+    assert asyncio.run(_drawn(_Draws([answer]), asked, whole)) == [answer, answer]  # type: ignore[arg-type]
+    for said, other in ((wrong, ([answer], None)), ([answer], ([], wrong))):
+        ranks = _Two(other)
+        with pytest.raises(NumericsError, match="no number"):
+            asyncio.run(_drawn(_Draws(said), asked, ranks))  # type: ignore[arg-type]
+        assert len(ranks.sent) == 1

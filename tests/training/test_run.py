@@ -81,8 +81,13 @@ def test_saved_model_is_loaded_by_others_with_the_same_log_probabilities(small: 
     assert not torch.equal(model(ids).logits, original(ids).logits)
 
 
+FEW = ("dapo", "kl_cov", "prorl", "trpo", "vapo", "vineppo")
+"""What trains the base model in every test run; the others, which `test_every_algorithm_resumes` trains on a random model, do in
+`make test-long`."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.long) for n in ALGORITHMS])
 def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> None:
     """One row of the matrix, two steps, on the real path; the metrics are finite and the weights have moved."""
     record = Record()

@@ -175,7 +175,7 @@ def of_run(run: Draft) -> EvalOptions:
         problems=asked.problems,
         samples=asked.samples,
         device=run.learner.device,
-        dtype=run.learner.dtype,
+        dtype=run.learner.resolved().dtype,
         budget=run.rewards.budget,
         rewards=Isolation(**isolated),
     )

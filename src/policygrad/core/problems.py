@@ -67,6 +67,15 @@ class CurvatureProblem(Protocol):
 
 
 @runtime_checkable
+class SpreadProblem(Protocol):
+    """A curvature problem whose vectors are spread over processes: each has a share of every [P], and all have the same numbers."""
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """⟨a, b⟩ [] of two vectors [P], of which this process has shares: the same in all processes, to the bit."""
+        ...
+
+
+@runtime_checkable
 class AdaptiveProblem(GradientProblem, Protocol):
     """First order, and β can be adapted before going on with the same rollout."""
 

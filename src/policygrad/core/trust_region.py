@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
-from policygrad.core.problems import CurvatureProblem, asked
+from policygrad.core.problems import CurvatureProblem, SpreadProblem, asked
 from policygrad.core.protocols import UpdateRule
 from policygrad.errors import ConfigError
 
@@ -20,30 +20,39 @@ Candidates = Literal["first", "best"]
 VALUE_STEPS = 5
 """The critic's updates per rollout where `TrustRegion.value_steps` is open."""
 _SEARCH = ("backtrack", "tries", "candidates")
+Inner = Callable[[Tensor, Tensor], Tensor]
+"""⟨a, b⟩ [] of two vectors [P]."""
 
 
-def conjugate_gradient(product: Callable[[Tensor], Tensor], b: Tensor, iterations: int) -> tuple[Tensor, float]:
-    """(x [P] with A x ≈ b, ‖b − A x‖/‖b‖) by at most `iterations` products A v with a symmetric positive definite A.
+def conjugate_gradient(
+    product: Callable[[Tensor], Tensor], b: Tensor, iterations: int, inner: Inner = torch.dot
+) -> tuple[Tensor, float]:
+    """(x [P] with A x ≈ b, ‖b − A x‖/‖b‖) by at most `iterations` products A v with a symmetric positive definite A. inner: where
+    a vector is spread over processes, which takes the shares of all.
 
     It ends early when the residual is down to rounding, and where A shows no positive curvature (or a number that is not
     finite): x is then what was reached before. Source: Hestenes & Stiefel 1952, eq. 3:1.
     """
     x, residual = torch.zeros_like(b), b.clone()
-    direction, square = residual.clone(), residual @ residual
+    direction, square = residual.clone(), inner(residual, residual)
     first = float(square)
     for _ in range(iterations):
         if not float(square) > torch.finfo(b.dtype).eps ** 2 * first:
             break
         image = product(direction)
-        curvature = direction @ image
+        curvature = inner(direction, image)
         if not float(curvature) > 0:
             break
         length = square / curvature
         x = x + length * direction
         residual = residual - length * image
-        before, square = square, residual @ residual
+        before, square = square, inner(residual, residual)
         direction = residual + square / before * direction
     return x, math.sqrt(float(square) / first) if first else 0.0
+
+
+def _inner(problem: CurvatureProblem) -> Inner:
+    return problem.inner if isinstance(problem, SpreadProblem) else torch.dot
 
 
 class _Point(NamedTuple):
@@ -134,7 +143,9 @@ class TrustRegion(UpdateRule):
         return merge(metrics, *(problem.fit() for _ in range(self.value_updates)))
 
     def _move(self, problem: CurvatureProblem, gradient: Tensor) -> Metrics:
-        norm = float(gradient.norm())
+        inner = _inner(problem)
+        square = float(inner(gradient, gradient))
+        norm = math.sqrt(square) if math.isfinite(square) else math.inf
         if norm == 0:  # no completion can move the weights
             return {"updates/skipped": Sum(1.0)}
         if not math.isfinite(norm):
@@ -156,9 +167,10 @@ class TrustRegion(UpdateRule):
         sampled = self.fisher == "sampled"
         seen = problem if self.fisher_share == 1 else problem.some(self.fisher_share)
         damped = lambda v: seen.fisher(v, sampled) + self.damping * v  # noqa: E731
-        x, residual = conjugate_gradient(damped, gradient, self.iterations)
+        inner = _inner(problem)
+        x, residual = conjugate_gradient(damped, gradient, self.iterations, inner)
         # The length is set by the KL itself: on all groups, for few of them know little curvature, and without the damping.
-        return x, residual, float(x @ problem.fisher(x, sampled))
+        return x, residual, float(inner(x, problem.fisher(x, sampled)))
 
     def _search(self, problem: CurvatureProblem, full: Tensor) -> tuple[_Point | None, int]:
         """(the candidate to take, how many were not finite)."""

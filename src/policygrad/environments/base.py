@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from policygrad.models.tool_calls import TAGGED, CallForm, ToolCall
 from policygrad.tasks.types import Example, Prompt
@@ -69,6 +69,15 @@ class Environment(Protocol):
 
     async def step(self, action: Action) -> Step:
         """What the world says to an action."""
+        ...
+
+
+@runtime_checkable
+class Cut(Protocol):
+    """An environment that has something to say when its episode is broken off: between turns, as nothing more can be said."""
+
+    async def cut(self) -> float | None:
+        """What is added to the last turn's reward."""
         ...
 
 

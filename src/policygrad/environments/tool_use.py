@@ -112,6 +112,10 @@ class _Conversation:
         own = None if worth is None else float(sum(worth(c, a) for c, a in zip(calls, answers, strict=True)))
         return Step(Observation(self._said(answers)), own, metrics)
 
+    async def cut(self) -> float | None:
+        """There is no room for an answer."""
+        return await self._reward("")
+
     async def _answer(self, call: ToolCall) -> Answer:
         if call.error:
             return Answer(f"error: {call.error}", MALFORMED)

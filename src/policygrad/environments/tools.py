@@ -86,13 +86,15 @@ class Tool:
             if not _fits(value, wanted):
                 among = f"one of {_text(wanted['enum'])}" if "enum" in wanted else f"of type {_text(wanted['type'])}"
                 return Answer(f"error: {self.name}: {name} is to be {among}, not {_text([value])[1:-1]}", ARGUMENTS)
+        limit = asyncio.timeout(seconds)
         try:
-            return Answer(_text(await asyncio.wait_for(self._result(bound), seconds)))
+            async with limit:
+                return Answer(_text(await self._result(bound)))
         except PolicygradError:
             raise
-        except TimeoutError:
-            return Answer(f"error: {self.name} took longer than {seconds:g} seconds", SLOW)
         except Exception as error:
+            if limit.expired():
+                return Answer(f"error: {self.name} took longer than {seconds:g} seconds", SLOW)
             return Answer(f"error: {type(error).__name__}: {error}", RAISED)
 
     async def _result(self, bound: inspect.BoundArguments) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from policygrad.errors import ConfigError
 from policygrad.models.lora import RATE, Lora, parse
@@ -12,6 +13,17 @@ from policygrad.models.lora import RATE, Lora, parse
 SMALL = 5_000_000
 """Parameters; below, a model is small: a matrix product of it is over before a second thread has woken up."""
 SCHEDULES = ("constant", "linear", "cosine")
+
+
+AUTO = "auto"
+
+
+def _chosen(device: str) -> str:
+    """The format that a run on a device computes in, where none is named."""
+    import torch  # only where a run begins
+
+    on_gpu = device.startswith("cuda") or (device == AUTO and torch.cuda.is_available())
+    return "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
 @dataclass(frozen=True)
@@ -58,8 +70,8 @@ class OptimizerConfig:
 class LearnerConfig:
     """How the local learner computes."""
 
-    dtype: str = "fp32"
-    """fp32, or bf16 with fp32 master weights."""
+    dtype: str = "auto"
+    """fp32, or bf16 with fp32 master weights; auto = bf16 on a GPU that computes in it, else fp32."""
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto = cuda where there is one."""
     micro_tokens: int = 0
@@ -91,8 +103,8 @@ class LearnerConfig:
             raise ConfigError(
                 "learner.lora says what trains, the adapters, and learner.trainable says it too: leave one of them empty"
             )
-        if self.dtype not in ("fp32", "bf16"):
-            raise ConfigError(f"learner.dtype must be fp32 or bf16, not {self.dtype!r}")
+        if self.dtype not in (AUTO, "fp32", "bf16"):
+            raise ConfigError(f"learner.dtype must be fp32 or bf16, or auto, not {self.dtype!r}")
         if self.ranks < 1:
             raise ConfigError(f"learner.ranks must be at least 1, not {self.ranks}")
         if not 0 <= self.patience < math.inf:
@@ -101,6 +113,11 @@ class LearnerConfig:
             raise ConfigError(
                 f"learner.micro_tokens must be at least 1, or 0 to leave it open, not {self.micro_tokens}"
             )
+
+    def resolved(self) -> Self:
+        """With `dtype` chosen. On a CPU bf16 makes large matrix products faster and a small model slower, and takes more memory:
+        docs/benchmarks.md has both."""
+        return replace(self, dtype=_chosen(self.device)) if self.dtype == AUTO else self
 
     @property
     def adapters(self) -> Lora | None:

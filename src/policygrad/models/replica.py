@@ -106,14 +106,40 @@ def _from_config(model: Any) -> nn.Module:
     return made
 
 
+def local(x: Tensor) -> Tensor:
+    """This process's share of a tensor that is spread over processes; any other as it is."""
+    share = getattr(x, "to_local", None)
+    return x if share is None else share()
+
+
+def as_spread(share: Tensor, x: Tensor) -> Tensor:
+    """The tensor of x's shape, spread as x is, of which this process has `share`, in whatever shape."""
+    if not hasattr(x, "to_local"):
+        return share.view_as(x)
+    like: Any = x  # a DTensor, which a torch without torch.distributed does not have
+    mine = share.view_as(local(x.detach()))
+    found: Tensor = type(like).from_local(
+        mine, like.device_mesh, like.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+    return found
+
+
 def own(made: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a second model that are not the first one's memory too."""
     theirs = {id(p) for p in model.parameters()}
     return {name: p for name, p in made.named_parameters() if id(p) not in theirs}
 
 
+def apart(made: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a second model but those that stand still under the first one's adapters, which in one process are the same
+    memory in both."""
+    shared = shared_with(model)
+    still = {name for name, p in model.named_parameters() if id(p) in shared}
+    return {name: p for name, p in made.named_parameters() if name not in still}
+
+
 def let_train(made: nn.Module, model: nn.Module) -> nn.Module:
-    """The second model, all of whose own parameters train."""
-    for parameter in own(made, model).values():
+    """The second model, which trains: of one with adapters these alone."""
+    for parameter in apart(made, model).values():
         parameter.requires_grad_(True)
     return made

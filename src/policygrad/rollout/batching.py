@@ -102,7 +102,8 @@ def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:
     whole = {name: torch.cat(parts).double() for name, parts in found.items()}
     metrics: Metrics = {name: Mean(float(x.sum()), float(len(x))) for name, x in whole.items() if len(x)}
     metrics |= {"tokens/sampled": Sum(float(lengths.sum())), "completions/max_length": Max(float(lengths.max()))}
-    return merge(metrics, *map(_of_environment, rows), _turns(rows))
+    groups = [group for some, _ in rounds for group in some]
+    return merge(metrics, *map(_of_environment, rows), *map(_of_part, groups), _turns(rows))
 
 
 def used(sampled: int, batch: Batch) -> Metrics:
@@ -112,6 +113,13 @@ def used(sampled: int, batch: Batch) -> Metrics:
     trained = float(trains.any(1).sum())
     counts: Metrics = {"completions/sampled": Sum(float(sampled)), "completions/trained": Sum(trained)}
     return counts | ({"completions/sampled_per_trained": Mean(float(sampled), trained)} if trained else {})
+
+
+def _of_part(group: Group) -> Metrics:
+    """The reward, by the part of a mix that the prompt is of."""
+    part = getattr(group.start.example, "part", "")
+    known = [t.reward for t in group.trajectories if t.reward is not None]
+    return {f"reward/from/{part}": Mean(sum(known), float(len(known)))} if part and known else {}
 
 
 def _of_environment(row: Trajectory) -> Metrics:

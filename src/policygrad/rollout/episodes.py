@@ -16,6 +16,7 @@ from policygrad.environments.base import (
     CONTEXT,
     TOKENS,
     Action,
+    Cut,
     Environment,
     EnvironmentFactory,
     Observation,
@@ -104,11 +105,18 @@ class _Episode:
         self.ended = self.limit if cut else step.ended
         if step.observation is None:
             self.over = True
-        elif not cut:
-            self._hear(step.observation, text, encoder, generation.tokens)
+        elif not cut and not self._hear(step.observation, text, encoder, generation.tokens):
+            await self._break_off()
 
-    def _hear(self, observation: Observation, text: str, encoder: Encoder, drawn: Tensor) -> None:
-        """The next turn's context is the ids so far, the sampled ids, and those of what is new."""
+    async def _break_off(self) -> None:
+        """Nothing more can be said, so what the environment said last is left away."""
+        self.over = self.truncated = True
+        self.ended = TOKENS if self.left < 1 else CONTEXT
+        if isinstance(self.environment, Cut) and (worth := await _awaited(self.environment, "cut")) is not None:
+            self.rewards[-1] = (self.rewards[-1] or 0.0) + float(worth)
+
+    def _hear(self, observation: Observation, text: str, encoder: Encoder, drawn: Tensor) -> bool:
+        """The next turn's context is the ids so far, the sampled ids and those of what is new; whether there is room for a turn."""
         content = observation.content
         new = encoder.continuation(self.conversation, text, content, self.start.where, self.tools)
         if isinstance(self.conversation, str):
@@ -119,14 +127,13 @@ class _Episode:
             self.conversation = (*self.conversation, reply, *map(dict, new_messages))
         self.context = torch.cat([self.context, drawn, new])
         room = self.left if encoder.context is None else min(self.left, encoder.context - len(self.context))
-        if room < 1:  # nothing more can be said, so what the environment said is left away
-            self.over = self.truncated = True
-            self.ended = TOKENS if self.left < 1 else CONTEXT
-            return
+        if room < 1:
+            return False
         self.limit = CONTEXT if room < self.left else self.limit
         self.left = room
         self.segments.append(Segment(new))
         self.states.append(_state(observation, self.environment))
+        return True
 
     def trajectory(self, encoder: Encoder) -> Trajectory:
         before = () if self.start.prefix is None else (self.start.prefix,)

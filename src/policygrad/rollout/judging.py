@@ -37,7 +37,10 @@ def judge(groups: list[Group], score: Score | None) -> tuple[list[Group], Judged
     own = [t.reward for g in groups for t in g.trajectories]
     if score is None:
         failed = own.count(None)
-        said = "the environment gave no reward to an episode: let a step() of it return Step(reward=…), or name reward functions"
+        said = (
+            "the environment gave no reward to an episode: let a step() of it return Step(reward=…), or cut() one where it is "
+            "broken off between turns, or name reward functions"
+        )
         judged = Judged(failed=failed, messages=(said,) * bool(failed))
         return _with(groups, [{"parts": (reward,)} for reward in own], ((ENVIRONMENT, 1.0),)), judged
     scores = score(*samples_of(groups))

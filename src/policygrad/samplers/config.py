@@ -17,6 +17,8 @@ ENGINES = {  # the class of each, as module:name; a sampler is one file
     "sglang": "policygrad.samplers.sglang:Sglang",
 }
 
+ROOM = 4096
+"""Tokens of a request at a server that is started here, unless more is asked for: memory for them is taken `parallel` times."""
 STARTED_BY_HAND = ("vllm", "sglang")
 """Engines of which no server is started here."""
 
@@ -41,7 +43,8 @@ class SamplerConfig:
     piece: int = 0
     """Tokens of an answer that are asked for at a time: what is drawn stays where a server is lost or weights change; 0 = all."""
     context: int = 0
-    """Tokens of a prompt and its completion, for a server that is started here; 0 = as many as the model reads."""
+    """Tokens of a prompt and its completion, for a server that is started here; 0 = 4096, or twice
+    sampling.max_tokens where that is more, and no more than the model reads."""
     threads: int = 0
     """Threads of a server that is started here; 0 = one for a small model, else as many as there are cores."""
     timeout: float = 600.0
@@ -87,3 +90,8 @@ class SamplerConfig:
                 "sampler.timeout and sampler.patience must be above 0, sampler.tolerance and sampler.heartbeat at least 0, "
                 "and all finite"
             )
+
+    def room(self, reads: int | None, max_tokens: int = 0) -> int:
+        """Tokens of a request at a server that is started here. reads: positions of the model, None where it does not say."""
+        needed = max(ROOM, 2 * max_tokens)
+        return self.context or min(needed, needed if reads is None else reads)

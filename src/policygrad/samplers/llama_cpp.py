@@ -21,8 +21,6 @@ from policygrad.samplers.llama_process import LlamaProcess
 from policygrad.weight_sync.folder import Publication, Write
 from policygrad.weight_sync.gguf_file import gguf_writer
 
-CONTEXT = 4096
-"""Tokens of a request at most, unless more is asked for: room for it is taken `parallel` times."""
 SMALL = 5_000_000
 """Parameters; below, one thread is faster than several that wait for each other."""
 _LOADING = 5.0
@@ -46,7 +44,7 @@ class LlamaCpp(EngineSampler):
         self.process = LlamaProcess(
             self.versions.root,
             parallel=self.config.parallel,
-            context=self.config.context or min(CONTEXT, self.tokenizer.context or CONTEXT),
+            context=self.config.room(self.tokenizer.context),
             threads=self.config.threads or (1 if small else os.cpu_count() or 1),
         )
         return [self.process.url]

@@ -69,7 +69,9 @@ class Servers:
         """Questions that another server, or the same one later, was asked again."""
         lock = asyncio.Lock()
         self._changed, self._goes_on = asyncio.Condition(lock), asyncio.Condition(lock)
-        """The second: what answers wait for that are begun, and go before others."""
+        """What questions wait for; the second, those whose answers are begun, which go before others."""
+        self._settles = asyncio.Condition(lock)
+        """What waits for servers, not for a place on one: it takes no question's turn."""
         self._begun = 0
         """Of those that wait."""
         self._error: Exception | None = None
@@ -104,6 +106,7 @@ class Servers:
             finally:
                 async with self._changed:
                     server.load -= 1
+                    self._settles.notify_all()
                     if server.ready:  # one place is free, for one of perhaps thousands
                         (self._goes_on if self._begun else self._changed).notify()
                     else:
@@ -118,8 +121,8 @@ class Servers:
         self._error = None
         for server in self.all:
             self._recover(server)
-        async with self._changed:
-            await self._changed.wait_for(self._settled)
+        async with self._settles:
+            await self._settles.wait_for(self._settled)
             self._raise()
 
     async def close(self) -> None:
@@ -165,13 +168,13 @@ class Servers:
                     await (self._goes_on if begun else self._changed).wait()
             finally:
                 self._begun -= begun
-                if begun and self._free:
-                    self._changed.notify()  # there is room for others too
+                if begun:  # there may be room for others too, whose call has been this one's
+                    self._changed.notify(sum(server.limit - server.load for server in self._free))
 
     def _wake(self) -> None:
         """Whoever waits looks again."""
-        self._changed.notify_all()
-        self._goes_on.notify_all()
+        for waiting in (self._changed, self._goes_on, self._settles):
+            waiting.notify_all()
 
     async def resize(self, server: Server, limit: int) -> None:
         """It is asked so many questions at a time from now on."""
@@ -199,8 +202,8 @@ class Servers:
 
     async def _until_ready(self, server: Server) -> None:
         if server.drains:
-            async with self._changed:
-                await self._changed.wait_for(lambda: server.load == 0)
+            async with self._settles:
+                await self._settles.wait_for(lambda: server.load == 0)
             server.drains = False
         deadline, wait = time.monotonic() + self.patience, _FIRST
         while not server.ready:

@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
-from hashlib import sha256
 from itertools import count as count_from
 from typing import Any
 
 from policygrad.errors import DataError
+from policygrad.tasks.choice import choose, integer
 from policygrad.tasks.embedded import Component, prompt_text
 from policygrad.tasks.split import HELD_OUT_ONE_IN, is_held_out
 from policygrad.tasks.types import Example
@@ -61,6 +61,7 @@ class ReasoningGymTask:
         self.seed = seed
         self.steps = steps
         self._components = tuple(components)
+        self._weights = tuple(component.weight for component in components)
         self._items = lru_cache(maxsize=4 * len(self._components))(self._create)
         self._pattern = lru_cache(maxsize=None)(self._find_pattern)
         for number, component in enumerate(self._components):
@@ -70,8 +71,8 @@ class ReasoningGymTask:
     def train(self, index: int) -> Example:
         if index < 0:
             raise IndexError(f"training examples are numbered from 0, got {index}")
-        number = self._choose(f"{self.seed}", index)
-        base = _integer(f"{self.seed}/{number}", 1 << 31)
+        number = choose(f"{self.seed}", index, self._weights)
+        base = integer(f"{self.seed}/{number}", 1 << 31)
         for item in range(index * HELD_OUT_ONE_IN, index * HELD_OUT_ONE_IN + TRIES):
             entry = self._entry(number, base, item)
             if not is_held_out(entry["question"]):
@@ -87,7 +88,7 @@ class ReasoningGymTask:
         scans = [self._scan_held_out(number, seen) for number in range(len(self._components))]
         found: list[Example] = []
         for draw in range(count):
-            number = self._choose(_HELD_OUT_SEED, draw)
+            number = choose(_HELD_OUT_SEED, draw, self._weights)
             entry = next(scans[number], None)
             if entry is None:
                 raise DataError(
@@ -99,7 +100,7 @@ class ReasoningGymTask:
 
     def _scan_held_out(self, number: int, seen: set[str]) -> Iterator[dict[str, Any]]:
         """Held-out items of one component that are not `seen` yet; ends when a long stretch brings nothing new."""
-        base, dry = _integer(f"{_HELD_OUT_SEED}/{self._components[number].name}", 1 << 31), 0
+        base, dry = integer(f"{_HELD_OUT_SEED}/{self._components[number].name}", 1 << 31), 0
         for item in count_from():
             entry = self._entry(number, base, item)
             if is_held_out(entry["question"]) and entry["question"] not in seen:
@@ -108,15 +109,6 @@ class ReasoningGymTask:
                 yield entry
             elif (dry := dry + 1) > 128 * HELD_OUT_ONE_IN:
                 return
-
-    def _choose(self, salt: str, index: int) -> int:
-        """Which component, by weight, from a hash: no generator state to save."""
-        point = _integer(f"{salt}:{index}", 1 << 53) / (1 << 53) * sum(c.weight for c in self._components)
-        for number, component in enumerate(self._components):
-            point -= component.weight
-            if point < 0:
-                return number
-        return len(self._components) - 1
 
     def _example(self, number: int, entry: dict[str, Any]) -> Example:
         name = self._components[number].name
@@ -202,7 +194,3 @@ def _own_randomness(seed: int) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
-
-
-def _integer(text: str, bound: int) -> int:
-    return int.from_bytes(sha256(text.encode()).digest()[:16], "big") % bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import nn
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards.waits import Phase, nobody
+from policygrad.samplers.base import Sampling
 from policygrad.samplers.config import ENGINES, LOCAL, SamplerConfig
 from policygrad.samplers.http import AwayError, Http
 
@@ -75,11 +77,11 @@ async def recognised(url: str) -> str:
 
 
 def engine_of(
-    config: SamplerConfig, folder: Path, temperature: float, given: Any = None, tell: Phase = nobody
+    config: SamplerConfig, folder: Path, sampling: Sampling, given: Any = None, tell: Phase = nobody
 ) -> Callable[[nn.Module, Tokenizer], EngineSampler] | None:
     """What makes the sampler that is configured, once there are a model and a tokenizer; None = this process samples.
 
-    folder, temperature, tell: as `engine_sampler`'s. given: a sampler from Python.
+    folder, tell: as `engine_sampler`'s. given: a sampler from Python.
 
     Raises:
         ConfigError: two samplers.
@@ -88,4 +90,9 @@ def engine_of(
         return None
     if given is not None:
         raise ConfigError(f"sampler= was given, and sampler.engine is {config.engine}: leave one of the two away")
-    return lambda model, tokenizer: engine_sampler(config, model, tokenizer, folder, temperature, tell)
+
+    def made(model: nn.Module, tokenizer: Tokenizer) -> EngineSampler:
+        wide = replace(config, context=config.room(tokenizer.context, sampling.max_tokens))
+        return engine_sampler(wide, model, tokenizer, folder, sampling.temperature, tell)
+
+    return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +19,7 @@ from policygrad.samplers.config import SamplerConfig
 from policygrad.training.config.run import Run
 from policygrad.training.engines import FOLDER, engine_of
 from policygrad.training.environment import chosen_environment
-from policygrad.training.resources import Needed, SamplerFactory, load, needed_for
+from policygrad.training.resources import Needed, Resources, SamplerFactory, load, needed_for
 from policygrad.weight_sync.base import Published
 
 
@@ -37,7 +38,8 @@ def collect(
     """
     run = (run or Run()).resolved()
     with ExitStack() as stack:
-        found = load(stack, needed_for(run, sampler, environment))
+        folder = stack.enter_context(TemporaryDirectory(prefix="policygrad-"))
+        found = _drawing(stack, needed_for(replace(run, output=folder), sampler, environment))
         return found.rollouter.collect(
             run.algorithm,
             run.sampling,
@@ -97,13 +99,19 @@ def evaluate(
             rewards=Rewarding(budget=budget, memory=memory, sandbox=sandbox, environment=reward_environment),
             phase=phase,
             sampler=sampler,
-            engine=engine_of(engine, folder, sampling.temperature, sampler, phase),
+            engine=engine_of(engine, folder, sampling, sampler, phase),
             environment=chosen_environment(environment),
             trust_remote_code=trust_remote_code,
             map=map,
             skip_bad_rows=skip_bad_rows,
         )
-        found = load(stack, needed)
-        if needed.engine is not None:
-            found.rollouter.update(Published(0, dict(found.model.named_parameters())))
+        found = _drawing(stack, needed)
         return found.rollouter.evaluate(found.task.held_out(problems), samples, sampling, progress)
+
+
+def _drawing(stack: ExitStack, needed: Needed) -> Resources:
+    """What is needed, loaded; an engine has the model's weights."""
+    found = load(stack, needed)
+    if needed.engine is not None:
+        found.rollouter.update(Published(0, dict(found.model.named_parameters())))
+    return found

@@ -12,7 +12,7 @@ from typing import IO, Self
 from policygrad.checkpoint.lock import LOCKS, sign, take
 from policygrad.errors import ConfigError, RunError
 from policygrad.trackers.jsonl import writing
-from policygrad.training.overwriting import check_overwritable, forget, put_aside, put_back
+from policygrad.training.overwriting import ASIDE, check_begun, check_overwritable, forget, put_aside, put_back
 
 _FIRST, _LAST = '# whole with its last line, "# end"', "# end"
 LOCK = "lock"
@@ -26,6 +26,11 @@ class RunFolder:
         """made: folders that were not there before, outermost first. leaves: files that a run that never began has written."""
         self.path, self._lock = path, lock
         self._made, self._leaves = made, leaves
+
+    @property
+    def replaces(self) -> bool:
+        """Whether another run waits to be deleted, or put back where this one never begins."""
+        return (self.path / ASIDE).is_dir()
 
     def keep(self) -> None:
         """The run begins: the folder stays, whatever comes, and what it takes the place of goes."""
@@ -57,6 +62,7 @@ class RunFolder:
 def check_resumable(folder: Path, kind: str) -> Path:
     """The folder. Raises RunError when it holds no run of this kind, or what it was is lost."""
     own = _own(folder, kind)
+    check_begun(folder)
     if own.is_file():
         _check_whole(own)
         return folder

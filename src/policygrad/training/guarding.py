@@ -192,14 +192,15 @@ class Guarding:
             scale_rate(learner, self.guard.lower)
         return True
 
-    def settle(self, before: Progress, after: Progress) -> Progress:
-        """The progress that holds: of a step that was undone its parts remember nothing."""
+    def settle(self, before: Progress, after: Progress) -> tuple[Progress, bool]:
+        """(the progress that holds: of a step that was undone its parts remember nothing; whether it went back further, and what
+        waits is of weights that are gone)."""
         undone, self._undone = self._undone, False
         if not undone:
-            return after
+            return after, False
         if self._parts is None:
-            return replace(after, state=before.state)
-        return replace(after, state=self._parts, carried=(), ahead=())  # what waits was drawn by weights that are gone
+            return replace(after, state=before.state), False
+        return replace(after, state=self._parts, carried=(), ahead=()), True
 
 
 def check_rate(learner: Learner, guard: Guard) -> None:

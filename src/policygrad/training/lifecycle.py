@@ -183,6 +183,9 @@ class Lifecycle(ABC, Generic[C, P, M]):
                 with self.stopping.breakable():
                     self.build(stack)
             except Stop:
+                if held.replaces:  # it has taken nobody's place yet
+                    self.trackers.note(f"stopped while loading; the run that was in {self.folder} is there as it was")
+                    return Result(self.folder, 0, None, None, None, interrupted=True)
                 held.keep()
                 self.trackers.note(f"stopped while loading; go on with: {self.resume_words}")
                 done = newest(self.folder / "checkpoints")

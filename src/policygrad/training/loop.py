@@ -78,17 +78,18 @@ def loop(
     progress: Progress,
     watcher: Watcher,
     breakable: Callable[[], AbstractContextManager[object]] = nullcontext,
-    settle: Callable[[Progress, Progress], Progress] = lambda before, after: after,
+    settle: Callable[[Progress, Progress], tuple[Progress, bool]] = lambda before, after: (after, False),
 ) -> Progress:
     """Steps until the `watcher` says stop, from a rollouter that has the learner's weights. It never asks which sampler,
     environment or learner it has. breakable: surrounds a rollout, which changes nothing that is kept: what is raised there
-    throws the step away. settle: from the progress before and after a step to the one that holds (its updates may be undone)."""
+    throws the step away. settle: from the progress before and after a step to the one that holds (its updates may be undone), and
+    whether what has been drawn for later steps, and what is being drawn, is of weights that are gone."""
     producer, going = _producer(progress), True
     try:
         while going:
             after = one_step(run, rollouter, learner, progress, watcher, producer, breakable)
-            progress = settle(progress, after)
-            if progress.ahead is not after.ahead:  # what waits was drawn by weights that are gone
+            progress, gone = settle(progress, after)
+            if gone:
                 producer.end(rollouter.cancel)
                 producer = _producer(progress)
             going = watcher.keep_going(progress)

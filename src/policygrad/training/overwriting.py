@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -20,6 +21,7 @@ LEFT = (
     "model",
     "model-step-*",
     "merged",
+    "model.gguf",
     "weights",
     "result.json",
     "tracked.json*",
@@ -31,6 +33,8 @@ LEFT = (
 )
 """What runs leave, and what is made of them beside it. Anything else in the folder is somebody's own."""
 ASIDE = ".tmp-overwritten"
+"""Where the old run waits for the new one to begin."""
+_GONE = ".tmp-forgotten"
 
 
 def check_overwritable(folder: Path) -> None:
@@ -46,27 +50,49 @@ def check_overwritable(folder: Path) -> None:
         )
 
 
+def check_begun(folder: Path) -> None:
+    """Raises RunError where a run waits that was to be overwritten, by one that was killed before it began."""
+    if (aside := folder / ASIDE).is_dir():
+        raise RunError(
+            f"{folder} was to be overwritten, and the new run was killed before it began: begin it again with --overwrite; or, to "
+            f"have the old run back, move what is in {aside} one folder up"
+        )
+
+
 def put_aside(folder: Path, lock: str) -> None:
-    """All but the lock goes into a folder of its own; the configuration last, so that what is killed midway is still a run's."""
+    """All but the lock goes into a folder of its own; the configuration last, so that what is killed midway is still a run's.
+    Where an old run waits there already, what is here is of one that was killed before it began, and goes."""
     aside = folder / ASIDE
     aside.mkdir(exist_ok=True)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name in CONFIGS):
+    waits = _configured(aside) and _configured(folder)
+    for path in _config_last(folder):
         if path.name not in (lock, ASIDE):
-            _move(path, aside)
+            _delete(path) if waits else _move(path, aside)
 
 
 def put_back(folder: Path) -> None:
     """What was put aside, where anything was."""
     aside = folder / ASIDE
     if aside.is_dir():
-        for path in aside.iterdir():
+        for path in _config_last(aside):
             _move(path, folder)
         aside.rmdir()
 
 
 def forget(folder: Path) -> None:
-    """Deletes what was put aside; what cannot be deleted is in nobody's way."""
-    shutil.rmtree(folder / ASIDE, ignore_errors=True)
+    """Deletes what was put aside, at once as far as its name goes; what cannot be deleted is in nobody's way."""
+    with suppress(OSError):
+        os.replace(folder / ASIDE, folder / _GONE)
+    for name in (ASIDE, _GONE):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _configured(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in CONFIGS)
+
+
+def _config_last(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir(), key=lambda path: path.name in CONFIGS)
 
 
 def _move(path: Path, into: Path) -> None:
@@ -74,3 +100,10 @@ def _move(path: Path, into: Path) -> None:
     if there.is_dir() and not there.is_symlink():
         shutil.rmtree(there)
     os.replace(path, there)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

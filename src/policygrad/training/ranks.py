@@ -7,9 +7,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+from policygrad.errors import PolicygradError
 from policygrad.learners.base import Learner
 from policygrad.learners.fsdp.leader import RankedLearner, not_in_its_midst
 from policygrad.learners.fsdp.learner import FsdpLearner
+from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.models.routing import Routing
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local import LocalSampler
 from policygrad.training.resources import Resources
@@ -32,17 +35,32 @@ class RankedSampler:
         """A signal waits until they are drawn."""
         with not_in_its_midst(), self._learner.together("drawing completions") as ranks:
             ranks.tell((draw, (requests, self._local.version, *self._how)))
-            mine = await self._local.generate(_share(requests, ranks.rank, ranks.size))
-            return [generation for share in ranks.gathered(mine) for generation in share]
+            return await _drawn(self._local, requests, ranks)
 
 
 def draw(learner: FsdpLearner, requests: Sequence[Request], version: int, end: frozenset[int], pad: int) -> None:
     """The share of a process that is not rank 0."""
     assert learner.whole is not None  # the plan says that it draws
-    sampler: LocalSampler = learner.kept.setdefault("sampler", LocalSampler(learner.whole, end, pad))
+    if "sampler" not in learner.kept:
+        routing = Routing.of(learner.whole) if learner.config.routing_replay else None
+        learner.kept["sampler"] = LocalSampler(learner.whole, end, pad, routing)
+    sampler: LocalSampler = learner.kept["sampler"]
     sampler.version = version
-    ranks = learner.ranks
-    ranks.gathered(asyncio.run(sampler.generate(_share(requests, ranks.rank, ranks.size))))
+    asyncio.run(_drawn(sampler, requests, learner.ranks))
+
+
+async def _drawn(sampler: LocalSampler, requests: Sequence[Request], ranks: Ranks) -> list[Generation]:
+    """All of them, each process's share drawn there. What cannot be drawn in one of them is raised in all: they stay together."""
+    mine, wrong = list[Generation](), None
+    try:
+        mine = await sampler.generate(_share(requests, ranks.rank, ranks.size))
+    except PolicygradError as error:
+        wrong = error
+    shares = ranks.gathered((mine, wrong))
+    for _, failed in shares:
+        if failed is not None:
+            raise failed
+    return [generation for share, _ in shares for generation in share]
 
 
 def _share(requests: Sequence[Request], rank: int, size: int) -> Sequence[Request]:

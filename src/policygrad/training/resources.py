@@ -322,7 +322,7 @@ def needed_for(
         rewards=run.rewards,
         phase=phase,
         sampler=sampler,
-        engine=engine_of(run.sampler, Path(run.output or ".") / FOLDER, run.sampling.temperature, sampler, phase),
+        engine=engine_of(run.sampler, Path(run.output or ".") / FOLDER, run.sampling, sampler, phase),
         environment=chosen_environment(run.environment, environment),
         routing_replay=run.learner.routing_replay,
         apart=run.staleness > 0,

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import stat
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,8 +39,6 @@ class Publication:
     version: int
     path: Path
     bytes: int
-    seconds: float
-    """To write it."""
 
 
 class VersionFolder:
@@ -56,7 +53,6 @@ class VersionFolder:
         Raises:
             EngineError: a disk that is full, say.
         """
-        began = time.perf_counter()
         name = f"v{weights.version:08d}-{uuid.uuid4().hex[:8]}"
         temporary, final = self.root / f".tmp-{name}", self.root / name
         try:
@@ -71,8 +67,7 @@ class VersionFolder:
                 f"{final}: the weights for the engine cannot be written: {error}. See to it, or put them elsewhere, "
                 "--sampler.folder DIR"
             ) from error
-        size = sum(file.stat().st_size for file in final.iterdir())
-        return Publication(name, weights.version, final, size, time.perf_counter() - began)
+        return Publication(name, weights.version, final, sum(file.stat().st_size for file in _files(final)))
 
     def sweep(self, current: Publication) -> None:
         """Removes every version but this one, and what a killed process has left."""
@@ -100,10 +95,15 @@ def _on_disk(folder: Path) -> None:
     probe.touch()
     mode = stat.S_IMODE(probe.stat().st_mode)
     probe.unlink()
-    for file in folder.iterdir():
+    for file in _files(folder):
         file.chmod(mode)
         with file.open("rb+") as opened:
             os.fsync(opened.fileno())
+
+
+def _files(folder: Path) -> list[Path]:
+    """Below it too: a tokenizer with several chat templates has a folder for them."""
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def _replace(path: Path, text: str) -> None:

@@ -30,10 +30,15 @@ class Dealt(Division):
     narrow: torch.dtype | None
     """What a backbone computes in, where that is not what its weights are kept in."""
 
-    def packs(self, made: Callable[[int], Iterator[Pack]], budget: int, idle: Callable[[Pack], None]) -> Iterator[Pack]:
+    def packs(
+        self, made: Callable[[int], Iterator[Pack]], budget: int, idle: Callable[[Pack], object]
+    ) -> Iterator[Pack]:
+        """Smaller ones where that gives each process equally many."""
+        return self.dealt(iter(_evened(made, budget, self.ranks.size)), idle)
+
+    def dealt(self, packs: Iterator[Pack], idle: Callable[[Pack], object]) -> Iterator[Pack]:
         """As cards are dealt; then the passes for the sake of those that have one more."""
-        rank, size = self.ranks.rank, self.ranks.size
-        dealt = _evened(made, budget, size)
+        rank, size, dealt = self.ranks.rank, self.ranks.size, list(packs)
         mine = dealt[rank::size]
         yield from mine
         for _ in range(-(-len(dealt) // size) - len(mine)):

@@ -28,7 +28,10 @@ from policygrad.learners.fsdp.blueprint import Blueprint
 from policygrad.learners.fsdp.learner import FsdpLearner, Plan
 from policygrad.learners.fsdp.line import Line
 from policygrad.learners.fsdp.ranks import Ranks, check_devices
-from policygrad.learners.fsdp.supported import check_ranks
+from policygrad.learners.fsdp.supported import check_model, check_ranks
+from policygrad.learners.local.checks import check_widths
+from policygrad.models.adapters import untouched
+from policygrad.models.routing import Routing
 from policygrad.weight_sync.base import Published
 
 T = TypeVar("T")
@@ -74,12 +77,19 @@ class RankedLearner:
         """
         config = config or LearnerConfig()
         check_ranks(config, algorithm)
+        check_model(model)
+        if config.routing_replay:
+            Routing.of(model)  # what listens to the routers is a part of the blueprint
         own = Blueprint.of(model, temperature)
-        read = "logp_ref" in algorithm.needs
-        theirs = None if not read else own if reference is None else Blueprint.of(reference, temperature)
+        read, bare = "logp_ref" in algorithm.needs, reference is None and _bare(model, algorithm)
+        theirs = None if not read or bare else own
+        if read and reference is not None:
+            check_widths(algorithm, reference, model)
+            theirs = Blueprint.of(reference, temperature)
         plan = Plan(
             policy=own,
             reference=theirs,
+            bare=read and bare,
             algorithm=algorithm,
             lr=lr,
             steps=steps,
@@ -191,6 +201,14 @@ class RankedLearner:
                 raise RunError(
                     f"{self._ranks.lost() or gone}, in the midst of {what!r}: what it said stands above"
                 ) from error
+
+
+def _bare(model: nn.Module, algorithm: Algorithm) -> bool:
+    """Whether the policy without its adapters is π_ref for good, and nothing asks for both at once, or for a second one."""
+    given = algorithm.reference
+    renewed = given is not None and (given.every is not None or given.stall is not None)
+    second = algorithm.reward_model is not None or "kl_ref" in algorithm.forward_needs
+    return untouched(model) and not renewed and not second
 
 
 def ranked_learner(model: nn.Module, algorithm: Algorithm, *, config: LearnerConfig, **how: Any) -> RankedLearner:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,14 +17,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import Batch
+from policygrad.core.metrics import Metrics
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.blueprint import Blueprint
+from policygrad.learners.fsdp.curvature import ShardedCurvature
 from policygrad.learners.fsdp.division import Dealt
 from policygrad.learners.fsdp.ranks import Ranks
-from policygrad.learners.fsdp.sharding import sharded
+from policygrad.learners.fsdp.score_norms import ShardedScoreNorms
+from policygrad.learners.fsdp.sharding import BareEvaluator, ShardedEvaluator, sharded, twin
 from policygrad.learners.fsdp.shares import Read, part_of, share_of
+from policygrad.learners.fsdp.units import units
+from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.score_norms import ScoreNorms, matching
 from policygrad.models.replica import Build, full
 from policygrad.weight_sync.base import Published
 
@@ -35,7 +42,9 @@ class Plan:
 
     policy: Blueprint
     reference: Blueprint | None
-    """Of π_ref, where a part reads it."""
+    """Of π_ref, where a part reads it, and it is a model of its own."""
+    bare: bool
+    """Whether π_ref is the policy with its adapters off."""
     algorithm: Algorithm
     lr: float | None
     steps: int
@@ -57,7 +66,7 @@ class FsdpLearner(LocalLearner):
         self, ranks: Ranks, plan: Plan, source: nn.Module | None = None, reference: nn.Module | None = None
     ) -> None:
         """source, reference: the whole models, which rank 0 has: whose numbers are spread."""
-        self.ranks, self._published = ranks, -1
+        self.ranks, self._plan, self._published = ranks, plan, -1
         self.kept: dict[str, Any] = {}  # what others make of the whole model here
         torch.set_num_threads(plan.threads)
         self._device = _device(plan.device)
@@ -66,7 +75,10 @@ class FsdpLearner(LocalLearner):
         given = (ranks, self._mesh, self._device, plan.temperature)
         self._own = sharded(plan.policy, source, *given)
         self.division = Dealt(ranks, self._mesh, plan.policy.narrow)
-        self._theirs = None if plan.reference is None else sharded(plan.reference, reference, *given)
+        self._theirs: ShardedEvaluator | None = BareEvaluator.of(self._own) if plan.bare else None
+        if plan.reference is not None:
+            self._theirs = sharded(plan.reference, reference, *given)
+            self._theirs.model.requires_grad_(False)
         super().__init__(
             self._own.model,
             plan.algorithm,
@@ -82,9 +94,28 @@ class FsdpLearner(LocalLearner):
         return self._own
 
     def _reference(self, algorithm: Algorithm, given: nn.Module | None, build: Build | None) -> Evaluator | None:
-        if self._theirs is not None:
-            self._theirs.model.requires_grad_(False)
         return self._theirs
+
+    def _twin(self, evaluator: Evaluator, build: Build | None) -> Evaluator:
+        blueprint = self._plan.reference if evaluator is self._theirs else self._plan.policy
+        assert blueprint is not None  # of an adapter that is off there is no second one: see `RankedLearner.of`
+        return twin(evaluator, blueprint, self._mesh, self._device)
+
+    def _curvature(self) -> Curvature:
+        return ShardedCurvature(self.networks, units=units(self._own.root)).checked()
+
+    def _score_norms(self) -> ScoreNorms:
+        chosen = matching(self.model, self.config.score_parameters)
+        return ShardedScoreNorms(
+            self.evaluator, chosen, 1, together=False, division=self.division, units=units(self._own.root)
+        )
+
+    def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
+        """As `LocalLearner.update`."""
+        if isinstance(self.curvature, ShardedCurvature):  # which compares with a policy that stands still
+            self.remember()
+            self.curvature = replace(self.curvature, networks=self.networks)
+        return super().update(batch, psi, algorithm)
 
     def set_lr(self, value: float) -> None:
         """As setting `lr`."""
@@ -96,6 +127,8 @@ class FsdpLearner(LocalLearner):
         own = {} if self.whole is None else dict(self.whole.named_parameters())
         if self._published != self.version:
             for name, parameter in self.model.named_parameters():
+                if self._published >= 0 and not parameter.requires_grad:
+                    continue  # it is where it was
                 whole = full(parameter)
                 if own:
                     own[name].copy_(whole)

@@ -23,7 +23,9 @@ from policygrad.learners.local.curvature import Call
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.network import Network
 from policygrad.learners.local.packing import Pack
+from policygrad.models.adapters import switch
 from policygrad.models.precision import at_least_float32
+from policygrad.models.replica import copy_weights
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,13 +42,51 @@ class ShardedEvaluator(Evaluator):
         reference: Evaluator | None = None,
         expected: Tensor | None = None,
     ) -> Forward:
-        """As `Evaluator.forward`, of what needs no other model."""
+        """As `Evaluator.forward`; `old` and `reference` are sharded too."""
 
         def work() -> dict[str, Tensor]:  # of a dataclass FSDP would not see the tensors
             out = Evaluator.forward(self, part, needs, old, reference, expected)
             return {f.name: x for f in fields(out) if (x := getattr(out, f.name)) is not None}
 
         return Forward(**cast(Any, self.root)(work))
+
+    def states(self, part: Pack) -> Tensor:
+        """As `Evaluator.states`. Until `at_rest` this process has the head as a whole: it asks for logits as often as it needs."""
+        root = cast(Any, self.root)
+        found: Tensor = root(lambda: Evaluator.states(self, part))
+        if self.network.split_head:
+            root.unshard()
+        return found
+
+    def at_rest(self) -> None:
+        """As `Evaluator.at_rest`."""
+        Evaluator.at_rest(self)
+        cast(Any, self.root).reshard()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BareEvaluator(ShardedEvaluator):
+    """Of the policy with its adapters off: what it began as, in no memory of its own."""
+
+    def forward(
+        self,
+        part: Pack,
+        needs: frozenset[str] = frozenset(),
+        old: Evaluator | None = None,
+        reference: Evaluator | None = None,
+        expected: Tensor | None = None,
+    ) -> Forward:
+        """As `Evaluator.forward`."""
+        switch(self.model, False)
+        try:
+            return ShardedEvaluator.forward(self, part, needs, old, reference, expected)
+        finally:
+            switch(self.model, True)
+
+    @classmethod
+    def of(cls, policy: ShardedEvaluator) -> BareEvaluator:
+        """Of this policy, whose adapters had not moved when it began."""
+        return cls(policy.network, policy.temperature, policy.window, root=policy.root)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -73,13 +113,40 @@ def sharded(
 ) -> ShardedEvaluator:
     """The blueprint's model, with the numbers of `source`, which rank 0 has. No process holds more than a layer of it as a whole
     on the way."""
+    given = None if source is None else dict(source.named_parameters())
+
+    def numbers(name: str, p: Tensor) -> Tensor:
+        return ranks.given(None if given is None else given[name], p, device)
+
+    return _made(blueprint, numbers, mesh, device, temperature)
+
+
+def twin(evaluator: Evaluator, blueprint: Blueprint, mesh: DeviceMesh, device: torch.device) -> ShardedEvaluator:
+    """Of a second model with the numbers of the evaluator's, of which each process copies its share; frozen."""
+
+    def numbers(name: str, p: Tensor) -> Tensor:
+        return torch.empty_like(p, device=device)
+
+    found = _made(blueprint, numbers, mesh, device, evaluator.temperature)
+    copy_weights(evaluator.model, found.model)
+    found.model.requires_grad_(False)
+    return found
+
+
+def _made(
+    blueprint: Blueprint,
+    given: Callable[[str, Tensor], Tensor],
+    mesh: DeviceMesh,
+    device: torch.device,
+    temperature: float,
+) -> ShardedEvaluator:
+    """given: whole parameters, by name and likeness."""
     model = blueprint.model()
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    given = None if source is None else dict(source.named_parameters())
     root, made = Call(model), dict[Tensor, nn.Parameter]()
 
     def numbers(p: nn.Parameter) -> Tensor:
-        return ranks.given(None if given is None else given[names[p]], at_least_float32(p), device)
+        return given(names[p], at_least_float32(p))
 
     shard(root, mesh, blueprint.narrow, lambda unit: fill(unit.modules(), device, numbers, made))
     network = ShardedNetwork(model, split_head=blueprint.split_head, branches=blueprint.branches, root=root)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,17 +42,27 @@ class ActorCritic:
         return next(self.policy.model.parameters()).device
 
     def packs(
-        self, batch: Batch, rows: Tensor | None = None, whole: bool = False, evaluator: Evaluator | None = None
+        self,
+        batch: Batch,
+        rows: Tensor | None = None,
+        whole: bool = False,
+        idle: Callable[[Pack], object] | None = None,
     ) -> Iterator[Pack]:
-        """The completions `rows`, or all, in micro-batches: this process's share; `whole`: of whole groups; `evaluator`: what they
-        are for, where that is not the policy."""
+        """The completions `rows`, or all, in micro-batches: this process's share; `whole`: of whole groups; `idle`: a pass like
+        those they are for, on the device, which adds nothing; None = one of the policy alone."""
         rows = torch.arange(len(batch.mask)) if rows is None else rows
         made, budget = partial(pack, batch, rows, whole=whole), micro_tokens(self.config, self.policy.model)
-        return self.division.packs(made, budget, partial(self._idle, evaluator or self.policy))
+        nothing = idle or self.idle(self.policy)
+        return self.division.packs(made, budget, lambda part: nothing(part.to(self.device)))
 
-    def _idle(self, evaluator: Evaluator, part: Pack) -> None:
-        with differentiating(evaluator.model, self.config.gradient_checkpointing):
-            without_effect(evaluator(part.to(self.device)))
+    def idle(self, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Callable[[Pack], None]:
+        """A pass of the evaluator that adds nothing to any gradient."""
+
+        def one(part: Pack) -> None:
+            with differentiating(evaluator.model, self.config.gradient_checkpointing):
+                without_effect(evaluator.forward(part, needs, self.old, self.reference).logp)
+
+        return one
 
     def forward(self, part: Pack, needs: frozenset[str], expected: Tensor | None = None) -> Forward:
         """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""
@@ -64,11 +74,17 @@ class ActorCritic:
         names = ("logp", *sorted(needs))
         empty = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
         found = {name: empty.clone() for name in names}
-        for part in self.packs(batch, evaluator=evaluator):
+        for part in self.packs(batch, idle=self.idle(evaluator, needs)):
             out = evaluator.forward(part.to(self.device), needs, self.old, self.reference)
             for name in names:
                 found[name][part.rows] = getattr(out, name).cpu()
         return Forward(**{name: self.division.summed(x) for name, x in found.items()})
+
+    def at_rest(self) -> None:
+        """Of the policy and of what it is compared with (`Evaluator.at_rest`)."""
+        for evaluator in (self.policy, self.old, self.reference):
+            if evaluator is not None:
+                evaluator.at_rest()
 
     def differentiating(self) -> AbstractContextManager[None]:
         """The policy in the mode for backward passes."""

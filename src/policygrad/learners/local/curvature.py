@@ -8,6 +8,7 @@ tokens at a time, and a pull through Jᵀ (reverse mode). Source: Schulman et al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -22,11 +23,12 @@ from policygrad.core.objective import objective
 from policygrad.learners.local.actor_critic import ActorCritic
 from policygrad.learners.local.forward import CHUNK, exact, scaled
 from policygrad.learners.local.head import Pairs
-from policygrad.learners.local.packing import Pack
+from policygrad.learners.local.packing import Pack, pack
 from policygrad.models.attention import PlainAttention
 from policygrad.models.precision import at_least_float32
 
 _Function = Callable[..., Tensor]
+_Idle = Callable[[Pack], object]
 
 
 def middle(logits: Tensor, change: Tensor, index: Tensor, tokens: Tensor, weight: Tensor, sampled: bool) -> Tensor:
@@ -40,6 +42,18 @@ def middle(logits: Tensor, change: Tensor, index: Tensor, tokens: Tensor, weight
     if not sampled:
         return total * p * (change - mean)
     return (-total * p).index_put_((index, tokens), share, accumulate=True)
+
+
+def dual(x: Tensor, change: Tensor) -> Tensor:
+    """x with its change along a direction, on the way through operations (forward mode)."""
+    found: Tensor = cast(Any, forward_ad.make_dual)(x, change)  # torch left it without types
+    return found
+
+
+def both(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(x, its change along the direction)."""
+    value, moved = cast(Any, forward_ad.unpack_dual)(x)
+    return value, torch.zeros_like(value) if moved is None else moved
 
 
 class Call(nn.Module):
@@ -68,13 +82,7 @@ class Curvature:
     def checked(self) -> Curvature:
         """With forward mode only if ⟨w, Jv⟩ = ⟨Jᵀw, v⟩ on a made-up text: an operation may have a gradient of its own (an
         embedding that leaves out its padding token has), and a product with two different J is no Fisher product."""
-        policy, optimizer = self.networks.policy, self.networks.optimizer
-        pad = getattr(getattr(policy.model, "config", None), "pad_token_id", None)
-        tokens = torch.tensor([[*range(min(8, policy.network.vocabulary)), pad or 0]])
-        one, size = torch.zeros(1, dtype=torch.int64), tokens.shape[1]
-        mask, prompts = torch.ones(1, size, dtype=torch.bool), (tokens[0, :1],)
-        made_up = Batch(mask=mask, group=one, reward=torch.zeros(1), tokens=tokens, prompts=prompts)
-        part, _ = next(self._parts(made_up))
+        optimizer, part = self.networks.optimizer, self._made_up()
         generator = torch.Generator().manual_seed(0)
         tangents = {
             n: (torch.randn(p.shape, generator=generator) * (float(p.detach().std(correction=0)) + 1e-3)).to(p)
@@ -91,42 +99,64 @@ class Curvature:
         same = float((forward - reverse).norm()) <= (0.1 if coarse else 1e-3) * float(reverse.norm())
         return replace(self, forward_mode=same)
 
+    def _made_up(self) -> Pack:
+        """A text with the padding token in it."""
+        policy = self.networks.policy
+        pad = getattr(getattr(policy.model, "config", None), "pad_token_id", None)
+        tokens = torch.tensor([[*range(min(8, policy.network.vocabulary)), pad or 0]])
+        one, size = torch.zeros(1, dtype=torch.int64), tokens.shape[1]
+        mask, prompts = torch.ones(1, size, dtype=torch.bool), (tokens[0, :1],)
+        made_up = Batch(mask=mask, group=one, reward=torch.zeros(1), tokens=tokens, prompts=prompts)
+        return next(pack(made_up, one, size)).to(self.networks.device)
+
     def fisher(self, batch: Batch, v: Tensor, sampled: bool) -> Tensor:
         """[P] F v, a mean over the batch's sampled tokens. Whatever gradient had been added up is gone."""
         optimizer = self.networks.optimizer
         optimizer.adam.zero_grad(set_to_none=True)
         tangents = {name: t.to(optimizer.parameters[name].dtype) for name, t in optimizer.split(v).items()}
-        for part, weight in self._parts(batch):
-            states, change = self._push(part, tangents)
-            with self.networks.differentiating():
-                self._pull(part, states, change, tangents, weight, sampled)
+        idle: _Idle = lambda part: self._product(part, tangents, 0 * part.mask.double(), sampled)  # noqa: E731
+        for part, weight in self._parts(batch, idle=idle):
+            self._product(part, tangents, weight, sampled)
             optimizer.collect()
         return optimizer.take_gradient()
+
+    def _product(self, part: Pack, tangents: Mapping[str, Tensor], weight: Tensor, sampled: bool) -> None:
+        """Adds a micro-batch's share of F v to the gradients."""
+        states, change = self._push(part, tangents)
+        with self.networks.differentiating():
+            self._pull(part, states, change, tangents, weight, sampled)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, psi: Tensor, algorithm: Algorithm, delta: Tensor) -> tuple[float, float]:
         """(surrogate objective, mean KL(π_old‖π_θ) in nats a sampled token, exact over the vocabulary) at θ + delta."""
+        coefficients = algorithm.all_coefficients(batch)
+        bare = replace(batch, prompts=None, tokens=None)
+        found = torch.zeros(2, dtype=torch.float64)
+        with self._there(delta) as compare:
+            for part, weight in self._parts(batch, algorithm.gate.whole_groups, compare):
+                chosen, device = part.rows.cpu(), weight.device
+                coef = tuple(c[chosen].to(device) for c in coefficients)
+                share, ours = bare.select(chosen).to(device), psi[chosen].to(device)
+                out = compare(part)
+                assert out.kl_old is not None
+                found[0] += float(objective(replace(out, logp=out.logp.double()), share, ours, algorithm, coef))
+                found[1] += float((weight * out.kl_old).sum())
+        total, divergence = self.networks.division.summed(found).tolist()
+        return total, divergence
+
+    @contextmanager
+    def _there(self, delta: Tensor) -> Iterator[Callable[[Pack], Forward]]:
+        """What compares the policy at θ + delta with the policy as it is: logp, entropy and KL(π_old‖π_θ), each [b, T]."""
         optimizer = self.networks.optimizer
         parameters, masters = optimizer.parameters, optimizer.masters
         moved = {n: (masters[n] + change).to(parameters[n].dtype) for n, change in optimizer.split(delta).items()}
-        coefficients = algorithm.all_coefficients(batch)
-        bare = replace(batch, prompts=None, tokens=None)
-        total, divergence = 0.0, 0.0
-        for part, weight in self._parts(batch, algorithm.gate.whole_groups):
-            chosen, device = part.rows.cpu(), weight.device
-            coef = tuple(c[chosen].to(device) for c in coefficients)
-            share, ours = bare.select(chosen).to(device), psi[chosen].to(device)
-            out = self._compare(part, moved)
-            assert out.kl_old is not None
-            total += float(objective(replace(out, logp=out.logp.double()), share, ours, algorithm, coef))
-            divergence += float((weight * out.kl_old).sum())
-        return total, divergence
+        yield lambda part: self._compare(part, moved)
 
-    def _parts(self, batch: Batch, whole: bool = False) -> Iterator[tuple[Pack, Tensor]]:
+    def _parts(self, batch: Batch, whole: bool = False, idle: _Idle | None = None) -> Iterator[tuple[Pack, Tensor]]:
         """Micro-batches of all completions with a sampled token, whatever their Ψ; and what share of the mean each token [b, T]
-        stands for."""
+        stands for. idle: as of `ActorCritic.packs`."""
         tokens, device = max(1, int(batch.mask.sum())), self.networks.device
-        for part in self.networks.packs(batch, whole=whole):
+        for part in self.networks.packs(batch, whole=whole, idle=idle):
             yield part.to(device), (part.mask.double() / tokens).to(device)
 
     def _head(self, states: Tensor) -> Tensor:
@@ -166,14 +196,9 @@ class Curvature:
     ) -> tuple[Tensor, Tensor]:
         """f(x) and its change along the parameters' tangents and x's `change`."""
         parameters = self.networks.optimizer.parameters
-        dual, parts = (
-            cast(Any, forward_ad.make_dual),
-            cast(Any, forward_ad.unpack_dual),
-        )  # torch left them without types
         with forward_ad.dual_level():
             duals = {n: dual(parameters[n].detach(), t) for n, t in tangents.items()}
-            value, moved = parts(self._with(duals, f, x if change is None else dual(x, change)))
-            return value, torch.zeros_like(value) if moved is None else moved
+            return both(self._with(duals, f, x if change is None else dual(x, change)))
 
     def _jvp_by_reverse(self, tangents: Mapping[str, Tensor], part: Pack) -> tuple[Tensor, Tensor]:
         """J v as the derivative of ⟨Jᵀw, v⟩ in w, which it is linear in."""

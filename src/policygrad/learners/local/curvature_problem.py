@@ -31,6 +31,10 @@ class LocalProblem(LocalAdaptiveProblem):
         gradient = self.networks.optimizer.take_gradient()
         return gradient if self.pretraining else -gradient, metrics
 
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """⟨a, b⟩ [] of two vectors [P], or of those that processes have shares of."""
+        return self.networks.division.summed((a @ b).cpu())
+
     def fisher(self, v: Tensor, sampled: bool) -> Tensor:
         """[P] F v, a mean over the sampled tokens."""
         return self.curvature.fisher(self.batch, v, sampled)

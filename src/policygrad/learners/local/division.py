@@ -13,10 +13,16 @@ from policygrad.learners.local.packing import Pack
 class Division:
     """One process, which does all."""
 
-    def packs(self, made: Callable[[int], Iterator[Pack]], budget: int, idle: Callable[[Pack], None]) -> Iterator[Pack]:
+    def packs(
+        self, made: Callable[[int], Iterator[Pack]], budget: int, idle: Callable[[Pack], object]
+    ) -> Iterator[Pack]:
         """This process's share of the micro-batches that are `made` of at most `budget` tokens. idle: a pass that adds nothing, for
         where others have one more."""
         return made(budget)
+
+    def dealt(self, packs: Iterator[Pack], idle: Callable[[Pack], object]) -> Iterator[Pack]:
+        """As `packs`, of micro-batches that must stay what they are."""
+        return packs
 
     def summed(self, x: Tensor) -> Tensor:
         """Σ over the processes of x, on the CPU; x may be written over."""

@@ -83,8 +83,12 @@ class Evaluator:
         """The same, its experts those that sampled where a batch knows them."""
         return replace(self, network=replace(self.network, routing=routing))
 
+    def states(self, part: Pack) -> Tensor:
+        """[u, ·] of this model, for a term that compares another with it: `network.logits` reads them until `at_rest`."""
+        return self.reading(part).states(part)
+
     def at_rest(self) -> None:
-        """Nothing is replayed to whoever calls the model next."""
+        """Nothing is replayed to whoever calls the model next, and what `states` has kept at hand is let go."""
         if self.network.routing is not None:
             self.network.routing.replay(None)
 
@@ -140,7 +144,7 @@ class Evaluator:
         more on the way back instead of being held."""
         index, head = part.predictor[part.mask], self.network.logits
         with torch.no_grad():
-            before = [other.reading(part).states(part).index_select(0, index) for other in others]
+            before = [other.states(part).index_select(0, index) for other in others]
 
         def some(tokens: Tensor, states: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             logits = head(states)

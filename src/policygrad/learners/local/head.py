@@ -6,14 +6,16 @@ from one state):
     ∂/∂z Σ g_i log p(a_i) = Σ g_i (1{a_i} − p)          ∂H/∂z = −p (log p + H)
 
 A chunk of states at a time: its logits live in one buffer that the next chunk takes over, and are computed once more on the
-way back. Where the gradient to log π is known beforehand (`expected`: an update whose ratios are all 1) they are not: the way
-there does the way back as well, and what it found is used if the gradient that comes is the one that was expected.
+way back, but for the first chunks, whose p is kept (`WAITING`). Where the gradient to log π is known beforehand (`expected`: an
+update whose ratios are all 1) none is kept or computed again: the way there does the way back as well, and what it found is used
+if the gradient that comes is the one that was expected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ BUFFER = 2**21
 """Logits in a buffer, in elements: few enough to stay in a processor's cache."""
 BUFFER_ACCELERATOR = 2**27
 """The same on an accelerator, where a matrix product needs more of them."""
+WAITING = 2**24
+"""Probabilities that wait for the way back, in elements; 64 MiB. What is beyond is computed again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,25 +74,30 @@ def log_probability(
     nats, with graph. expected: [n] the gradient that log π will be given, where it is known."""
     pairs = Pairs.of(index, tokens)
     hint = None if expected is None or entropy or not torch.is_grad_enabled() else expected[pairs.order]
+    room = WAITING if hint is None and torch.is_grad_enabled() else 0
     logp, h = _LogProbability.apply(  # type: ignore[no-untyped-call]
-        states, head.weight, head.bias, pairs, temperature, entropy, hint
+        states, head.weight, head.bias, pairs, temperature, entropy, hint, room
     )
     return pairs.given(logp), h.index_select(0, index) if entropy else None
 
 
 class _Logits:
-    """z, a chunk at a time in one buffer."""
+    """z, a chunk at a time in one buffer, or in one of its own."""
 
     def __init__(self, states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
         self.states, self.weight, self.bias, self.temperature = states, weight, bias, temperature
         limit = BUFFER if states.device.type == "cpu" else BUFFER_ACCELERATOR
         self.size = min(len(states), max(16, limit // len(weight)))
-        self.buffer = states.new_empty(self.size, len(weight))
 
-    def __call__(self, which: slice) -> Tensor:
-        """[m, V] in float32 or better, to be written over."""
+    @cached_property
+    def buffer(self) -> Tensor:
+        return self.states.new_empty(self.size, len(self.weight))
+
+    def __call__(self, which: slice, *, own: bool = False) -> Tensor:
+        """[m, V] in float32 or better, to be written over; own: and not by the next chunk."""
         h = self.states[which]
-        z = at_least_float32(torch.mm(h, self.weight.T, out=self.buffer[: len(h)]))
+        z = h @ self.weight.T if own else torch.mm(h, self.weight.T, out=self.buffer[: len(h)])
+        z = at_least_float32(z)
         if self.bias is not None:
             z += self.bias
         return z.div_(self.temperature) if self.temperature != 1 else z
@@ -147,7 +156,7 @@ def _softmax(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _entropy(p: Tensor) -> Tensor:
-    """[m]; p is written over."""
+    """[m]."""
     return -(p.log().masked_fill_(p == 0, 0).mul_(p)).sum(-1)
 
 
@@ -164,14 +173,17 @@ class _LogProbability(torch.autograd.Function):
         temperature: float,
         entropy: bool,
         expected: Tensor | None,
+        room: int,
     ) -> tuple[Tensor, Tensor]:
         logits = _Logits(states, weight, bias, temperature)
         back = None if expected is None else _Back(logits, pairs, ctx.needs_input_grad)
         kind = at_least_float32(states[:0]).dtype
         logp = states.new_empty(len(pairs.index), dtype=kind)
         h = states.new_empty(len(states) if entropy else 0, dtype=kind)
+        kept = list[Tensor]()
         for which, pair in pairs.chunks(len(states), logits.size):
-            z, at = logits(which), pairs.index[pair] - which.start
+            room -= (which.stop - which.start) * len(weight)
+            z, at = logits(which, own=room >= 0), pairs.index[pair] - which.start
             taken = z[at, pairs.tokens[pair]]
             p, level = _softmax(z)
             logp[pair] = taken - level[at]
@@ -179,7 +191,9 @@ class _LogProbability(torch.autograd.Function):
                 back.add(which, pair, p, expected[pair])
             elif entropy:
                 h[which] = _entropy(p)
-        ctx.pairs, ctx.temperature, ctx.expected, ctx.back = pairs, temperature, expected, back
+            if room >= 0:
+                kept.append(p)
+        ctx.pairs, ctx.temperature, ctx.expected, ctx.back, ctx.kept = pairs, temperature, expected, back, kept
         ctx.save_for_backward(states, weight, bias)
         ctx.set_materialize_grads(False)
         return logp, h
@@ -194,8 +208,8 @@ class _LogProbability(torch.autograd.Function):
         if back is None or not torch.equal(g, ctx.expected):
             logits = _Logits(states, weight, bias, ctx.temperature)
             back = _Back(logits, pairs, ctx.needs_input_grad)
-            for which, pair in pairs.chunks(len(states), logits.size):
-                p, _ = _softmax(logits(which))
+            for i, (which, pair) in enumerate(pairs.chunks(len(states), logits.size)):
+                p = ctx.kept[i] if i < len(ctx.kept) else _softmax(logits(which))[0]
                 back.add(which, pair, p, g[pair], None if g_entropy is None else g_entropy[which])
-        ctx.back = None
-        return (*back.gradients(), None, None, None, None)
+        ctx.back, ctx.kept = None, []  # both are written over
+        return (*back.gradients(), None, None, None, None, None)

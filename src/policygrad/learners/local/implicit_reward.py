@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from policygrad.core.batch import Batch
-from policygrad.core.metrics import Max, Mean, Metrics
+from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.reward_model import ImplicitReward
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.local.division import Division
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.local.packing import micro_tokens, pack
-from policygrad.learners.local.recompute import differentiating, recompute_activations
-from policygrad.models.replica import Build, let_train, replica
+from policygrad.learners.local.packing import Pack, micro_tokens, pack
+from policygrad.learners.local.recompute import differentiating, recompute_activations, without_effect
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,23 +28,26 @@ class ImplicitRewardModel:
     """Of π_φ."""
     optimizer: Optimizer
     config: LearnerConfig
+    division: Division = field(default_factory=Division)
 
     @classmethod
     def of(
         cls,
-        reference: Evaluator,
+        evaluator: Evaluator,
         part: ImplicitReward,
         config: LearnerConfig,
         adam: OptimizerConfig,
         lr: float | None,
         updates: int,
-        build: Build | None = None,
+        division: Division | None = None,
     ) -> ImplicitRewardModel:
-        """One that starts as the reference, so that r_φ = 0. `lr`: the policy's; `updates`: of the whole run, for the schedule."""
-        model = let_train(replica(reference.model, build), reference.model)
+        """Of the evaluator's model, which starts as the reference, so that r_φ = 0. `lr`: the policy's; `updates`: of the whole
+        run, for the schedule."""
+        model = evaluator.model
         if config.gradient_checkpointing:
             recompute_activations(model)
-        return cls(part, reference.under(model), Optimizer(model, adam, part.rate(lr), updates), config)
+        optimizer = Optimizer(model, adam, part.rate(lr), updates)
+        return cls(part, evaluator, optimizer, config, division or Division())
 
     @property
     def _device(self) -> torch.device:
@@ -54,16 +58,21 @@ class ImplicitRewardModel:
         rows = trained(batch)
         if not len(rows):
             return {}
-        bare, total = replace(batch, prompts=None, tokens=None), 0.0
-        for part in pack(batch, rows, micro_tokens(self.config, self.evaluator.model)):
+        bare, metrics = replace(batch, prompts=None, tokens=None), Metrics()
+        made, budget = partial(pack, batch, rows), micro_tokens(self.config, self.evaluator.model)
+        for part in self.division.packs(made, budget, self._idle):
             with differentiating(self.evaluator.model, self.config.gradient_checkpointing):
                 logp = self.evaluator(part.to(self._device))
                 each = self.part.loss(logp, bare.select(part.rows).to(self._device))
                 loss = each.sum() / len(rows)
                 torch.autograd.backward(loss)
             self.optimizer.collect()
-            total += float(loss.detach())
-        return {"reward_model/loss": Mean(total)}
+            metrics = merge(metrics, {"reward_model/loss": Sum(float(loss.detach()))})
+        return {"reward_model/loss": Mean(self.division.merged(metrics)["reward_model/loss"].value)}
+
+    def _idle(self, part: Pack) -> None:
+        with differentiating(self.evaluator.model, self.config.gradient_checkpointing):
+            without_effect(self.evaluator(part.to(self._device)))
 
     def descend(self) -> Metrics:
         """One AdamW step of φ."""

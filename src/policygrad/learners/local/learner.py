@@ -16,6 +16,7 @@ from policygrad.core.metrics import Metrics, Sum
 from policygrad.errors import CheckpointError, ConfigError, EngineError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.actor_critic import ActorCritic
+from policygrad.learners.local.checks import check_adapters, check_replay, check_widths
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.curvature_problem import LocalProblem
 from policygrad.learners.local.division import Division
@@ -26,7 +27,7 @@ from policygrad.learners.local.recompute import recompute_activations
 from policygrad.learners.local.score_norms import ScoreNorms
 from policygrad.learners.local.value_model import ValueModel, measure_values
 from policygrad.models.adapters import adapters_of, switch, untouched
-from policygrad.models.replica import Build, copy_weights, own, replica
+from policygrad.models.replica import Build, apart, copy_weights, let_train, own, replica
 from policygrad.models.routing import Routing
 from policygrad.weight_sync.base import Published
 
@@ -67,13 +68,13 @@ class LocalLearner:
             )
         config, adam = config or LearnerConfig(), optimizer or OptimizerConfig()
         self.model, self.config, self.build, self.rollouts, self.refreshed = model, config, build, 0, False
-        _check_adapters(model, config)
+        check_adapters(model, config)
         if config.gradient_checkpointing:
             recompute_activations(model)
         train_only(model, config.trainable)
         self.evaluator = self._probed(model, temperature)
         if config.routing_replay:
-            _check_replay(algorithm)
+            check_replay(algorithm)
             self.evaluator = self.evaluator.replaying(Routing.of(model))
         self.optimizer = Optimizer(model, adam, lr or 0.0, steps * algorithm.step.updates)
         self.critic: ValueModel | None = None
@@ -83,9 +84,11 @@ class LocalLearner:
         self.reference = self._reference(algorithm, reference, build)
         self.reward_model: ImplicitRewardModel | None = None
         if algorithm.reward_model is not None and self.reference is not None:
-            total = steps * algorithm.step.value_updates
+            total, made = steps * algorithm.step.value_updates, build if reference is None else None
+            beginning = self._twin(self.reference, made)
+            let_train(beginning.model, self.reference.model)
             self.reward_model = ImplicitRewardModel.of(
-                self.reference, algorithm.reward_model, config, adam, lr, total, build if reference is None else None
+                beginning, algorithm.reward_model, config, adam, lr, total, self.division
             )
         self.networks = ActorCritic(
             self.evaluator,
@@ -97,12 +100,24 @@ class LocalLearner:
             division=self.division,
         )
         self.uses_lr = algorithm.step.uses_lr
-        self.curvature = Curvature(self.networks) if self.uses_lr else Curvature(self.networks).checked()
-        self.norms = ScoreNorms.of(self.evaluator, config) if "score_norm" in algorithm.needs else None
+        self.curvature = Curvature(self.networks) if self.uses_lr else self._curvature()
+        self.norms = self._score_norms() if "score_norm" in algorithm.needs else None
 
     def _probed(self, model: nn.Module, temperature: float) -> Evaluator:
         """The policy's evaluator, with the short cuts that its model allows."""
         return probe(model, temperature)
+
+    def _twin(self, evaluator: Evaluator, build: Build | None) -> Evaluator:
+        """Of a second model with the numbers of this one's, frozen."""
+        return evaluator.under(replica(evaluator.model, build))
+
+    def _curvature(self) -> Curvature:
+        """What a trust region asks."""
+        return Curvature(self.networks).checked()
+
+    def _score_norms(self) -> ScoreNorms:
+        """What an exact baseline asks."""
+        return ScoreNorms.of(self.evaluator, self.config)
 
     def _reference(self, algorithm: Algorithm, given: nn.Module | None, build: Build | None) -> Evaluator | None:
         """π_ref where a part reads it: the model that was given, or the policy as it is now."""
@@ -115,18 +130,12 @@ class LocalLearner:
                 "LocalLearner(…, reference=policygrad.load_reference(name, tokenizer)), or neither"
             )
         if given is None:
-            made = replica(self.model, build)
-            if untouched(made):  # what it began as is the base alone
-                switch(made, False)
-            return self.evaluator.under(made)
-        found = probe(given.requires_grad_(False), self.evaluator.temperature)
-        widths = [int(m.get_output_embeddings().weight.shape[0]) for m in (given, self.model)]  # type: ignore[operator]
-        if "kl_ref" in algorithm.forward_needs and widths[0] != widths[1]:
-            raise ConfigError(
-                f"ExactKLToReference compares two distributions over one vocabulary, and the reference has {widths[0]} logits, the "
-                f"policy {widths[1]}: take TeacherLogRatio() or KLToReference(), which read the sampled tokens alone"
-            )
-        return found
+            twin = self._twin(self.evaluator, build)
+            if untouched(twin.model):  # what it began as is the base alone
+                switch(twin.model, False)
+            return twin
+        check_widths(algorithm, given, self.model)
+        return probe(given.requires_grad_(False), self.evaluator.temperature)
 
     @property
     def reference_parameters(self) -> int:
@@ -178,7 +187,7 @@ class LocalLearner:
         if rewarded is not None:
             logp = self.networks.look(batch, rewarded.evaluator).logp
             batch = replace(batch, implicit_reward=rewarded.part.rewards(logp, batch))
-        self.evaluator.at_rest()
+        self.networks.at_rest()
         return batch
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
@@ -190,8 +199,10 @@ class LocalLearner:
                 "learner.routing_replay replays the experts that sampled, and the sampler does not tell them (Generation.routes): "
                 "take the sampler of this process, or set learner.routing_replay to false"
             )
-        metrics = algorithm.step(self.problem(batch, psi, algorithm))
-        self.evaluator.at_rest()
+        try:
+            metrics = algorithm.step(self.problem(batch, psi, algorithm))
+        finally:
+            self.networks.at_rest()
         self.rollouts += 1
         if algorithm.reference is not None and self.reference is not None and algorithm.reference.due(self.rollouts):
             copy_weights(self.model, self.reference.model)
@@ -215,7 +226,7 @@ class LocalLearner:
     def remember(self) -> None:
         """Keeps the policy as it is now, as π_old of an exact KL."""
         if self.networks.old is None:
-            self.networks = replace(self.networks, old=self.evaluator.under(replica(self.model, self.build)))
+            self.networks = replace(self.networks, old=self._twin(self.evaluator, self.build))
         else:
             copy_weights(self.model, self.networks.old.model)
 
@@ -233,7 +244,7 @@ class LocalLearner:
         tensors, values = self.optimizer.state()
         state = {"rollouts": self.rollouts, "refreshed": self.refreshed, "optimizer": values}
         if self.refreshed and self.reference is not None:
-            tensors |= {f"reference/{n}": p.detach() for n, p in own(self.reference.model, self.model).items()}
+            tensors |= {f"reference/{n}": p.detach() for n, p in apart(self.reference.model, self.model).items()}
         if self.critic is not None:
             more, state["critic"] = self.critic.optimizer.state()
             tensors |= {f"critic/{name}": tensor for name, tensor in more.items()}
@@ -250,7 +261,7 @@ class LocalLearner:
             mine = {n.removeprefix("reward_model/"): t for n, t in tensors.items() if n.startswith("reward_model/")}
             self.reward_model.optimizer.restore(mine, values["reward_model"])
         if values["refreshed"] and self.reference is not None:
-            for name, parameter in own(self.reference.model, self.model).items():
+            for name, parameter in apart(self.reference.model, self.model).items():
                 parameter.data.copy_(tensors[f"reference/{name}"])
             self._renewed(self.reference.model)
         mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(BESIDE)}
@@ -270,26 +281,3 @@ def check_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Non
     for beside in ("critic", "reward_model"):
         if beside in values:
             check_moments(tensors, values[beside], f"{beside}/")
-
-
-def _check_adapters(model: nn.Module, config: LearnerConfig) -> None:
-    """Raises ConfigError where adapters are to train, and there are none."""
-    if config.lora and not adapters_of(model):
-        raise ConfigError(
-            "learner.lora trains adapters, and this model has none: put them in first (peft.get_peft_model), or let "
-            "policygrad.train load the model"
-        )
-
-
-def _check_replay(algorithm: Algorithm) -> None:
-    """Raises ConfigError for what looks at the policy past the routes that are replayed."""
-    reasons = {
-        type(algorithm.step).__name__: not algorithm.step.uses_lr,
-        "OptimalBaseline(norm='exact')": "score_norm" in algorithm.needs,
-        "an exact KL to the old policy": "kl_old" in algorithm.forward_needs,
-    }
-    for name in (name for name, holds in reasons.items() if holds):
-        raise ConfigError(
-            f"{name} looks at policies in ways of its own, where no experts are replayed: set learner.routing_replay to false, or "
-            "take an algorithm without it, such as grpo"
-        )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from policygrad.errors import CheckpointError, ConfigError, ModelError, NumericsError
 from policygrad.learners.config import OptimizerConfig
-from policygrad.models.replica import full
+from policygrad.models.replica import as_spread, full, local
 
 
 class Optimizer:
@@ -90,14 +90,16 @@ class Optimizer:
         return ", though every number in it is finite: their squares are not"
 
     def split(self, v: Tensor) -> dict[str, Tensor]:
-        """The share of every parameter in θ as one vector [P], the masters one after another: by name and in its shape."""
-        shares = torch.split(v, [m.numel() for m in self.masters.values()])
-        return {name: share.view_as(master) for (name, master), share in zip(self.masters.items(), shares, strict=True)}
+        """The share of every parameter in θ as one vector [P], the masters one after another: by name and in its shape. Of masters
+        that are spread over processes, v holds this one's shares."""
+        shares = torch.split(v, [local(m.detach()).numel() for m in self.masters.values()])
+        named = zip(self.masters.items(), shares, strict=True)
+        return {name: as_spread(share, master) for (name, master), share in named}
 
     def take_gradient(self) -> Tensor:
-        """[P] the gradients that were added up, which are cleared; 0 where there is none."""
-        masters = self.masters.values()
-        flat = torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten() for m in masters])
+        """[P] the gradients that were added up, which are cleared; 0 where there is none. As `split` takes it."""
+        found = [local(torch.zeros_like(m) if m.grad is None else m.grad) for m in self.masters.values()]
+        flat = torch.cat([x.flatten() for x in found])
         self.adam.zero_grad(set_to_none=True)
         return flat
 

@@ -90,12 +90,13 @@ class LocalGradientProblem:
         rows = moving.nonzero().squeeze(1)
         metrics: Metrics = {}
         bare = replace(batch, prompts=None, tokens=None, experts=None)  # the equation does not read them
-        for part in networks.packs(batch, rows, whole):
+        needs = self.algorithm.forward_needs
+        for part in networks.packs(batch, rows, whole, networks.idle(networks.policy, needs)):
             share = bare.select(part.rows).to(device)
             psi, coef = self.psi[part.rows].to(device), tuple(c[part.rows].to(device) for c in coefficients)
             with networks.differentiating():
                 expected = self._expected(share, psi, coef) if learning else None
-                out = networks.forward(part, self.algorithm.forward_needs, expected)
+                out = networks.forward(part, needs, expected)
                 if learning:
                     torch.autograd.backward(surrogate(out, share, psi, self.algorithm, coef))
             networks.optimizer.collect()
@@ -103,7 +104,8 @@ class LocalGradientProblem:
             metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef))
         offered: Metrics = {"completions/offered": Sum(float(batch.mask.any(1).sum()))}
         metrics = {"completions/computed": Sum(0.0)} | offered | networks.division.merged(metrics)
-        metrics |= {} if networks.policy.network.routing is None else networks.policy.network.routing.measured()
+        routing = networks.policy.network.routing
+        metrics |= {} if routing is None else networks.division.merged(routing.measured())
         if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens are not clipped, but count
             skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))
             metrics = merge(metrics, {"clip_ratio/low": skipped, "clip_ratio/high": skipped})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,9 @@ from policygrad.core import ragged
 from policygrad.core.batch import Batch
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.division import Division
 from policygrad.learners.local.forward import CHUNK, Evaluator, selected_logp
-from policygrad.learners.local.packing import Texts, micro_tokens, pack
+from policygrad.learners.local.packing import Pack, Texts, micro_tokens, pack
 from policygrad.models.attention import PlainAttention
 from policygrad.models.precision import at_least_float32
 
@@ -41,6 +42,7 @@ class ScoreNorms:
     micro_tokens: int
     together: bool
     """Gradients of several completions in one pass; measured when built, not assumed."""
+    division: Division = field(default_factory=Division)
 
     @classmethod
     def of(cls, evaluator: Evaluator, config: LearnerConfig) -> ScoreNorms:
@@ -63,7 +65,7 @@ class ScoreNorms:
         out = torch.zeros(len(batch.mask), dtype=torch.float64)
         for where, norms in self._norms(bare, rows):
             out[where] = norms.cpu().double()
-        return replace(batch, score_norm=out[stands_for])
+        return replace(batch, score_norm=self.division.summed(out)[stands_for])
 
     def _norms(self, batch: Batch, rows: Tensor) -> Norms:
         logits = batch.mask.shape[1] * self.evaluator.network.vocabulary
@@ -73,7 +75,7 @@ class ScoreNorms:
 
     def _one_by_one(self, batch: Batch, rows: Tensor) -> Norms:
         device = next(self.evaluator.model.parameters()).device
-        for part in pack(batch, rows, 1):  # a budget of one token: one completion at a time
+        for part in alone(batch, rows):
             with torch.enable_grad():
                 logp = self.evaluator(part.to(device)).sum()
             score = torch.autograd.grad(logp, list(self.parameters.values()), allow_unused=True)
@@ -126,6 +128,11 @@ def _by_length(batch: Batch, rows: Tensor, size: int) -> Iterator[Tensor]:
     """Completions of about equal length together, `size` at a time."""
     order = np.argsort(Texts.of(batch, rows).lengths, kind="stable")
     return iter(torch.split(rows[torch.from_numpy(order)], size))
+
+
+def alone(batch: Batch, rows: Tensor) -> Iterator[Pack]:
+    """Each completion in a micro-batch of its own, also where two have read the same."""
+    return pack(batch, rows, 0)
 
 
 def _distinct(batch: Batch) -> tuple[Tensor, Tensor]:

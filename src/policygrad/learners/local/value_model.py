@@ -38,7 +38,7 @@ class ValueNetwork(nn.Module):
             whole = replica(policy.model, build)
             if recompute:
                 recompute_activations(whole)
-            self.backbone = let_train(backbone(whole), policy.model)
+            self.backbone = backbone(let_train(whole, policy.model))
             dtype, own = first.dtype, self.backbone
             self.states: Callable[[Pack], Tensor] = lambda part: policy.reading(part).hidden(part, own)
         else:  # a head is small: bf16 would save nothing

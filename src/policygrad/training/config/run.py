@@ -76,6 +76,7 @@ class Options:
     task: Annotated[Any, named("NAME|FILE", str)] = "embedded"
     """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
     Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
+    Several are mixed by weight: 0.7*a.jsonl+0.3*b.jsonl.
     From Python also rows, each a dict with `prompt`."""
     map: Annotated[Any, named("FILE:NAME", str, "none")] = None
     """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
@@ -93,7 +94,7 @@ class Options:
     step_end: Annotated[str | None, optional("REGEX", "the task's own")] = None
     """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
     held_out: Annotated[Any, named("FILE", str, "a sixteenth of the task, chosen by a hash of the prompt")] = None
-    """Data of held-out problems, for a task that is data. From Python also rows."""
+    """Data of held-out problems, one or a mix, for a task that is data. From Python also rows."""
     steps: int = 16
     """Rollouts, each followed by the algorithm's updates."""
     staleness: int = 0
@@ -199,8 +200,8 @@ class Run(Draft):
         return max(0, min(self.staleness, self.steps - step + 1))
 
     def resolved(self) -> Run:
-        """With every open choice filled in: group size, learning rate, the generation budget in the parts that ask for it, and
-        no more minibatches than a rollout has prompts."""
+        """With every open choice filled in: group size, learning rate, precision, the generation budget in the parts that ask for
+        it, and no more minibatches than a rollout has prompts."""
         algorithm = replace(self.algorithm.with_budget(self.sampling.max_tokens), samples_per_prompt=self.group_size)
         if self.few_prompts:
             algorithm = replace(algorithm, step=replace(algorithm.step, minibatches=self.prompts_per_step))  # type: ignore[type-var]
@@ -213,4 +214,5 @@ class Run(Draft):
             algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.rate(usual)))
         default = usual if algorithm.step.uses_lr else None
         lr = default if self.lr is None else self.lr
-        return replace(self, algorithm=algorithm, samples_per_prompt=self.group_size, lr=lr)
+        learner = self.learner.resolved()
+        return replace(self, algorithm=algorithm, samples_per_prompt=self.group_size, lr=lr, learner=learner)

@@ -91,7 +91,7 @@ class Supervised:
         if not self.data:
             raise ConfigError(f"{self.kind} needs data: --data FILE.jsonl")
         lr = self.lr if self.lr is not None else LR_TINY if self.model == "tiny" else LR * self.learner.rate
-        return replace(self, lr=lr)
+        return replace(self, lr=lr, learner=self.learner.resolved())
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,155 @@
+"""The equality table: every named algorithm, and parts that none of them has, on one to four processes against one without any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import policygrad as pg
+from doubles.algorithms import runnable
+from doubles.ranked import agree, filled, learned, model, pair, values
+from policygrad.algorithms import ALGORITHMS
+from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.models.adapters import adapt
+from policygrad.models.lora import Lora
+
+TWICE = pg.FirstOrder(epochs=2, minibatches=2)
+PARTS = {
+    "vapo, its critic fitted": replace(pg.VAPO, critic=replace(pg.VAPO.critic, pretrain=0)),  # type: ignore[arg-type, type-var]
+    "ppo, a head alone": replace(pg.PPO, critic=pg.Critic(features="policy", hidden=5)),
+    "exact norms": replace(pg.OPO, psi=(pg.OptimalBaseline(norm="exact"),)),
+    "exact KL to the old policy": replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(0.3),), step=TWICE),
+    "exact KL to the reference": replace(pg.DR_GRPO, terms=(pg.ExactKLToReference(0.2),)),
+    "exact KL to a teacher": replace(
+        runnable("distill"), terms=(pg.ExactKLToReference(0.2),), psi=(pg.TeacherLogRatio(0.0),)
+    ),
+    "exact entropy": replace(pg.DR_GRPO, terms=(pg.ExactEntropy(0.1),)),
+    "a sampled Fisher matrix": replace(pg.TRPO, step=pg.TrustRegion(fisher="sampled", fisher_share=0.5)),
+    "a reference that is renewed": replace(pg.GRPO, reference=pg.Reference(every=1, reset=True)),
+}
+# The sign of log r is rounding's where r is 1: as after drawing by another policy it is not.
+APART = {"kl_cov": replace(pg.KL_COV, behaviour="sampler")}
+TABLE = {name: runnable(name) for name in ALGORITHMS} | APART | PARTS
+COARSE = {name: 1e-10 for name, a in TABLE.items() if not a.step.uses_lr}
+"""Relative: ten steps of a conjugate gradient enlarge rounding, by up to the condition number of the Fisher matrix."""
+
+
+@contextmanager
+def started(size: int) -> Iterator[Ranks]:
+    threads, found = torch.get_num_threads(), Ranks.start(size)
+    try:
+        yield found
+    finally:
+        found.close(whole=False)
+        torch.set_num_threads(threads)
+
+
+def compared(
+    ranks: Ranks,
+    algorithm: pg.Algorithm,
+    tolerance: float = 1e-12,
+    dtype: torch.dtype = torch.float64,
+    make: Any = model,
+    steps: int = 1,
+    **changes: Any,
+) -> None:
+    """Metrics, and all that a checkpoint holds, after some steps."""
+    algorithm = algorithm.with_budget(6).at(algorithm.with_budget(6).init())
+    local, ranked, whole = pair(ranks, algorithm, make, **changes)
+    batch = filled(algorithm, dtype)
+    for _ in range(steps):
+        expected, found = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
+        assert found.pop("completions/computed", 0) >= expected.pop(
+            "completions/computed", 0
+        )  # by smaller micro-batches
+        coarse = max(1e-9, tolerance) if algorithm.critic is None else 1e-6
+        assert found == pytest.approx(expected, rel=coarse, abs=max(1e-12, tolerance))
+        assert any(found[name] for name in ("updates/taken", "value_pretraining") if name in found)
+    agree(local, ranked, tolerance)
+    ranked.publish()
+    state, _ = ranked.state()
+    moved = {n: p for n, p in whole.named_parameters() if p.requires_grad}
+    assert all(torch.equal(p, state[f"weights/{n}"].to(p.dtype)) for n, p in moved.items())
+
+
+def failures(cases: dict[str, Any]) -> dict[str, str]:
+    """What each case complains of; none hides another."""
+    found = {}
+    for name, case in cases.items():
+        try:
+            case()
+        except AssertionError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_algorithm_learns_as_in_one_process(size: int) -> None:
+    with started(size) as ranks:
+        cases = {name: partial(compared, ranks, a, COARSE.get(name, 1e-12)) for name, a in TABLE.items()}
+        assert failures(cases) == {}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_some_in_float32() -> None:
+    names = ("grpo", "dapo", "gspo", "prime", "trpo_vine", "opo")
+    with started(2) as ranks:
+        cases: dict[str, Any] = {
+            name: partial(compared, ranks, runnable(name), 1e-5, torch.float32, partial(model, torch.float32))
+            for name in names
+        }
+        assert failures(cases) == {}
+
+
+def adapted(moved: bool, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """With adapters of rank 3 in every linear layer."""
+    made = adapt(model(dtype), Lora(rank=3, alpha=6.0))
+    for name, parameter in made.named_parameters():
+        if moved and "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    return made
+
+
+LORA = {
+    "grpo": pg.GRPO,
+    "ppo": pg.PPO,
+    "trpo": replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None),
+    "prime": pg.PRIME,
+    "exact norms": PARTS["exact norms"],
+    "exact KL to the reference": PARTS["exact KL to the reference"],
+    "exact KL to the old policy": PARTS["exact KL to the old policy"],
+    "a reference that is renewed": PARTS["a reference that is renewed"],
+}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_adapters_learn_as_in_one_process(size: int) -> None:
+    """New ones, whose reference is the model without them, and such as have moved."""
+    pytest.importorskip("peft")
+    with started(size) as ranks:
+        cases: dict[str, Any] = {
+            f"{name}, {'moved' if moved else 'new'}": partial(
+                compared,
+                ranks,
+                algorithm,
+                1e-12 if algorithm.step.uses_lr else 1e-9,
+                make=partial(adapted, moved),
+                steps=2,
+                config=pg.LearnerConfig(micro_tokens=24, lora="rank=3"),
+            )
+            for name, algorithm in LORA.items()
+            for moved in (False, True)
+        }
+        assert failures(cases) == {}
