@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
@@ -26,10 +27,12 @@ def for_ever() -> None:
         time.sleep(3600)
 
 
-def updating(learner: FsdpLearner, rank: int, stops: bool, *args: Any) -> Any:
+def updating(learner: FsdpLearner, rank: int, how: str, *args: Any) -> Any:
     if learner.ranks.rank == rank and learner.version >= AFTER:
-        if stops:
+        if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "hold":
+            ctypes.PyDLL(None).sleep(3600)  # and lets no other thread run Python
         for_ever()
     return FsdpLearner.update(learner, *args)
 
@@ -42,13 +45,13 @@ def drawing(learner: FsdpLearner, requests: Sequence[Request], version: int, end
 
 
 def hang(where: str, rank: int) -> None:
-    """In rank 0: has a process hang in an update, be stopped in it, or hang in a draw."""
+    """In rank 0: has a process hang in an update, be stopped in it, hold the interpreter in it, or hang in a draw."""
     if where == "draw":
         ranks.draw = drawing
         return
 
     def update(self: leader.RankedLearner, *args: Any) -> Any:
-        return self.do(updating, rank, where == "stop", *args)
+        return self.do(updating, rank, where, *args)
 
     leader.RankedLearner.update = update  # type: ignore[method-assign]
 

@@ -86,10 +86,13 @@ def test_a_process_that_hangs_is_named_and_ends_the_run(run: pg.Run, tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_process_that_is_stopped_is_named(run: pg.Run, tmp_path: Path) -> None:
-    done = hung(run, tmp_path / "stop", "stop", 1, [])
+@pytest.mark.parametrize("where", ["stop", "hold"])
+def test_a_process_that_is_stopped_or_lets_no_python_run_is_named(run: pg.Run, tmp_path: Path, where: str) -> None:
+    """The second shows its stack all the same."""
+    done = hung(run, tmp_path / where, where, 1, [])
     assert done.returncode == STOPPED, done.stderr
-    check_named(done, tmp_path / "stop", "rank 1 did not answer for 5 seconds", "not heard of for")
+    check_named(done, tmp_path / where, "rank 1 did not answer for 5 seconds", "not heard of for")
+    assert ("wrong_ranks.py" in done.stderr and " in updating\n" in done.stderr) == (where == "hold")
 
 
 @pytest.mark.long
