@@ -1,4 +1,4 @@
-"""Procedural tasks from reasoning-gym; the one file in tasks that imports it, and only when a task is used."""
+"""Procedural tasks from reasoning-gym; this file and curricula.py alone import it in tasks, and only when a task is used."""
 
 import contextlib
 import copy
@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from hashlib import sha256
 from itertools import count as count_from
+from itertools import islice
 from typing import Any
 
 from policygrad.errors import DataError
@@ -83,12 +84,8 @@ class ReasoningGymTask:
 
     def held_out(self, count: int) -> list[Example]:
         """`count` different held-out problems; fewer problems are the first of more. Raises DataError if too few."""
-        seen: set[str] = set()
-        scans = [self._scan_held_out(number, seen) for number in range(len(self._components))]
         found: list[Example] = []
-        for draw in range(count):
-            number = self._choose(_HELD_OUT_SEED, draw)
-            entry = next(scans[number], None)
+        for number, entry in islice(self._held_out(set()), count):
             if entry is None:
                 raise DataError(
                     f"task {self._components[number].name!r} has too few held-out problems: asked for {count}, found "
@@ -96,6 +93,20 @@ class ReasoningGymTask:
                 )
             found.append(self._example(number, entry))
         return found
+
+    def unseen(self, seen: set[str]) -> Iterator[Example]:
+        """Held-out problems one by one, none whose question is in `seen`, which they join; ends where a data set runs dry."""
+        for number, entry in self._held_out(seen):
+            if entry is None:
+                return
+            yield self._example(number, entry)
+
+    def _held_out(self, seen: set[str]) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """(component, its next held-out item or None), without end."""
+        scans = [self._scan_held_out(number, seen) for number in range(len(self._components))]
+        for draw in count_from():
+            number = self._choose(_HELD_OUT_SEED, draw)
+            yield number, next(scans[number], None)
 
     def _scan_held_out(self, number: int, seen: set[str]) -> Iterator[dict[str, Any]]:
         """Held-out items of one component that are not `seen` yet; ends when a long stretch brings nothing new."""
