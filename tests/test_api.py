@@ -27,8 +27,8 @@ Published RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Ref
 RewardModelConfig RewardPool RewardZScores Rewarding Rollout Rollouter Run RunError RunInfo RunningMean SAPO
 SCALE_RL SFTConfig Sampler SamplerConfig Sampling SecondMoment Segment SelfNormalisation SelfNormalised Sequence
 SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SoftGate SoftOverlong Step TOPR TRPO TRPO_VINE Taper
-TeacherLogRatio Term TextArena Token TokenMean ToolCall ToolUse Tracker Trainer Trajectory TruncatedIS TrustRegion TurnDiscount TurnGAE
-TurnLeaveOneOut TurnReturn Unweighted UpdateRule VAPO
+TeacherLogRatio Term TextArena Token TokenMean ToolCall ToolUse Tracker Trainer Trajectory TruncatedIS TrustRegion TurnDiscount
+TurnGAE TurnLeaveOneOut TurnReturn Unweighted UpdateRule VAPO
 VESPO VINEPPO Verifiers Vine WeightCap Whiten algorithm collect evaluate gate_weight load_reference load_task local_learner
 objective replica reward sft surrogate train train_reward_model train_sft
 """

@@ -142,7 +142,7 @@ class MovingLevel(Curriculum):
     last `rollouts` rollouts at a level is at least `up`, a level down when it is at most `down`.
 
     Its memory is {"level": the level, "rates": the mean rewards of rollouts at it so far}. Rollouts that were sampled before
-    the level moved (`Run.staleness`) do not count. For tasks `curriculum:…`, whose levels are those of reasoning-gym's own curricula
+    the level moved (`Run.staleness`) do not count. For tasks `curriculum:…`, whose levels are reasoning-gym's own
     (Stojanovski et al. 2025, arXiv:2505.24760); when to move is ours.
 
     Raises:

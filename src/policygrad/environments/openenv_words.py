@@ -124,7 +124,7 @@ def wanted(schema: Mapping[str, Any]) -> str:
 
 def objects(text: str) -> list[dict[str, Any]]:
     """The JSON objects that stand in a text one behind the other."""
-    found, decoder, at = list[dict[str, Any]](), json.JSONDecoder(), text.find("{")
+    found, decoder, at = list[dict[str, Any]](), json.JSONDecoder(parse_constant=_refused), text.find("{")
     while at >= 0:
         try:
             value, end = decoder.raw_decode(text, at)
@@ -133,6 +133,10 @@ def objects(text: str) -> list[dict[str, Any]]:
             end = at + 1
         at = text.find("{", end)
     return found
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def worded(seen: Mapping[str, Any]) -> str:

@@ -69,8 +69,8 @@ def taskset_of(identity: str) -> Any:
         raise ConfigError(f"{PREFIX}{identity}: verifiers cannot load it with its defaults: {error}") from error
     if environment is not loaders.SingleAgentEnv:
         raise ConfigError(
-            f"{PREFIX}{identity} is played by {environment.__name__}, an Env of its own, and episodes here are ours: take a taskset "
-            "of prompts, rewards and tools, or write an environment for it (docs/extending.md)"
+            f"{PREFIX}{identity} is played by {environment.__name__}, an Env of its own, and episodes here are ours: take a "
+            "taskset of prompts, rewards and tools, or write an environment for it (docs/extending.md)"
         )
     return taskset
 

@@ -205,8 +205,8 @@ def _check_levels(task: Task, needs: frozenset[str] | None) -> None:
         )
     if levels and needs is not None and "level" not in needs:
         raise ConfigError(
-            f"the task {task.name!r} has {levels} levels of difficulty, and nothing moves them: add --algorithm.filters MovingLevel, "
-            "or name its data set without curriculum:"
+            f"the task {task.name!r} has {levels} levels of difficulty, and nothing moves them: add "
+            "--algorithm.filters MovingLevel, or name its data set without curriculum:"
         )
 
 
