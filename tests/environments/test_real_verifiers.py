@@ -158,7 +158,7 @@ def test_rewards_are_the_task_s_weighed_and_named(taskset: Callable[[str, str], 
     seen, (step,) = played(name, "<think>which?</think> two\n", index=1)
     assert seen.content[1]["content"] == "Say two"
     assert (step.observation, step.ended, step.reward) == (None, "answer", 2.5)
-    assert step.metrics == {"right": 1.0, "brief": 1.0, "turns": 1.0, "failed": 0.0}
+    assert step.metrics == {"reward_right": 1.0, "reward_brief": 1.0, "metric_turns": 1.0, "failed": 0.0}
     assert played(name, "three, or rather four", index=1)[1][0].reward == 0.0
     (failed,) = played(name, "raise")[1]
     assert (failed.reward, failed.metrics) == (None, {"failed": 1.0})
@@ -221,7 +221,7 @@ def test_a_run_learns_in_it_and_is_taken_up_bit_for_bit(taskset: Callable[[str, 
         output=str(tmp_path / "runs" / "whole"),
     )
     whole = pg.train(run, display=False)
-    said = [row for row in rows(whole.output / "metrics.jsonl") if "environment/right" in row]
+    said = [row for row in rows(whole.output / "metrics.jsonl") if "environment/reward_right" in row]
     assert len(said) == 2
     pieces = tmp_path / "runs" / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)

@@ -99,7 +99,7 @@ class _Game:
 
     @classmethod
     def of(cls, env: Any) -> _Game:
-        arena, formats = _textarena(), []
+        arena, formats = _textarena(), list[Callable[[str], str]]()
         while isinstance(env, arena.Wrapper):
             if isinstance(env, arena.ActionWrapper):
                 formats.append(env.action)

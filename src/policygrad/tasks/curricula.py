@@ -11,7 +11,7 @@ from typing import Any
 from policygrad.errors import DataError
 from policygrad.tasks.embedded import Component
 from policygrad.tasks.levels import of_place
-from policygrad.tasks.reasoning_gym import ReasoningGymTask
+from policygrad.tasks.reasoning_gym import ReasoningGymTask, check_config
 from policygrad.tasks.types import Example
 
 PREFIX = "curriculum:"
@@ -37,6 +37,8 @@ class CurriculumTask:
     def __init__(self, name: str, components: Sequence[Component], *, seed: int = 0) -> None:
         self.name, self.seed = name, seed
         self._components = tuple(components)
+        for component in self._components:
+            check_config(component)
         self.levels = max(level_count(component) for component in self._components)
         self._settings = [
             tuple(replace(c, config={**c.config, **at_level(c, level)}) for c in self._components)

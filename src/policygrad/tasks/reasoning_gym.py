@@ -65,7 +65,7 @@ class ReasoningGymTask:
         self._items = lru_cache(maxsize=4 * len(self._components))(self._create)
         self._pattern = lru_cache(maxsize=None)(self._find_pattern)
         for number, component in enumerate(self._components):
-            _check_config(component)
+            check_config(component)
             self._items(number, 0, 0)  # so that a bad value is an error now, not at step 900
 
     def train(self, index: int) -> Example:
@@ -180,7 +180,7 @@ def _alike(one: Any, other: Any) -> bool:
     return same and mine.keys() == others.keys()
 
 
-def _check_config(component: Component) -> None:
+def check_config(component: Component) -> None:
     """Refuse settings that the dataset does not have, and say when its problems cannot be repeated."""
     from reasoning_gym.factory import DATASETS
 
