@@ -27,9 +27,9 @@ TESTS = Path(__file__).parents[1]
 
 
 @contextmanager
-def serving(sessions: int = 64) -> Iterator[str]:
+def serving(sessions: int = 64, *more: str) -> Iterator[str]:
     """The address of a server of our own."""
-    words = [sys.executable, "-m", "uvicorn", "doubles.openenv_server:app", "--port", "0", "--log-level", "info"]
+    words = [sys.executable, "-m", "uvicorn", "doubles.openenv_server:app", "--port", "0", "--log-level", "info", *more]
     process = subprocess.Popen(
         words, cwd=TESTS, env={**os.environ, "SESSIONS": str(sessions)}, stderr=subprocess.PIPE, text=True
     )
@@ -109,6 +109,19 @@ def test_no_room_for_a_session_says_how_to_make_some() -> None:
         pytest.raises(pg.EngineError, match=r"no room for another session.*max_concurrent_envs"),
     ):
         episodes(pg.OpenEnv(address), [1, 2, 3], upwards)
+
+
+def test_a_server_s_pings_are_answered_while_this_process_computes() -> None:
+    """It hangs up after 0.3 seconds of silence, and the loop of the episode is held up by a program that takes longer."""
+    beats = ("--ws-ping-interval", "0.1", "--ws-ping-timeout", "0.2")
+
+    def say(heard: str, turn: int) -> str:
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        return str(turn)
+
+    with serving(64, *beats) as address:
+        ((_, steps),) = episodes(pg.OpenEnv(address), [1], say)
+    assert steps[-1].reward == 1.0
 
 
 def test_a_server_that_dies_is_named() -> None:

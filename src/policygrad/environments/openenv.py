@@ -2,8 +2,7 @@
 
 The protocol is OpenEnv's (openenv-core 0.3, `core/env_server/http_server.py`): JSON messages {"type": "reset" | "step" | "close",
 "data": …} on /ws, answered by {"type": "observation", "data": {"observation", "reward", "done"}} or {"type": "error", "data":
-{"message", "code"}}; GET /schema says what an action is. The package itself is not needed here, but the one for WebSockets, which
-this file alone imports.
+{"message", "code"}}; GET /schema says what an action is. The package itself is not needed here.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from typing import Any, Protocol
 from policygrad.environments.base import Action, Environment, Observation, Step
 from policygrad.environments.openenv_words import Asked, asked_for, worded
 from policygrad.environments.others import TERMINATED, TURNS, answered, http, opening
+from policygrad.environments.websocket import WebSocket, websockets
 from policygrad.errors import ConfigError, EngineError
 from policygrad.tasks.types import Example
 
 SEEDS = 1 << 31
 """A server's seed is below it: what a C int holds, as environments take theirs."""
-LARGEST = 16 << 20
-"""Bytes of a message."""
+LOST = (OSError, EOFError)
+"""How a lost connection shows."""
 
 
 class Connection(Protocol):
@@ -83,7 +83,7 @@ class OpenEnv:
                 f"not {self.address!r}, {self.max_turns}, {self.seconds:g} and {self.patience:g}"
             )
         if self.connect is None:
-            _websockets()
+            websockets()
 
     @cached_property
     def _action(self) -> Asked:
@@ -120,10 +120,9 @@ class OpenEnv:
             EngineError: no server there, or none that speaks WebSocket.
         """
         address = http(self.address).replace("http", "ws", 1) + "/ws"
-        errors = _websockets().exceptions.WebSocketException if self.connect is None else ConnectionError
         try:
-            return await (self.connect or _connected)(address, self.patience)
-        except (OSError, TimeoutError, errors) as error:
+            return await (self.connect or WebSocket.connect)(address, self.patience)
+        except LOST as error:
             raise EngineError(
                 f"there is no OpenEnv server at {address} ({type(error).__name__}: {error}): start it, or give its address"
             ) from error
@@ -172,9 +171,9 @@ class _Episode:
         """The session's end; a connection that is lost has ended it already."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            with suppress(*self._lost, TimeoutError):
+            with suppress(*LOST, TimeoutError):
                 await asyncio.wait_for(connection.send(json.dumps({"type": "close"})), self.asked.patience)
-            with suppress(*self._lost, TimeoutError):
+            with suppress(*LOST, TimeoutError):
                 await asyncio.wait_for(connection.close(), self.asked.patience)
 
     def _words(self, said: Mapping[str, Any]) -> str:
@@ -192,7 +191,7 @@ class _Episode:
         assert self._connection is not None
         where = f"the OpenEnv server at {self.asked.address}"
         try:
-            with suppress(*self._lost):  # what it said before it hung up is read first
+            with suppress(*LOST):  # what it said before it hung up is read first
                 await self._connection.send(json.dumps({"type": kind, "data": data}))
             raw = await asyncio.wait_for(self._connection.recv(), self.asked.seconds)
             answer = json.loads(raw)
@@ -201,9 +200,9 @@ class _Episode:
             raise EngineError(
                 f"{where} has not answered a {kind} within {self.asked.seconds:g} seconds: seconds="
             ) from error
-        except self._lost as error:
+        except LOST as error:
             raise EngineError(
-                f"{where} has hung up at a {kind} ({error or type(error).__name__}), in turn {self.turns}"
+                f"{where} has hung up at a {kind} ({str(error) or type(error).__name__}), in turn {self.turns}"
             ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise EngineError(f"{where} answers a {kind} with what is no message of OpenEnv's: {error}") from error
@@ -221,33 +220,9 @@ class _Episode:
             raise EngineError(f"{where} cannot begin a session: {message}")
         return f"{message}{_details(said)}"
 
-    @property
-    def _lost(self) -> tuple[type[Exception], ...]:
-        """How a lost connection shows."""
-        own = (OSError, EOFError)
-        return own if self.asked.connect is not None else (*own, _websockets().exceptions.ConnectionClosed)
-
 
 def _details(said: Mapping[str, Any]) -> str:
     """What pydantic found, a line for each field."""
     found = [e for e in said.get("errors") or () if isinstance(e, Mapping)]
     words = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg', '')}" for e in found[:4]]
     return f" ({'; '.join(words)})" if words else ""
-
-
-async def _connected(address: str, seconds: float) -> Connection:
-    connection: Connection = await _websockets().asyncio.client.connect(
-        address, open_timeout=seconds, max_size=LARGEST, proxy=None
-    )
-    return connection
-
-
-def _websockets() -> Any:
-    try:
-        import websockets.asyncio.client
-        import websockets.exceptions
-    except ImportError as error:
-        raise ConfigError(
-            "openenv:… needs websockets, which is not installed: pip install 'policygrad[openenv]'"
-        ) from error
-    return websockets
