@@ -80,7 +80,7 @@ def test_a_picture_is_read_and_words_are_taken() -> None:
     assert seen.content == (
         "Answer with one action in square brackets: 0 left, 1 down, 2 right, 3 up.\n[S]FFF\nFHFH\nFFFH\nHFFG\n"
     )
-    assert steps[0].observation.content == "\n(Right)\nS[F]FF\nFHFH\nFFFH\nHFFG\n"
+    assert steps[0].observation.content == "\n  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG\n"
     assert [step.ended for step in steps if step.observation is None] == ["terminated"]
     assert steps[-1].reward == 1.0
     assert sum(step.reward for step in steps) == 1.0
@@ -153,7 +153,7 @@ def test_an_observation_of_any_space_is_described() -> None:
         ("Pendulum-v1", {"describe": str}, "is played with Box.*Text or a Discrete space only"),
         ("FrozenLake-v9", {}, "gymnasium does not make 'FrozenLake-v9'"),
         ("FrozenLake", {"options": {"depth": 3}}, "gymnasium does not make 'FrozenLake' with {'depth': 3}"),
-        ("no_such_module_here:Game-v0", {}, "needs the module 'no_such_module_here'"),
+        ("no_such_module_here:Game-v0", {}, "does not make 'no_such_module_here:Game-v0': No module named"),
         ("FrozenLake-v1", {"max_turns": 0}, "max_turns must be at least 1"),
         ("FrozenLake-v1", {"actions": ("left", "right")}, "has 4 actions, and 2 are named"),
     ],

@@ -86,9 +86,7 @@ class GymnasiumText:
             look_here(self.name.partition(":")[0])
         try:
             return gym.make(self.name, disable_env_checker=True, **{**self.options, **more})
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"{self.name} needs the module {error.name!r}, which is not installed") from error
-        except gym.error.Error as error:
+        except (gym.error.Error, ModuleNotFoundError) as error:
             known = sorted(gym.registry)
             near = difflib.get_close_matches(self.name, known, n=3, cutoff=0.4)
             hint = f"; did you mean {', '.join(near)}?" if near and self.name not in known else ""

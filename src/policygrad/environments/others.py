@@ -60,12 +60,13 @@ def opening(example: Example, text: str, instructions: str = "") -> Observation:
     if isinstance(example.prompt, str):
         return Observation(f"{whole}\n")
     system = tuple(dict(message) for message in example.prompt if message["role"] == "system")
-    return Observation((*system, {"role": "user", "content": whole}))
+    return Observation((*system, _user(whole)))
 
 
 def answered(example: Example, text: str) -> Observation:
     """What the world says to a turn, in the way that the episode began."""
-    content: Prompt = f"\n{text.strip()}\n" if isinstance(example.prompt, str) else (_user(text.strip()),)
+    said = text.strip("\n")
+    content: Prompt = f"\n{said}\n" if isinstance(example.prompt, str) else (_user(said),)
     return Observation(content)
 
 
