@@ -48,6 +48,7 @@ class Server:
             heard = json.loads(message)
             self.server.heard.append(heard)
             if heard["type"] == "close":
+                self.replies.put_nowait(ConnectionResetError("bye"))
                 return
             try:
                 reply = self.server.answer(heard)

@@ -171,9 +171,9 @@ class _Episode:
         """The session's end; a connection that is lost has ended it already."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            with suppress(*LOST, TimeoutError):
-                await asyncio.wait_for(connection.send(json.dumps({"type": "close"})), self.asked.patience)
-            with suppress(*LOST, TimeoutError):
+            with suppress(*LOST):  # its patience too
+                await asyncio.wait_for(_ended(connection), self.asked.patience)
+            with suppress(*LOST):
                 await asyncio.wait_for(connection.close(), self.asked.patience)
 
     def _words(self, said: Mapping[str, Any]) -> str:
@@ -219,6 +219,13 @@ class _Episode:
         if code in ("FACTORY_ERROR", "SESSION_ERROR"):
             raise EngineError(f"{where} cannot begin a session: {message}")
         return f"{message}{_details(said)}"
+
+
+async def _ended(connection: Connection) -> None:
+    """Returns, by the error of a lost connection, when the server has hung up: it does so once the session's place is free."""
+    await connection.send(json.dumps({"type": "close"}))
+    while True:
+        await connection.recv()
 
 
 def _details(said: Mapping[str, Any]) -> str:
