@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,14 +174,16 @@ def word_lists(folder: Path, words: Sequence[str]) -> None:
         (tagger / f"averaged_perceptron_tagger_eng.{part}.json").write_text(json.dumps(value))
 
 
-@pytest.fixture
-def wordle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pg.TextArena:
+@pytest.fixture(scope="module")
+def wordle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pg.TextArena]:
     import nltk
 
-    word_lists(tmp_path / "nltk", WORDS)
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
-    monkeypatch.setattr(nltk, "download", lambda *args, **options: True)  # no network
-    return pg.TextArena("Wordle-v0")
+    folder = tmp_path_factory.mktemp("nltk")
+    word_lists(folder, WORDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nltk.data, "path", [str(folder)])  # which nltk remembers: once for all tests
+        patch.setattr(nltk, "download", lambda *args, **options: True)  # no network
+        yield pg.TextArena("Wordle-v0")
 
 
 def test_wordle(wordle: pg.TextArena) -> None:

@@ -65,7 +65,7 @@ class TextArena:
                 "textarena.pprint_registry_detailed() lists them"
             )
         try:
-            with Randomness(0)(), contextlib.redirect_stdout(io.StringIO()):  # some say what they download
+            with Randomness(0)(), _silent():
                 game = _Game.of(arena.make(self.name, **self.options))
                 trial = game.copied()
                 trial.reset(num_players=1, seed=0)
@@ -161,7 +161,7 @@ class _Episode:
         self.turns = 0
 
     async def reset(self) -> Observation:
-        with self.own():
+        with self.own(), _silent():
             self.env.reset(num_players=1, seed=self.seed)
         return opening(self.example, self._heard()[0], self.asked.instructions)
 
@@ -172,7 +172,7 @@ class _Episode:
             text = formatted(text)
         metrics = {"invalid": 0.0, "failed": 0.0}
         try:
-            with self.own():
+            with self.own(), _silent():
                 over, _ = self.env.step(action=text)
         except (
             Exception
@@ -202,6 +202,11 @@ class _Episode:
         _, messages = self.env.get_observation()
         said = [(text, kind) for _, text, kind in messages if kind != kinds.PLAYER_ACTION]
         return joined([text for text, _ in said]), any(kind == kinds.GAME_ADMIN for _, kind in said)
+
+
+def _silent() -> contextlib.redirect_stdout[io.StringIO]:
+    """Games print what they download, and some what they count."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def joined(messages: Sequence[str]) -> str:
