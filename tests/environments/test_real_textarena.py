@@ -104,11 +104,25 @@ def test_what_is_invalid_is_counted_and_may_be_said_once(number: pg.TextArena) -
     assert (step.observation, step.ended, step.metrics["invalid"]) == (None, "terminated", 1.0)
 
 
-def test_a_game_whose_code_fails_at_an_answer_costs_the_episode() -> None:
-    """GuessTheNumber 0.7.4 names the last guess when its turns are over, also where there was none."""
-    game = Game(pg.TextArena("GuessTheNumber-v0", options={"max_turns": 0}))
-    step = game.say("nothing")
+class Unfinished(textarena.Env):  # type: ignore[misc]
+    """A game of somebody's own that has not foreseen every answer, and prints."""
+
+    def reset(self, num_players: int, seed: int | None = None) -> None:
+        self.state = textarena.SinglePlayerState(num_players=num_players, seed=seed)
+        self.state.reset(game_state={}, player_prompt_function=lambda player_id, game_state: "Say something.")
+
+    def step(self, action: str) -> Any:
+        print("a step")
+        return {"fine": self.state.step()}[action]
+
+
+def test_a_game_whose_code_fails_at_an_answer_costs_the_episode(capsys: pytest.CaptureFixture[str]) -> None:
+    textarena.register(id="Unfinished-v0", entry_point=Unfinished)
+    game = Game(pg.TextArena("Unfinished-v0"))
+    assert game.say("fine").observation is not None
+    step = game.say("unforeseen")
     assert (step.observation, step.reward, step.ended, step.metrics["failed"]) == (None, 0.0, "failed", 1.0)
+    assert capsys.readouterr().out == ""
 
 
 def test_turns_and_tokens_end_a_game_at_0() -> None:
