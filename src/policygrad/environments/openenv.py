@@ -111,7 +111,9 @@ class OpenEnv:
     async def schema(self) -> Asked:
         """What an action is; the first to ask waits in a thread."""
         known: Asked | None = self.__dict__.get("_action")
-        return known or await asyncio.to_thread(lambda: self._action)
+        if known is None:
+            return await asyncio.to_thread(lambda: self._action)
+        return known
 
     async def connection(self) -> Connection:
         """A new one.

@@ -111,9 +111,9 @@ async def _functions(identity: str, task: Any) -> list[Callable[..., Any]]:
     return found
 
 
-def _function(method: Callable[..., Any], server: str) -> Callable[..., Any]:
+def _function(method: Any, server: str) -> Callable[..., Any]:
     """A Toolset's method as a tool: named as verifiers names it, with a line below `Args:` for what has none."""
-    name = getattr(method, "tool_name", None) or getattr(method, "__name__", "tool")
+    name = str(getattr(method, "tool_name", None) or method.__name__)
 
     @functools.wraps(method)
     def plain(*args: Any, **kwargs: Any) -> Any:
@@ -123,10 +123,11 @@ def _function(method: Callable[..., Any], server: str) -> Callable[..., Any]:
     async def waiting(*args: Any, **kwargs: Any) -> Any:
         return await method(*args, **kwargs)
 
-    function = waiting if inspect.iscoroutinefunction(method) else plain
+    function: Any = waiting if inspect.iscoroutinefunction(method) else plain
     function.__name__ = f"{server}_{name}" if server else name
     function.__doc__ = documented(inspect.getdoc(method) or name, tuple(inspect.signature(method).parameters))
-    return function
+    made: Callable[..., Any] = function
+    return made
 
 
 def documented(text: str, parameters: Sequence[str]) -> str:

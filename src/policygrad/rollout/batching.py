@@ -49,7 +49,8 @@ def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Ba
         batch = replace(batch, demonstration=torch.tensor([t.demonstration for t in rows], dtype=torch.bool))
     for name in sorted({"level", "levels"} & needs):  # columns of a task that has them
         said = torch.tensor([g.start.example.columns[name] for g in groups], dtype=torch.int64)
-        batch = replace(batch, **{name: said.repeat_interleave(sizes)})
+        change: dict[str, Any] = {name: said.repeat_interleave(sizes)}
+        batch = replace(batch, **change)
     return _with_rewards(batch, groups) if "rewards" in needs else batch
 
 

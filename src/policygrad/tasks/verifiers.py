@@ -8,12 +8,13 @@ verifiers than that is refused by name.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from policygrad.errors import ConfigError, DataError
-from policygrad.rewards.imports import look_here
 from policygrad.tasks.rows import RowsTask
 from policygrad.tasks.types import Example
 
@@ -59,7 +60,7 @@ def tasks_of(identity: str) -> tuple[Any, ...]:
 def taskset_of(identity: str) -> Any:
     """The taskset, with the configuration that its defaults make."""
     loaders = _loaders()
-    look_here(module_of(identity))
+    _look_here(module_of(identity))
     try:
         taskset = loaders.taskset_class(identity)(loaders.taskset_config_type(identity)(id=identity))
         environment = loaders.environment_class(identity)
@@ -73,6 +74,13 @@ def taskset_of(identity: str) -> Any:
             "taskset of prompts, rewards and tools, or write an environment for it (docs/extending.md)"
         )
     return taskset
+
+
+def _look_here(module: str) -> None:
+    """Puts the current folder on the import path if it holds the taskset, as it would be for a script there."""
+    here = Path.cwd()
+    if str(here) not in sys.path and ((here / f"{module}.py").exists() or (here / module).is_dir()):
+        sys.path.append(str(here))
 
 
 def _check(identity: str, task: Any) -> None:
