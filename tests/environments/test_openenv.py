@@ -33,7 +33,7 @@ class Server:
         self.answer = answer
         self.heard: list[dict[str, Any]] = []
         self.addresses: list[str] = []
-        self.open = 0
+        self.open = self.farewells = 0
 
     async def connect(self, address: str, seconds: float) -> Server.Line:
         self.addresses.append(address)
@@ -59,6 +59,7 @@ class Server:
 
         async def recv(self) -> Any:
             reply = await self.replies.get()
+            self.server.farewells += str(reply) == "bye"
             if isinstance(reply, Exception):
                 raise reply
             return reply if isinstance(reply, str) else json.dumps(reply)
@@ -119,6 +120,7 @@ def test_an_episode_is_a_session() -> None:
     ]
     assert server.addresses == ["ws://somewhere:1/ws"]
     assert server.open == 0
+    assert server.farewells == 1  # waited for: then its place is free
 
 
 def test_words_of_one_s_own_and_turns() -> None:
