@@ -21,7 +21,7 @@ from policygrad.rollout.trajectory import Group, Trajectory, conversed
 def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Batch:
     """Right-padded tensors; an episode without a reward (None) has an all-false mask: it takes no part in anything.
 
-    needs: fields that are filled only where somebody reads them: rewards, and demonstration where there is none.
+    needs: fields that are filled only where somebody reads them: rewards, levels, and demonstration where there is none.
     """
     rows = [t for g in groups for t in g.trajectories]
 
@@ -47,6 +47,10 @@ def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Ba
     )
     if "demonstration" in needs or any(t.demonstration for t in rows):
         batch = replace(batch, demonstration=torch.tensor([t.demonstration for t in rows], dtype=torch.bool))
+    for name in sorted({"level", "levels"} & needs):  # columns of a task that has them
+        said = torch.tensor([g.start.example.columns[name] for g in groups], dtype=torch.int64)
+        change: dict[str, Any] = {name: said.repeat_interleave(sizes)}
+        batch = replace(batch, **change)
     return _with_rewards(batch, groups) if "rewards" in needs else batch
 
 

@@ -1,9 +1,9 @@
 """Prompts and datasets: a task hands out training examples by number and fixed held-out examples.
 
 A task is named by "embedded" (the mix that the shipped model knows), "embedded_steps" (what of it takes several steps),
-by reasoning-gym datasets ("gcd+2*chain_sum:max_digits=1"), or as data: a JSONL, Parquet or Arrow file, a folder of `datasets`, a
-data set of the hub, or a mix of those ("0.7*a.jsonl+0.3*b.jsonl"). A list of rows, or a `datasets.Dataset`, is a task without a
-name.
+by reasoning-gym datasets ("gcd+2*chain_sum:max_digits=1"), with their curricula ("curriculum:gcd"), by a taskset of verifiers
+("verifiers:ID"), or as data: a JSONL, Parquet or Arrow file, a folder of `datasets`, a data set of the hub, or a mix of those
+("0.7*a.jsonl+0.3*b.jsonl"). A list of rows, or a `datasets.Dataset`, is a task without a name.
 """
 
 import difflib
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policygrad.errors import DataError
+from policygrad.tasks.curricula import PREFIX, CurriculumTask
 from policygrad.tasks.embedded import MIX, STEPS, Component
 from policygrad.tasks.mixed import MixedTask, Part
 from policygrad.tasks.reading import Reading, examples, source_of
@@ -19,6 +20,8 @@ from policygrad.tasks.rows import RowsTask
 from policygrad.tasks.source import mixture
 from policygrad.tasks.spec import parse_mix
 from policygrad.tasks.types import Example, Prompt, Task
+from policygrad.tasks.verifiers import PREFIX as VERIFIERS
+from policygrad.tasks.verifiers import verifiers_task
 
 __all__ = ["EMBEDDED", "Component", "Example", "Prompt", "Task", "known_tasks", "load_task"]
 
@@ -104,9 +107,13 @@ def _generated(name: str, seed: int, held_out: object) -> Task:
         )
     if name in EMBEDDED:
         return ReasoningGymTask(name, EMBEDDED[name], seed=seed, steps=PROCESS, worked=True)
-    components = parse_mix(name)
+    if name.startswith(VERIFIERS):
+        return verifiers_task(name, seed)
+    components = parse_mix(name.removeprefix(PREFIX))
     for component in components:
         _check_name(component.name)
+    if name.startswith(PREFIX):
+        return CurriculumTask(name, components, seed=seed)
     return ReasoningGymTask(name, components, seed=seed)
 
 

@@ -1,4 +1,4 @@
-"""Procedural tasks from reasoning-gym; the one file in tasks that imports it, and only when a task is used."""
+"""Procedural tasks from reasoning-gym; this file and curricula.py alone import it in tasks, and only when a task is used."""
 
 import contextlib
 import copy
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import count as count_from
+from itertools import islice
 from typing import Any
 
 from policygrad.errors import DataError
@@ -65,7 +66,7 @@ class ReasoningGymTask:
         self._items = lru_cache(maxsize=4 * len(self._components))(self._create)
         self._pattern = lru_cache(maxsize=None)(self._find_pattern)
         for number, component in enumerate(self._components):
-            _check_config(component)
+            check_config(component)
             self._items(number, 0, 0)  # so that a bad value is an error now, not at step 900
 
     def train(self, index: int) -> Example:
@@ -84,12 +85,8 @@ class ReasoningGymTask:
 
     def held_out(self, count: int) -> list[Example]:
         """`count` different held-out problems; fewer problems are the first of more. Raises DataError if too few."""
-        seen: set[str] = set()
-        scans = [self._scan_held_out(number, seen) for number in range(len(self._components))]
         found: list[Example] = []
-        for draw in range(count):
-            number = choose(_HELD_OUT_SEED, draw, self._weights)
-            entry = next(scans[number], None)
+        for number, entry in islice(self._held_out(set()), count):
             if entry is None:
                 raise DataError(
                     f"task {self._components[number].name!r} has too few held-out problems: asked for {count}, found "
@@ -97,6 +94,20 @@ class ReasoningGymTask:
                 )
             found.append(self._example(number, entry))
         return found
+
+    def unseen(self, seen: set[str]) -> Iterator[Example]:
+        """Held-out problems one by one, none whose question is in `seen`, which they join; ends where a data set runs dry."""
+        for number, entry in self._held_out(seen):
+            if entry is None:
+                return
+            yield self._example(number, entry)
+
+    def _held_out(self, seen: set[str]) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """(component, its next held-out item or None), without end."""
+        scans = [self._scan_held_out(number, seen) for number in range(len(self._components))]
+        for draw in count_from():
+            number = choose(_HELD_OUT_SEED, draw, self._weights)
+            yield number, next(scans[number], None)
 
     def _scan_held_out(self, number: int, seen: set[str]) -> Iterator[dict[str, Any]]:
         """Held-out items of one component that are not `seen` yet; ends when a long stretch brings nothing new."""
@@ -161,7 +172,7 @@ def _alike(one: Any, other: Any) -> bool:
     return same and mine.keys() == others.keys()
 
 
-def _check_config(component: Component) -> None:
+def check_config(component: Component) -> None:
     """Refuse settings that the dataset does not have, and say when its problems cannot be repeated."""
     from reasoning_gym.factory import DATASETS
 
