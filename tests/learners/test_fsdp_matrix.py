@@ -102,7 +102,8 @@ def test_every_algorithm_learns_as_in_one_process(size: int) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_some_in_float32() -> None:
-    names = ("grpo", "dapo", "gspo", "prime", "trpo_vine", "opo")
+    """Not those of many updates, or with a conjugate gradient: in one process, too, they depend on the micro-batches by more."""
+    names = ("grpo", "gspo", "prime", "opo")
     with started(2) as ranks:
         cases: dict[str, Any] = {
             name: partial(compared, ranks, runnable(name), 1e-5, torch.float32, partial(model, torch.float32))
@@ -123,7 +124,7 @@ def adapted(moved: bool, dtype: torch.dtype = torch.float64) -> nn.Module:
 LORA = {
     "grpo": pg.GRPO,
     "ppo": pg.PPO,
-    "trpo": replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None),
+    "trpo": replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None, step=pg.TrustRegion(iterations=3)),
     "prime": pg.PRIME,
     "exact norms": PARTS["exact norms"],
     "exact KL to the reference": PARTS["exact KL to the reference"],
@@ -144,7 +145,7 @@ def test_adapters_learn_as_in_one_process(size: int) -> None:
                 compared,
                 ranks,
                 algorithm,
-                1e-12 if algorithm.step.uses_lr else 1e-9,
+                1e-12 if algorithm.step.uses_lr else 1e-10,
                 make=partial(adapted, moved),
                 steps=2,
                 config=pg.LearnerConfig(micro_tokens=24, lora="rank=3"),
