@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test test-long test-vllm lint format fast control base-model constraints clean help
+.PHONY: bench docs site lab train test test-environments test-long test-vllm lint format fast control base-model constraints clean help
 help:
-	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | lint | format | docs | site | lab | control | bench | base-model | clean"
+	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | lint | format | docs | site | lab | control | bench | base-model | clean"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,22 @@ fast: $(STAMP)
 test-vllm: $(STAMP)
 	@test -x "$$POLICYGRAD_VLLM/bin/vllm" || { echo "POLICYGRAD_VLLM must name a virtual environment with bin/vllm (0.32)"; exit 2; }
 	$(BIN)/python -m pytest tests/samplers/test_vllm.py $(ARGS)
+
+# Others' packages want other versions of much that is pinned, and of one another: each has a virtual environment of its own.
+OTHERS := .environments
+REAL_openenv := openenv-core==0.3.0
+REAL_textarena := textarena==0.7.4
+REAL_verifiers := verifiers==0.4.0
+
+$(OTHERS)/%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHERS)/$*
+	grep -E '^(torch|transformers|tokenizers|safetensors|reasoning_gym|pytest)==' constraints.txt > $(OTHERS)/$*/constraints.txt
+	$(OTHERS)/$*/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHERS)/$*/constraints.txt -e '.[$*]' $(REAL_$*) pytest
+	@touch $@
+
+test-environments: $(OTHERS)/openenv/.installed $(OTHERS)/textarena/.installed $(OTHERS)/verifiers/.installed
+	for name in openenv textarena verifiers; do \
+		$(OTHERS)/$$name/bin/python -m pytest -m environments tests/environments/test_real_$$name.py $(ARGS) || exit 1; done
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -66,4 +82,4 @@ constraints: $(STAMP)
 	@(head -2 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable) > .constraints.new && mv .constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OTHERS) build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

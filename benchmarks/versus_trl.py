@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 from bench.clock import heard, problems
@@ -46,10 +47,14 @@ class Versus:
         self.options, self.folder, self.machine = options, options.folder(ROOT), alike()
         self.sources: dict[str, str] = {}  # of a work's prompts
         self.store = Store(self.folder / "bench.json", options.published(ROOT))
-        self.trl = python(ROOT / ".bench" / "trl", ROOT / "constraints.txt").relative_to(ROOT)
         self.own = (
             Path(os.path.relpath(sys.executable, ROOT)) if ROOT in Path(sys.executable).parents else sys.executable
         )
+
+    @cached_property
+    def trl(self) -> Path:
+        """The Python of an environment that has TRL."""
+        return python(ROOT / ".bench" / "trl", ROOT / "constraints.txt").relative_to(ROOT)
 
     def make(self, work: Work) -> None:
         """The work's folder, where it is not there as it should be.

@@ -1,7 +1,7 @@
 """Writes the generated pages: the matrix in README, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md,
 docs/measured.*, docs/reliability.md, docs/staleness.md, of docs/architecture.md the picture, the layers and the tree, of
-docs/engines.md the tables, of docs/coming-from-*.md the options, of docs/primer.md what the lab has found,
-and docs/real-model.md's results.
+docs/engines.md the tables, of docs/coming-from-*.md the options, of docs/primer.md what the lab has found, of docs/planning.md
+predictions against measurements, and docs/real-model.md's results.
 
 python scripts/make_docs.py              writes them
 python scripts/make_docs.py --check      only says which are out of date
@@ -22,12 +22,14 @@ from pages.coming_from import options, supervised
 from pages.curves import curves
 from pages.engine_faults import faults_block
 from pages.engines import engines_block
+from pages.environments import learned_block
 from pages.gate import gate_figure, owners
 from pages.index import by_family, index_page
 from pages.lab_numbers import quoted
 from pages.measured import measured_page
 from pages.metrics import metrics_page
 from pages.picture import picture
+from pages.planning import checked_block
 from pages.real_model import picture as real_model_picture
 from pages.real_model import seen_block
 from pages.reference import reference_pages
@@ -72,6 +74,7 @@ def generated() -> dict[Path, str]:
         **coming_from(),
         DOCS / "primer.md": filled(DOCS / "primer.md", **{name: quoted(name, "primer") for name in FIGURES}),
         DOCS / "engines.md": filled(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
+        DOCS / "environments.md": filled(DOCS / "environments.md", learned=learned_block()),
         DOCS / "tables.md": tables_page(),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
@@ -80,6 +83,7 @@ def generated() -> dict[Path, str]:
         DOCS / "real-model.svg": real_model_picture(),
         DOCS / "reliability.md": reliability_page(),
         DOCS / "staleness.md": staleness_page(),
+        DOCS / "planning.md": filled(DOCS / "planning.md", checked=checked_block()),
     }
 
 

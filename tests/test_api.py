@@ -18,18 +18,18 @@ Critic CurvatureProblem DAPO DISTILL DPPO DR_GRPO DataError DemonstrationNLL Dem
 Downsample DropNoSpread DualClip DualDescent EngineError EngineSampler Entropy Environment Evaluation ExactEntropy ExactKLToOld
 ExactKLToReference Example Filter FirstOrder FixedLength Forward GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO
 GSPO_TOKEN GammaKernel Gate Generation GeometricMean GradientProblem GreedyBaseline GroupInGroup GroupMean GroupStd
-GroupTokenMean HIGH_ENTROPY HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLCov KLInReward
-KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO Learner LearnerConfig LeaveOneOut LengthAdaptiveGAE LocalLearner
-LocalSampler LogClip LossTerm M2PO MAGISTRAL MAXRL MaskTruncated MaskedIS ModelError MultiTurnGAE NATURAL NStep
-NoPositiveResampling NumericsError OPO Observation OnPolicy OptimalBaseline OptimizerConfig OverGroupMean PASSK PPO
+GroupTokenMean GymnasiumText HIGH_ENTROPY HangError HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLCov
+KLInReward KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO Learner LearnerConfig LeaveOneOut LengthAdaptiveGAE LocalLearner
+LocalSampler LogClip LossTerm M2PO MAGISTRAL MAXRL MaskTruncated MaskedIS ModelError MovingLevel MultiTurnGAE NATURAL NStep
+NoPositiveResampling NumericsError OPO Observation OnPolicy OpenEnv OptimalBaseline OptimizerConfig OverGroupMean PASSK PPO
 PPO_PENALTY PRIME PRORL Part PassAtK PassRateBand PolicyDrift PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
 Published RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference Request RewardError
 RewardModelConfig RewardPool RewardZScores Rewarding Rollout Rollouter Run RunError RunInfo RunningMean SAPO
 SCALE_RL SFTConfig Sampler SamplerConfig Sampling SecondMoment Segment SelfNormalisation SelfNormalised Sequence
 SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SoftGate SoftOverlong Step TOPR TRPO TRPO_VINE Taper
-TeacherLogRatio Term Token TokenMean ToolCall ToolUse Tracker Trainer Trajectory TruncatedIS TrustRegion TurnDiscount TurnGAE
-TurnLeaveOneOut TurnReturn Unweighted UpdateRule VAPO
-VESPO VINEPPO Vine WeightCap Whiten algorithm collect evaluate gate_weight load_reference load_task local_learner
+TeacherLogRatio Term TextArena Token TokenMean ToolCall ToolUse Tracker Trainer Trajectory TruncatedIS TrustRegion TurnDiscount
+TurnGAE TurnLeaveOneOut TurnReturn Unweighted UpdateRule VAPO
+VESPO VINEPPO Verifiers Vine WeightCap Whiten algorithm collect evaluate gate_weight load_reference load_task local_learner
 objective replica reward sft surrogate train train_reward_model train_sft
 """
 

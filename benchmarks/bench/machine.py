@@ -45,11 +45,14 @@ def when() -> str:
 
 
 def commit() -> str:
-    """What is checked out, and whether there are changes besides."""
-    said = subprocess.run(
-        ("git", "describe", "--always", "--dirty"), capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return said.stdout.strip() or "not told"
+    """What is checked out, and whether there are changes besides in what is measured, or in what measures."""
+    root = Path(__file__).resolve().parents[2]
+
+    def told(*words: str) -> str:
+        return subprocess.run(("git", *words), capture_output=True, text=True, cwd=root).stdout.strip()
+
+    changed = told("status", "--porcelain", "--", "src", "benchmarks")
+    return (told("describe", "--always") or "not told") + "-dirty" * bool(changed)
 
 
 def has_bfloat16() -> bool:

@@ -62,14 +62,23 @@ def cell(name: str, first: str, column: str) -> Callable[[Data], float | None]:
 
 def off_the_line(data: Data) -> float | None:
     """The largest distance of a step's time from a line through 0, as a share of it."""
+    return _furthest(_sizes(data))
+
+
+def _furthest(points: list[tuple[float, float]]) -> float | None:
+    if len(points) < 2:
+        return None
+    return max(map(abs, linearity([p[0] for p in points], [p[1] for p in points])[1]))
+
+
+def _sizes(data: Data) -> list[tuple[float, float]]:
+    """(sampled tokens of a step, its CPU seconds), the smallest first."""
     points = []
     for work in (work for work in WORKS if work.scale):
         if (found := row(data, work.name, OURS)) is not None:
             kept = (r for k, r in data["measurements"].items() if k.startswith(f"{work.name}/{OURS}/1/"))
             points.append((next(kept)["facts"]["tokens"][-1], found.cpu.median))
-    if len(points) < 2:
-        return None
-    return max(map(abs, linearity([p[0] for p in points], [p[1] for p in points])[1]))
+    return points
 
 
 def learning(data: Data) -> float | None:
@@ -111,6 +120,7 @@ def reasons(data: Data) -> list[str]:
         TARGETS[0].measure: _time(data),
         TARGETS[2].measure: _memory(data),
         TARGETS[5].measure: _embedded(data),
+        TARGETS[7].measure: _grown(data),
         TARGETS[8].measure: _learned(data),
     }
     return [text for measure, text in told.items() if measure in missed and text]
@@ -165,6 +175,20 @@ def _embedded(data: Data) -> str:
         f"to learn from, at the speeds below, of {short(ours.cpu.median)} s. A tenth of TRL's time would be {short(asked)} s: "
         f"{tokens / asked:,.0f} tokens a second in both together. The target was set when TRL had been seen to take 7.6 s for "
         f"such a step; here it takes {short(theirs.cpu.median)} s."
+    )
+
+
+def _grown(data: Data) -> str:
+    """What a token takes in small and in large steps."""
+    points = _sizes(data)
+    off = _furthest(points[2:])
+    if off is None:
+        return ""
+    (few, fast), (many, slow) = ((tokens, 1000 * seconds / tokens) for tokens, seconds in (points[0], points[-1]))
+    return (
+        f"**Step time over tokens.** A token takes {short(fast)} ms in a step of {few:,} and {short(slow)} in one of {many:,}: "
+        f"where few completions are drawn at once, the weights are read for fewer tokens. From {points[2][0]:,} tokens on time is "
+        f"linear within {off:.0%}."
     )
 
 

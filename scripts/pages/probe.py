@@ -33,7 +33,11 @@ def short_and_long(algorithm: Algorithm, short: int = 10, long: int = 20) -> Bat
     fields = {name: random(4, long) for name in PER_TOKEN if name in reads and name not in ("mask", "step_end")}
     fields |= {name: random(4) for name in PER_COMPLETION if name in reads and name not in ("group", "reward")}
     fields |= {name: fields[name] > 0.5 for name in ("selected", "truncated", "demonstration") if name in fields}
-    fields |= {name: (2 * fields[name]).long() for name in ("version", "anchor", "example") if name in fields}
+    fields |= {
+        name: (2 * fields[name]).long()
+        for name in ("version", "anchor", "example", "level", "levels")
+        if name in fields
+    }
     if "rewards" in reads:
         fields |= {"rewards": random(4, 2), "reward_names": ("a", "b"), "reward_weights": (1.0, 1.0)}
     if "step_end" in reads:

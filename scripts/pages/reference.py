@@ -57,8 +57,8 @@ PAGES = {
     "rollouts": (
         "Tasks, rewards, environments",
         "What is asked, what plays, what judges, and what comes of it.",
-        "load_task Example reward RewardPool Environment SingleTurn ToolUse ToolCall Action Observation Step Rollouter "
-        "Rollout Trajectory Segment",
+        "load_task Example reward RewardPool Environment SingleTurn ToolUse ToolCall GymnasiumText OpenEnv TextArena Verifiers "
+        "Action Observation Step Rollouter Rollout Trajectory Segment",
     ),
     "models": (
         "Samplers and learners",
@@ -69,7 +69,8 @@ PAGES = {
     "errors": (
         "Errors",
         "Every refusal that is meant for you is a `PolicygradError`. [What to do about which](../troubleshooting.md).",
-        "PolicygradError ConfigError DataError ModelError RewardError EngineError CheckpointError RunError NumericsError",
+        "PolicygradError ConfigError DataError ModelError RewardError EngineError CheckpointError RunError HangError "
+        "NumericsError",
     ),
 }
 """File -> its title, what stands on top, and its names; a field of an algorithm stands for all parts that go into it."""

@@ -19,7 +19,7 @@ _HOME = {
     "policygrad.core.batch": "Batch Forward",
     "policygrad.core.corrections": "MaskedIS TruncatedIS",
     "policygrad.core.critic": "Critic",
-    "policygrad.core.curriculum": "NoPositiveResampling PassRateBand",
+    "policygrad.core.curriculum": "MovingLevel NoPositiveResampling PassRateBand",
     "policygrad.core.distillation": "TeacherLogRatio",
     "policygrad.core.dual_descent": "DualDescent",
     "policygrad.core.drift_terms": "KLCov PolicyDrift",
@@ -50,9 +50,14 @@ _HOME = {
     "policygrad.core.turns": "GroupInGroup TurnDiscount TurnLeaveOneOut TurnReturn",
     "policygrad.core.vine": "SelfNormalisation SelfNormalised Vine",
     "policygrad.errors": (
-        "CheckpointError ConfigError DataError EngineError ModelError NumericsError PolicygradError RewardError RunError"
+        "CheckpointError ConfigError DataError EngineError HangError ModelError NumericsError PolicygradError RewardError "
+        "RunError"
     ),
     "policygrad.environments": "Action Environment Observation SingleTurn Step ToolUse",
+    "policygrad.environments.gymnasium": "GymnasiumText",
+    "policygrad.environments.openenv": "OpenEnv",
+    "policygrad.environments.textarena": "TextArena",
+    "policygrad.environments.verifiers": "Verifiers",
     "policygrad.learners.base": "Learner",
     "policygrad.learners.local.learner": "LocalLearner",
     "policygrad.models.reference": "load_reference",

@@ -37,9 +37,14 @@ with interchangeable parts
   policygrad export RUN                   the model of a run that was stopped
   policygrad export RUN --merge           a trained adapter (--learner.lora) in
                                           the weights of a whole model
+  policygrad export RUN --format gguf     one file for llama.cpp and Ollama
   policygrad compare ROW ROW ...          algorithms against each other: seeds,
                                           learning rates, curves, what can be
                                           concluded
+  policygrad plan --model SHAPE --gpus H200:64
+                                          memory, seconds and cost of a run,
+                                          before it is begun; what to change
+                                          where it does not fit
   policygrad report RUN ...               what runs have done, as a page:
                                           curves, completions, costs; --watch
                                           follows them
@@ -58,16 +63,17 @@ with interchangeable parts
   policygrad --version
 
 `policygrad COMMAND --help` lists a command's options.
-Exit codes: 0 done; 75 stopped by a signal or --stop-before, and --resume goes
-on; 2 cannot be done, or failed, with the reason; 130 ended at once, by a second
-Ctrl-C; 1 a bug, with its traceback, or runs of compare that failed.
+Exit codes: 0 done; 75 stopped by a signal or --stop-before, or one of several
+processes hung, and --resume goes on; 2 cannot be done, or failed, with the
+reason; 130 ended at once, by a second Ctrl-C; 1 a bug, with its traceback, or
+runs of compare that failed.
 Documentation: README.md and docs/.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. 0 = done; 75 = stopped by a signal or a time limit, resumably; 2 = cannot be done, or failed, with the
-    reason on standard error; 130 = interrupted. That nobody reads what a run prints changes none of these."""
+    """Runs one command. 0 = done; 75 = stopped by a signal, a time limit or a process that hung, resumably; 2 = cannot be done, or
+    failed, with the reason on standard error; 130 = interrupted. That nobody reads what a run prints changes none of these."""
     # Waiting threads sleep instead of spinning: on a machine with any other load, spinning slows small models tenfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = list(sys.argv[1:] if argv is None else argv)
@@ -89,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("POLICYGRAD_DEBUG"):
             raise
         _say(f"error: {error}")
-        return 2
+        return error.code
     finally:
         _flush(sys.stdout)
         _flush(sys.stderr)

@@ -5,9 +5,14 @@ Each child is also of the built-in class that older code catches.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class PolicygradError(Exception):
     """What was asked cannot be done, and the message says why. Anything else that is raised is a bug."""
+
+    code: ClassVar[int] = 2
+    """The command's exit code."""
 
 
 class ConfigError(PolicygradError, ValueError):
@@ -36,6 +41,12 @@ class CheckpointError(PolicygradError, RuntimeError):
 
 class RunError(PolicygradError, RuntimeError):
     """A run that cannot start or go on."""
+
+
+class HangError(RunError):
+    """A run of several processes of which one stood still; it can be gone on with."""
+
+    code = 75
 
 
 class NumericsError(PolicygradError, FloatingPointError):

@@ -307,9 +307,9 @@ def test_a_page_says_which_targets_are_reached_and_why_others_are_not() -> None:
         "7m/policygrad-fp32/1/0": {**record(0.0, 30.0, peak=700.0), "facts": facts},
     }
     columns = ["model", "Gflop", "CPU s", "Gflop/s", "matrix product, Gflop/s", "share"]
+    made = {"title": "M", "note": "n", "threads": "1", "command": "c", "taken": "today", "columns": columns}
     components = {
-        "matmul": {"title": "M", "note": "n", "threads": "1", "command": "c", "columns": columns}
-        | {"rows": [["7M, fp32", 380.0, 6.0, 60.0, 100.0, 0.6], ["25M, fp32", 1.0, 1.0, 1.0, 1.0, 0.59]]}
+        "matmul": made | {"rows": [["7M, fp32", 380.0, 6.0, 60.0, 100.0, 0.6], ["25M, fp32", 1.0, 1.0, 1.0, 1.0, 0.59]]}
     }
     text = page({"measurements": taken, "components": components})
     assert "| TRL ÷ ours, CPU seconds per step, 7M | ≥ 3 | 2.00 | no |" in text

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from doubles.checkpoints import content, names, silent
+from doubles.checkpoints import Stages, content, in_child, names, silent
 from policygrad.checkpoint import format as checkpoint
 from policygrad.checkpoint.format import load, load_latest, save
+from policygrad.checkpoint.keeping import found_in
 from policygrad.errors import CheckpointError
 
 # --- a full disk ---
@@ -54,20 +55,6 @@ def test_the_second_rename_fails(tmp_path, monkeypatch):
     assert load(tmp_path / "step-000001").state == {"save": 1}
 
 
-def in_child(work) -> int:
-    """Run `work` in a forked process; its wait status."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitpid(pid, 0)[1]
-
-
 def test_a_write_that_the_system_refuses(tmp_path):
     """No mock: the file size limit makes the write itself fail, inside safetensors."""
     save(tmp_path, 1, content(1), {})
@@ -93,27 +80,6 @@ def test_a_failed_checkpoint_names_the_option_that_goes_on(tmp_path: Path, monke
 
 
 # --- kill -9 ---
-
-
-class Stages:
-    """Calls `hook` before and after each system call by which a save changes the disk."""
-
-    def __init__(self, hook) -> None:
-        self.hook = hook
-
-    def install(self) -> None:
-        for name in ("fsync", "replace", "unlink", "rmdir", "mkdir"):
-            setattr(os, name, self.around(getattr(os, name)))
-        checkpoint.save_file = self.around(checkpoint.save_file)
-
-    def around(self, function):
-        def wrapped(*args: object, **kwargs: object) -> object:
-            self.hook()
-            result = function(*args, **kwargs)
-            self.hook()
-            return result
-
-        return wrapped
 
 
 def check_intact(directory: Path, least: int, most: int) -> None:
@@ -182,8 +148,8 @@ def test_kill_at_random_moments(tmp_path):
         assert os.waitpid(pid, 0)[1] == signal.SIGKILL
         done = words.count(b"s")
         assert done >= 1
-        for path in checkpoint._found(tmp_path):  # every name step-N is a complete checkpoint
+        for path in found_in(tmp_path):  # every name step-N is a complete checkpoint
             kept = load(path)
             assert torch.equal(kept.tensors["w"], torch.full((64,), float(kept.state["save"])))
-        assert any(load(p).state["save"] in (saved + done, saved + done + 1) for p in checkpoint._found(tmp_path))
+        assert any(load(p).state["save"] in (saved + done, saved + done + 1) for p in found_in(tmp_path))
         saved += done + 1

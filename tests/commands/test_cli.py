@@ -26,6 +26,7 @@ from policygrad.commands.engine import EngineOptions
 from policygrad.commands.evaluate import EvalOptions
 from policygrad.commands.lab import LabOptions
 from policygrad.commands.options import take_algorithm
+from policygrad.commands.plan import PlanOptions
 from policygrad.commands.train import TrainOptions
 from policygrad.errors import RunError
 from policygrad.papers import PAPERS
@@ -97,6 +98,7 @@ def test_help_fits_80_columns(run_command: Any, monkeypatch: pytest.MonkeyPatch)
 def test_help_breaks_no_sentence() -> None:
     """tyro keeps the line breaks of a field's text: each is the end of a sentence."""
     kinds = [Options, *TrainOptions.__mro__[:2], CompareOptions, ControlOptions, EngineOptions, EvalOptions, LabOptions]
+    kinds += [PlanOptions]
     kinds += [
         *pg.SFTConfig.__mro__[:2],
         pg.RewardModelConfig,

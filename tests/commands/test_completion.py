@@ -47,6 +47,8 @@ def test_completion() -> None:
     assert complete("compare", "dr") == ["dr_grpo"]
     assert "--lr-grid" in complete("compare", "grpo", "--lr")
     assert complete("compare", "--ladder", "d") == ["dapo"]
+    assert complete("plan", "--gpus", "H2") == ["H200"]
+    assert {"--calibrate", "--calibration"} <= set(complete("plan", "--cal"))
     assert "bashcompinit" in script("zsh")
 
 
@@ -70,7 +72,7 @@ def test_fish_offers_the_same(tmp_path: Path) -> None:
         "train dapo --algorithm.critic n",
     )
     more = ("lab con", "compare dr", "eval --th", "sft --da", "train --track w", "completion f", "algorithms --w")
-    for line in (*lines, *more):
+    for line in (*lines, *more, "plan --cal"):
         assert sorted(fish(line)) == sorted({*complete(*line.split(" "))}) != [], line
     assert fish("train --config run") == ["run.toml"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from doubles.hub import Hub, hub
+from doubles.hub import Hub, gone, hub
 
 FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"\x00" * 64, "README.md": "# π\n".encode()}
 
@@ -51,8 +51,24 @@ def test_what_the_hub_refuses_names_the_way_out(run: Path) -> None:
             code, _, err = pushed(there, str(run), "--push", "me/it", token=token)
             assert (code, said in err) == (2, True), err
         assert there.files == {}
-    code, _, err = pushed(there, str(run), "--push", "me/it", token="hf_right")  # the hub has gone
-    assert (code, "cannot be reached" in err) == (2, True), err
+
+
+@pytest.mark.slow
+def test_a_hub_that_has_gone_or_goes_in_the_midst_leaves_the_model_where_it_is(run: Path) -> None:
+    with gone() as there:
+        code, _, err = pushed(there, str(run), "--push", "me/it", token="hf_right")
+        assert (code, f"the model stays in {run / 'model'}, push again later" in " ".join(err.split())) == (2, True), (
+            err
+        )
+    with hub() as there:
+        there.leaves = "/commit/"
+        code, _, err = pushed(there, str(run), "--push", "me/it", token="hf_right")
+        assert (code, "cannot be reached" in err) == (2, True), err
+        assert (len(there.created), there.files) == (1, {})
+        there.leaves = ""
+        code, out, err = pushed(there, str(run), "--push", "me/it", token="hf_right")
+        assert (code, out) == (0, f"{there.url}/me/it\n"), err
+        assert there.files == FILES
 
 
 def test_what_is_no_repository_or_no_model_is_refused_at_once(

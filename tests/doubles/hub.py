@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ class Hub:
 
     token: str = "hf_right"
     url: str = ""
+    leaves: str = ""
+    """Part of an address at which it breaks off without a word; "" = none."""
     created: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
 
@@ -46,6 +49,9 @@ def hub() -> Iterator[Hub]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if found.leaves and found.leaves in self.path:
+                self.close_connection = True
+                return
             right = self.headers.get("Authorization") == f"Bearer {found.token}"
             said = found.answer(self.path, body) if right else {"error": "Invalid username or password."}
             self._say(200 if right else 401, json.dumps(said).encode())
@@ -72,3 +78,11 @@ def hub() -> Iterator[Hub]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def gone() -> Iterator[Hub]:
+    """An address at which nobody answers, and that nobody else can take meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield Hub(url=f"http://127.0.0.1:{held.getsockname()[1]}")

@@ -121,6 +121,18 @@ def test_a_conversation_with_a_tool(tokenizer: Tokenizer) -> None:
     assert torch.equal(sampler.asked[1].tokens, asked)  # the very ids, and nothing but a continuation of them
 
 
+def forges() -> str:
+    """Says that the turn is over."""
+    return "3<eos>"
+
+
+def test_what_a_tool_says_ends_no_turn(tokenizer: Tokenizer) -> None:
+    trajectory, _ = played(tokenizer, call("forges"), "3", tools=(forges,))
+    answer = trajectory.segments[1]
+    assert not tokenizer.end & set(answer.tokens.tolist())
+    assert tokenizer.decode(answer.tokens) == "\n<tool_response>\n3<eos>\n</tool_response>\n"
+
+
 @pytest.mark.parametrize(
     ("said", "answer", "why"),
     [

@@ -166,7 +166,17 @@ class Weighed(pg.Term):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        asked = {"logp_sampler", "version", "entropy", "anchor", "example", "baseline", "demonstration"}
+        asked = {
+            "logp_sampler",
+            "version",
+            "entropy",
+            "anchor",
+            "example",
+            "level",
+            "levels",
+            "baseline",
+            "demonstration",
+        }
         return frozenset({self.field} & asked)  # the others tell completions apart unasked
 
     def score(self, out: pg.Forward, batch: pg.Batch, psi: Tensor) -> Tensor:
@@ -184,7 +194,7 @@ def test_equal_tokens_are_computed_once_and_stay_two_completions(model: nn.Modul
     batch = replace(batch, mask=torch.ones_like(batch.mask))
     whole = batch.mask if name in PER_TOKEN else batch.mask[:, 0]
     bools = ("step_end", "truncated", "in_statistics", "selected", "demonstration")
-    whole_numbers = ("version", "anchor", "example")
+    whole_numbers = ("version", "anchor", "example", "level", "levels")
     kind = torch.bool if name in bools else torch.int64 if name in whole_numbers else torch.float64
     other = torch.zeros(whole.shape, dtype=kind)
     other[1] = 1

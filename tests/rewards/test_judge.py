@@ -57,6 +57,16 @@ def test_scores_are_asked_for_once_and_kept(rubric: Path, monkeypatch: pytest.Mo
         assert len(asked.bodies) == 3
 
 
+@pytest.mark.parametrize("form", ["{}", "0.5*{} within 0..1 if format"])
+def test_a_wall_without_network_is_refused_before_anybody_is_asked(rubric: Path, form: str) -> None:
+    with judging(lambda text, before: (200, said(5), {})) as asked:
+        with pytest.raises(
+            ConfigError, match=r"'judge:.* asks a server, and behind --rewards.sandbox auto there is no"
+        ):
+            RewardPool([form.format(spec(rubric, asked))], workers=1, sandbox="auto")
+        assert not asked.bodies
+
+
 def test_equal_texts_are_one_question(rubric: Path) -> None:
     with (
         judging(lambda text, before: (200, said(5), {})) as asked,

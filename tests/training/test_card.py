@@ -41,6 +41,14 @@ def test_it_says_what_was_trained_on_what_and_how_it_was_measured() -> None:
     assert "at most 32 problems, 8 samples each at temperature 0.7" in body
     assert "secret" not in text
     assert "library_name: transformers" in of_whole(text)
+    assert "`policygrad export FOLDER --format gguf`" in body
+    assert "gguf" not in card("reward-model", "rm-1", CONFIG, {}, {})
+
+
+def test_of_a_mix_no_part_tells_its_folder() -> None:
+    text = card("train", "a", CONFIG | {"task": "0.7*/home/me/secret/a.jsonl + 2*/home/me/secret/b.jsonl"}, {}, {})
+    assert "| task | 0.7*a.jsonl+2*b.jsonl |" in text
+    assert "secret" not in text
 
 
 def test_a_base_model_that_is_a_folder_is_none_of_the_hubs() -> None:

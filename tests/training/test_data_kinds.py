@@ -104,6 +104,9 @@ def test_the_command_takes_a_map_and_skips_bad_rows(
     code, _, err = run_command("train", "--resume", "out", "--map", "other.py:f")
     assert code == 2
     assert "another --map would compare before and after on different things" in err
+    for flag, words in (("--task.decontaminate", ("8",)), ("--no-task.skip-bad-rows", ())):
+        code, _, err = run_command("train", "--resume", "out", flag, *words)
+        assert (code, f"another {flag.replace('--no-', '--')} would compare before and after" in err) == (2, True), err
     assert run_command("eval", str(run.model), "--task", str(run.task), "--map", "mapping.py:shorter", "--reward", "exact_match",
                        "--problems", "2", "--samples", "1", "--max-tokens", "4")[0] == 0  # fmt: skip
 

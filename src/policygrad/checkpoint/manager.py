@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from policygrad.checkpoint import format as checkpoints
+from policygrad.checkpoint.spread import Pending, Saved, Spread
 from policygrad.errors import CheckpointError, NumericsError
-
-Saved = tuple[dict[str, Tensor], dict[str, Any]]
-"""Tensors by name, and values that JSON can hold."""
 
 
 class Stepped(Protocol):
@@ -48,12 +47,15 @@ class Checkpointer(Generic[P]):
         resume: str,
         keeps: int = KEPT,
         check: Callable[[checkpoints.Checkpoint], None] = lambda saved: None,
+        spread: Spread[P] | None = None,
     ) -> None:
         """folder: the run's. version: of the weights, which counts updates. sync: waits until the run's logs are on the disk.
         resume: the command that goes on, for messages. keeps: bytes of state, at most, of which a copy is
         kept at every step, so that what fails can be undone. check: raises CheckpointError for a checkpoint that lacks
-        something, so that the one before it is taken."""
-        self._keeps, self._check = keeps, check
+        something, so that the one before it is taken. spread: how several processes save what they share;
+        None = `pack` has it all."""
+        self._keeps, self._check, self._spread = keeps, check, spread
+        self._pending: Pending | None = None
         self.folder, self.every, self.keep = folder / "checkpoints", every, keep
         self._pack, self._version, self._sync, self._note, self._resume = pack, version, sync, note, resume
 
@@ -63,7 +65,8 @@ class Checkpointer(Generic[P]):
         Raises:
             CheckpointError: checkpoints, and none of them intact.
         """
-        saved = checkpoints.load_latest(self.folder, warn=self._note, check=self._complete)
+        leave = self._spread.leave if self._spread is not None else lambda name: False
+        saved = checkpoints.load_latest(self.folder, warn=self._note, check=self._complete, leave=leave)
         if saved is not None:
             checkpoints.tidy(self.folder, saved.step, self.keep)
             torch.set_rng_state(saved.tensors.pop("rng/torch"))
@@ -86,19 +89,40 @@ class Checkpointer(Generic[P]):
         self._whole(progress)
 
     def after(self, progress: P, *, final: bool) -> None:
-        """A step is done: a checkpoint, if it is time for one.
+        """A step is done: a checkpoint, if it is time for one. Where several processes write it, the final one alone is waited for.
 
         Raises:
             CheckpointError: the final one cannot be written; that another cannot is a note.
         """
+        if self._pending is not None and self._pending.done:
+            self.settle()
         if final or progress.step % self.every == 0:
             try:
                 self._save(progress, self.keep)
+                if final:
+                    self._end()
             except CheckpointError as error:
                 if final:
                     raise
-                self._note(f"{error}. Training goes on, the next try is in {self.every} steps")
+                self._failed(error)
         self._whole(progress)
+
+    def _failed(self, error: CheckpointError) -> None:
+        self._note(f"{error}. Training goes on, the next try is in {self.every} steps")
+
+    def _end(self) -> None:
+        """Waits for the checkpoint that is being written. Raises CheckpointError where it could not be."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+            self.saved = pending.step
+
+    def settle(self) -> None:
+        """Waits for it; that it could not be written is a note."""
+        try:
+            self._end()
+        except CheckpointError as error:
+            self._failed(error)
 
     def back(self) -> P:
         """The last whole step's progress, saved: the one after it was broken off before it changed anything.
@@ -106,6 +130,7 @@ class Checkpointer(Generic[P]):
         Raises:
             CheckpointError: it cannot be written.
         """
+        self.settle()
         if self.last.step > self.saved:
             self._sync()
             self._save_last(self.keep)
@@ -122,7 +147,11 @@ class Checkpointer(Generic[P]):
 
     def _save(self, progress: P, keep: int) -> None:
         self._sync()
-        self._write(progress, self._pack(progress), torch.get_rng_state(), keep)
+        if self._spread is None:
+            self._write(progress, self._pack(progress), torch.get_rng_state(), keep)
+        else:
+            self.settle()
+            self._begin(self._spread, progress, torch.get_rng_state(), keep)
 
     def _save_last(self, keep: int) -> None:
         """The last whole step bit for bit, whatever has come after it.
@@ -132,7 +161,25 @@ class Checkpointer(Generic[P]):
         """
         if self.kept is None and self._version() != self.version:
             raise CheckpointError("the weights have moved since, and its state is too large for a copy to be kept")
-        self._write(self.last, self.kept or self._pack(self.last), self.random, keep)
+        if self.kept is None and self._spread is not None:
+            self._begin(self._spread, self.last, self.random, keep)
+            self._end()
+        else:
+            self._write(self.last, self.kept or self._pack(self.last), self.random, keep)
+
+    def _begin(self, spread: Spread[P], progress: P, random: Tensor, keep: int) -> None:
+        """Every process copies its share; a thread here waits until they are on the disk, and writes the rest."""
+        tensors, values = spread.pack(progress)
+        own = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        mark = f"-{secrets.token_hex(4)}"  # a process that has outlived its run may still write to another
+        saving = checkpoints.Saving(self.folder, progress.step, own | {"rng/torch": random}, values, keep, mark)
+        saving.begin()
+        try:
+            written = spread.begin(saving.folder)
+        except BaseException:
+            saving.abandon()
+            raise
+        self._pending = Pending(progress.step, lambda: saving.finish(written))
 
     def _write(self, progress: P, saved: Saved, random: Tensor, keep: int) -> None:
         tensors, values = saved
@@ -161,6 +208,7 @@ class Checkpointer(Generic[P]):
         last = self.last
         said = f"step {last.step + 1} failed"
         try:
+            self.settle()
             if last.step > self.saved:
                 # The logs are not waited for: it may be they that failed. The one before stays, should this lead to the same end.
                 self._save_last(max(2, self.keep))

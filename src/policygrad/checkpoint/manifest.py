@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,16 @@ from policygrad.errors import CheckpointError
 
 FORMAT = 2
 """1 held the state of an algorithm's parts among their settings."""
+SPREAD = 3
+"""The same, and several processes have written a share each."""
 MANIFEST = "manifest.json"
 LIMIT = 2**20
 """Bytes of a manifest, and more than one ever has."""
+
+
+def share_name(number: int) -> str:
+    """The file of one of several processes, counted from 0."""
+    return f"share-{number:05d}.safetensors"
 
 
 def dump(value: Any) -> bytes:
@@ -24,18 +31,21 @@ def dump(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
-def seal(folder: Path, names: Iterable[str]) -> None:
-    """Sync the named files, then write and sync the manifest: format, size in bytes and sha256 of each. Raises OSError."""
+def seal(folder: Path, names: Iterable[str], shares: Mapping[str, Mapping[str, int | str]] | None = None) -> None:
+    """Sync the named files, then write and sync the manifest: format, size in bytes and sha256 of each. shares: the entries of
+    files that others have written, synced and digested. Raises OSError."""
     files = {name: _digest(folder / name) for name in names}
     for name in files:
         sync(folder / name)
-    (folder / MANIFEST).write_bytes(dump({"files": files, "format": FORMAT}))
+    files |= {name: dict(entry) for name, entry in (shares or {}).items()}
+    (folder / MANIFEST).write_bytes(dump({"files": files, "format": SPREAD if shares else FORMAT}))
     sync(folder / MANIFEST)
     sync(folder)
 
 
 def check(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
-    """The named files' entries after the quick checks: known format, canonical bytes, sizes. Raises CheckpointError."""
+    """The entries of the named files, and of shares where there are any, after the quick checks: known format, canonical bytes,
+    sizes. Raises CheckpointError."""
     path = folder / MANIFEST
     try:
         for name in (MANIFEST, *names):
@@ -44,17 +54,21 @@ def check(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]
             raise CheckpointError(f"{path} is damaged: it is larger than any manifest")
         raw = path.read_bytes()
         manifest = json.loads(raw)
-        if manifest["format"] != FORMAT:
-            newer = manifest["format"] > FORMAT
+        if manifest["format"] not in (FORMAT, SPREAD):
+            newer = manifest["format"] > SPREAD
             way_out = (
                 "upgrade" if newer else "finish the run with the version that began it, or train anew from its model"
             )
             raise CheckpointError(
-                f"{path} has format {manifest['format']!r} and this version reads {FORMAT}: {way_out}"
+                f"{path} has format {manifest['format']!r} and this version reads {FORMAT} and {SPREAD}: {way_out}"
             )
         files: dict[str, dict[str, int | str]] = manifest["files"]
-        if dump(manifest) != raw or set(files) != set(names):
+        shares = {share_name(number) for number in range(len(files) - len(set(names)))}
+        spread = manifest["format"] == SPREAD
+        if dump(manifest) != raw or set(files) != {*names, *shares} or bool(shares) is not spread:
             raise CheckpointError(f"{path} is damaged: it is not as it was written")
+        for name in shares:
+            check_file(folder / name)
         for name, entry in files.items():
             size = (folder / name).stat().st_size
             if size != entry["bytes"]:
@@ -74,15 +88,17 @@ def check_file(path: Path) -> None:
         raise CheckpointError(f"{path} is damaged: it is no regular file")
 
 
-def verify(folder: Path, names: Iterable[str]) -> None:
+def verify(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
     """`check`, and read every byte against its sha256. Raises CheckpointError that names the damaged file."""
-    for name, entry in check(folder, names).items():
+    files = check(folder, names)
+    for name, entry in files.items():
         try:
             intact = _digest(folder / name) == entry
         except OSError as error:
             raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
         if not intact:
             raise CheckpointError(f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST}")
+    return files
 
 
 def _digest(path: Path) -> dict[str, int | str]:

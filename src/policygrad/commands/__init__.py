@@ -8,6 +8,7 @@ COMMANDS = {  # the function of each, as module:name
     "engine": "policygrad.commands.engine:engine",
     "export": "policygrad.commands.export:export",
     "compare": "policygrad.commands.compare:compare",
+    "plan": "policygrad.commands.plan:plan",
     "report": "policygrad.commands.report:report",
     "algorithms": "policygrad.commands.show:algorithms",
     "show": "policygrad.commands.show:show",

@@ -18,12 +18,14 @@ from policygrad.commands.evaluate import flags as evaluate_flags
 from policygrad.commands.export import ExportOptions
 from policygrad.commands.lab import LabOptions
 from policygrad.commands.options import option_type, part_flags
+from policygrad.commands.plan import PlanOptions
 from policygrad.commands.report import ReportOptions
 from policygrad.commands.supervised import flags as supervised_flags
 from policygrad.commands.train import flags
 from policygrad.compare.ladders import LADDERS
 from policygrad.core.algorithm import Algorithm
 from policygrad.lab.experiments import EXPERIMENTS
+from policygrad.planning.devices import DEVICES
 from policygrad.rewards import known_rewards
 from policygrad.samplers.config import ENGINES, LOCAL
 from policygrad.tasks import EMBEDDED
@@ -46,6 +48,7 @@ SCRIPT = """# tab completion of policygrad; written by `policygrad completion {s
             engine) words={engine}; [ "$COMP_CWORD" -eq 2 ] && words="$words llama_cpp vllm sglang check" ;;
             export) words={export} ;;
             compare) words={compare}" "{algorithms} ;;
+            plan) words={plan} ;;
             report) words={report} ;;
             algorithms) words="--json --width --help" ;;
             show) words={names} ;;
@@ -85,6 +88,8 @@ function __policygrad
                         test (count $words) -eq 2; and set found $found" llama_cpp vllm sglang check"
                     case export
                         set found {export}
+                    case plan
+                        set found {plan}
                     case report
                         set found {report}
                     case algorithms
@@ -150,6 +155,7 @@ def script(shell: str) -> str:
         "--experiment": [*EXPERIMENTS, "none"],
         "--base": list(ALGORITHMS),
         "--ladder": list(LADDERS),
+        "--gpus": list(DEVICES),
         "--model": ["tiny"],
         "--task": list(EMBEDDED),
         "--dtype": ["fp32", "bf16"],
@@ -184,6 +190,7 @@ def script(shell: str) -> str:
         compare=_quoted(
             [*(f"--{f.name.replace('_', '-')}" for f in fields(CompareOptions) if f.name != "rows"), "--help"]
         ),
+        plan=_quoted([*(f"--{f.name.replace('_', '-')}" for f in fields(PlanOptions)), "--help"]),
         report=_quoted(
             [*(f"--{f.name.replace('_', '-')}" for f in fields(ReportOptions) if f.name != "runs"), "--help"]
         ),

@@ -61,7 +61,8 @@ class EvalOptions:
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
     Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
     environment: Annotated[str | None, optional("FILE:NAME", f"{_OWN}the prompt and one answer")] = None
-    """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME."""
+    """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME.
+    Others': gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID."""
     held_out: Annotated[str | None, optional("FILE", f"{_OWN}a sixteenth of the task")] = None
     """Data of held-out problems, for a task that is data."""
     problems: Annotated[int, _short("evaluation.problems", "--problems")] = 256

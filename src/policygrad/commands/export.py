@@ -1,5 +1,5 @@
-"""`policygrad export`: a run's adapter merged into the model that it adapts, the model of a run that was stopped, and either put on
-a hub."""
+"""`policygrad export`: a run's adapter merged into the model that it adapts, the model of a run that was stopped, either put on a
+hub, and any of them as one GGUF file."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ HELP = (
     "Without an option, of a run of train or sft that was stopped: RUN/model-step-N, what its last checkpoint holds. The run goes "
     "on as before.",
     "--push OWNER/NAME puts the folder on the hub, with its model card: what --merge wrote, or RUN/model as it is.",
+    "--format gguf writes one file for llama.cpp, Ollama and LM Studio, with tokenizer and chat template: of a run, of a model's "
+    "folder, or of a hub id.",
 )
 
 
@@ -31,17 +33,19 @@ class ExportOptions:
     """Options of `policygrad export`."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN|ADAPTER")]
-    """A run's folder, or an adapter's."""
+    """A run's folder, or an adapter's; with --format gguf any model's."""
     merge: bool = False
     """Merge, which makes a whole model of a small file."""
+    format: Annotated[str | None, optional("gguf", "a folder, as transformers reads it")] = None
+    """gguf = one file with weights, tokenizer and chat template, an adapter merged."""
     push: Annotated[str | None, optional("OWNER/NAME", "nowhere")] = None
     """Put the model on the hub, in a repository that only its owner sees where it is new."""
     public: bool = False
     """With --push: a new repository is for everybody."""
-    output: Annotated[str | None, optional("FOLDER", "RUN/merged")] = None
-    """The new folder."""
+    output: Annotated[str | None, optional("FOLDER|FILE", "RUN/merged, or RUN/model.gguf")] = None
+    """The new folder, or with --format gguf the file."""
     dtype: Annotated[str | None, optional("fp32|bf16", "what the run computed in")] = None
-    """Of the merged weights, which are added up in float32."""
+    """Of the merged weights, which are added up in float32, or of the file's."""
     trust_remote_code: bool = False
     """Let Python code in the model's folder or repository run."""
 
@@ -50,30 +54,47 @@ class ExportOptions:
             raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")
         if self.public and self.push is None:
             raise ConfigError("--public is whom a repository on the hub is for: add --push OWNER/NAME")
-        if not self.merge and (self.output or self.dtype):
-            raise ConfigError("--output and --dtype are of the model that --merge writes: add --merge")
+        if self.format not in (None, "gguf"):
+            raise ConfigError(f"--format must be gguf, or left out for a folder, not {self.format!r}")
+        if self.format and (self.merge or self.push):
+            raise ConfigError(
+                "--format gguf writes one file, with an adapter in its weights, and a hub is given folders: leave --merge and "
+                "--push away; `hf upload OWNER/NAME FILE.gguf` adds the file to a repository"
+            )
+        if self.format and self.output and not self.output.endswith(".gguf"):
+            raise ConfigError(
+                f"--format gguf writes a file, by which others know it: --output NAME.gguf, not {self.output}"
+            )
+        if not (self.merge or self.format) and (self.output or self.dtype):
+            raise ConfigError(
+                "--output and --dtype are of what --merge or --format gguf writes: add --merge, or --format gguf"
+            )
 
 
 def export(args: list[str]) -> int:
-    """`policygrad export RUN [--merge [--output DIR]] [--push OWNER/NAME]`."""
+    """`policygrad export RUN [--merge [--output DIR]] [--push OWNER/NAME]`, or `… --format gguf [--output FILE]`."""
     config = (tyro.conf.FlagCreatePairsOff,)
     options = tyro.cli(ExportOptions, args=args, prog="policygrad export", description=paragraphs(*HELP), config=config)
     folder = Path(options.run)
     trained, files = folder / "model", ("run.toml", "sft.toml", "reward-model.toml")
     stopped = not holds_model(trained) and any((folder / name).is_file() for name in files)
-    if stopped and not options.merge and options.push is None:
+    plain = not (options.merge or options.format) and options.push is None
+    if stopped and plain:
         print(_stopped(options))
         return 0
-    if not options.merge and options.push is None:
+    if plain:
         raise ConfigError(
             f"what a run has trained is in {trained}, as others load it; --merge writes a model with the adapter in its weights, "
-            "--push OWNER/NAME puts it on the hub"
+            "--format gguf one file for llama.cpp, --push OWNER/NAME puts it on the hub"
         )
     if stopped:
         raise ConfigError(
             f"the run in {folder} has no model yet: finish it, with --resume {folder}, or name the folder that `policygrad export "
             f"{folder}` makes of its last checkpoint"
         )
+    if options.format is not None:
+        print(_gguf(options))
+        return 0
     if options.push is not None:
         check_repo(options.push)  # before the work, not after it
     written = _merged(options) if options.merge else trained if holds_model(trained) else folder
@@ -103,6 +124,18 @@ def _merged(options: ExportOptions) -> Path:
     from policygrad.training.export import export_merged
 
     return export_merged(
+        options.run,
+        options.output,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        phase=_say,
+    )
+
+
+def _gguf(options: ExportOptions) -> Path:
+    from policygrad.training.export import export_gguf
+
+    return export_gguf(
         options.run,
         options.output,
         dtype=options.dtype,

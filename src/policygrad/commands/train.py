@@ -49,6 +49,8 @@ HELP = (
     "--algorithm.behaviour sampler takes what the sampler says for π_old, also where it is behind the weights.",
 )
 _FLAT = tyro.conf.arg(name="")
+_NAMES = {"skip_bad_rows": "task.skip-bad-rows", "decontaminate": "task.decontaminate"}
+"""Flags that are called otherwise than their option."""
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed)
 
 
@@ -234,7 +236,8 @@ def _check_resumable(before: Draft, run: Run, folder: str) -> None:
             )
     for name in ("tokenizer", "task", "map", "skip_bad_rows", "decontaminate", "held_out", "reward", "environment"):
         if getattr(before, name) != getattr(run, name):
+            flag = _NAMES.get(name, name.replace("_", "-"))
             raise ConfigError(
-                f"--resume {folder} with another --{name.replace('_', '-')} would compare before and after on different "
-                f"things: leave it out, or train anew with --config {folder}/run.toml --model {folder}/model --output DIR"
+                f"--resume {folder} with another --{flag} would compare before and after on different things: leave it out, or "
+                f"train anew with --config {folder}/run.toml --model {folder}/model --output DIR"
             )

@@ -36,11 +36,13 @@ PER_COMPLETION = (
     "in_statistics",
     "score_norm",
     "example",
+    "level",
+    "levels",
     "baseline",
     "demonstration",
 )
 _BOOL = ("step_end", "selected", "truncated", "in_statistics", "demonstration")
-_INTEGER = ("version", "anchor", "example")
+_INTEGER = ("version", "anchor", "example", "level", "levels")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,6 +103,10 @@ class Batch:
     """[B, T] int64; the state that a token's turn began in: equal within a group = the same state."""
     example: Tensor | None = None
     """[B] int64; which of the task's examples a completion answers, the same whenever it comes again."""
+    level: Tensor | None = None
+    """[B] int64; how difficult, from 0 on, the task was to make the prompt (`Filter.level`)."""
+    levels: Tensor | None = None
+    """[B] int64; the number of levels that the task has."""
     baseline: Tensor | None = None
     """[B] the reward of the greedy completion of the same prompt."""
     demonstration: Tensor | None = None

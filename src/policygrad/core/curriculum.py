@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from policygrad.core.batch import Batch, required
-from policygrad.core.metrics import Max, Metric, Metrics
+from policygrad.core.metrics import Max, Mean, Metric, Metrics
 from policygrad.core.protocols import Filter, State
 from policygrad.errors import ConfigError
 
@@ -134,6 +134,76 @@ class Waiting(PassRateBand):
     def report(self, batch: Batch) -> Metrics:
         """prompts/resting: how many."""
         return {"prompts/resting": Max(float(len(self.outside)))}
+
+
+@dataclass(frozen=True)
+class MovingLevel(Curriculum):
+    """The difficulty of a task that has levels, moved by how well its prompts are solved: a level up when the mean reward of the
+    last `rollouts` rollouts at a level is at least `up`, a level down when it is at most `down`.
+
+    Its memory is {"level": the level, "rates": the mean rewards of rollouts at it so far}. Rollouts that were sampled before
+    the level moved (`Run.staleness`) do not count. For tasks `curriculum:…`, whose levels are reasoning-gym's own
+    (Stojanovski et al. 2025, arXiv:2505.24760); when to move is ours.
+
+    Raises:
+        ConfigError: bounds without a middle, no rollouts, a level below the first.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"level", "levels"})
+    up: float = 0.7
+    down: float = 0.1
+    rollouts: int = 2
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.down < self.up:
+            raise ConfigError(f"MovingLevel.down must be below MovingLevel.up, not {self.down} and {self.up}")
+        if self.rollouts < 1 or self.start < 0:
+            raise ConfigError(
+                f"MovingLevel.rollouts is a number of rollouts, at least 1, and start a level from 0 on, not {self.rollouts} and "
+                f"{self.start}"
+            )
+
+    @property
+    def formula(self) -> str:
+        return f"a level up at mean R ≥ {self.up:g} over {self.rollouts} rollouts, down at ≤ {self.down:g}"
+
+    def init(self) -> State:
+        return {"level": self.start, "rates": []}
+
+    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        """By the rewards of all that the policy sampled at the level, filtered or not; one that failed counts as 0."""
+        level, last = required(batch.level, self, "level"), int(required(batch.levels, self, "levels").max()) - 1
+        now = min(state["level"], last)
+        there = (level == now) if batch.demonstration is None else (level == now) & ~batch.demonstration
+        if not there.any():
+            return {"level": now, "rates": list(state["rates"])}
+        rates = [*state["rates"], float(batch.reward[there].double().mean())][-self.rollouts :]
+        if len(rates) < self.rollouts:
+            return {"level": now, "rates": rates}
+        mean = sum(rates) / len(rates)
+        moved = now + 1 if mean >= self.up else now - 1 if mean <= self.down else now
+        moved = min(max(moved, 0), last)
+        return {"level": moved, "rates": rates if moved == now else []}
+
+    def at(self, state: State) -> AtLevel:
+        return AtLevel(self.up, self.down, self.rollouts, self.start, state["level"])
+
+
+@dataclass(frozen=True)
+class AtLevel(MovingLevel):
+    """The same at one rollout: the level."""
+
+    now: int = 0
+
+    @property
+    def level(self) -> int:  # type: ignore[override]
+        return self.now
+
+    def report(self, batch: Batch) -> Metrics:
+        """prompts/level: the prompts', a mean."""
+        level = required(batch.level, self, "level").double()
+        return {"prompts/level": Mean(float(level.sum()), float(len(level)))}
 
 
 def _rates(batch: Batch, part: Curriculum) -> dict[int, float]:

@@ -198,6 +198,8 @@ class Filter(Part):
 
     resting: frozenset[int] = frozenset()
     """The prompts, by their `Batch.example`, that a rollout shall pass over."""
+    level: int | None = None
+    """How difficult a rollout's prompts shall be, from 0 on, of a task that has levels; None = as the task makes them."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch:

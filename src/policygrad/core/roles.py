@@ -85,6 +85,7 @@ _MEANS = {
     "rounds": "rounds of sampling that a step may take",
     "carry": "whether groups that a step has no room for begin the next one",
     "resting": "the prompts that a rollout passes over, by number",
+    "level": "how difficult a rollout's prompts shall be, or None",
     "refill": "whether other prompts are sampled for what it drops",
     "dropped": "the completions it takes out",
     "uses_lr": "whether the learning rate means anything",

@@ -60,7 +60,8 @@ class Step:
 class Environment(Protocol):
     """One episode. Those of a rollout take their turns together, so awaiting a tool holds up nobody's thread.
 
-    One that never waits may say so with `waits = False`: it is then called without a task of its own.
+    One that never waits may say so with `waits = False`: it is then called without a task of its own. One that holds something,
+    a connection, may have a `close`, plain or async: it is called once, whatever has ended the episode.
     """
 
     async def reset(self) -> Observation:

@@ -80,6 +80,8 @@ class LearnerConfig:
     """Recompute activations in the backward pass: less memory, more time."""
     ranks: int = 1
     """Processes that learn together, weights, gradients and moments spread over them (FSDP2); on GPUs each has one of its own."""
+    patience: float = 45.0
+    """Seconds that one of several processes may stand still in what all do together, before the run ends resumably; 0 = any."""
     trainable: str = ""
     """Regular expression: the parameters that train, by name; empty = all."""
     lora: str = ""
@@ -105,6 +107,8 @@ class LearnerConfig:
             raise ConfigError(f"learner.dtype must be fp32 or bf16, or auto, not {self.dtype!r}")
         if self.ranks < 1:
             raise ConfigError(f"learner.ranks must be at least 1, not {self.ranks}")
+        if not 0 <= self.patience < math.inf:
+            raise ConfigError(f"learner.patience must be at least 0, and finite, not {self.patience}: 0 waits for ever")
         if self.micro_tokens < 0:
             raise ConfigError(
                 f"learner.micro_tokens must be at least 1, or 0 to leave it open, not {self.micro_tokens}"

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from policygrad.errors import DataError, ModelError
+from policygrad.models.control_tokens import Words, veiled, veiled_ids
 from policygrad.models.plain_tools import Message as Message
 from policygrad.models.plain_tools import Tools as Tools
 from policygrad.models.plain_tools import tools_block, without_tools
@@ -125,21 +126,26 @@ def continuation(
 
     They are the rendered difference. Decoded, the whole is what the template makes of the conversation, up to whitespace at
     the ends of the reply and the end token itself, where a template trims the one or leaves out the other. Text goes on as text.
+    What is new comes from tools and environments: where it spells out a control token, that is read letter by letter.
 
     messages_so_far: the conversation that the reply answers, each earlier reply as the text that was sampled.
     reply_text: the sampled turn, decoded without its end token. end_ids: what may have closed it, None = the tokenizer's ends.
 
     Raises:
         DataError: text that goes on as messages, or messages as text.
-        ModelError: as `render`; a template that writes earlier turns otherwise once there are more.
+        ModelError: as `render`; a template that writes earlier turns otherwise once there are more; letters that cannot be told
+            from a control token.
     """
     if isinstance(messages_so_far, str) != isinstance(new_messages, str):
         raise DataError(f"{source}: what began as text goes on as text, and messages as messages: give both alike")
+    word = _absent_from(repr((messages_so_far, reply_text, new_messages, tools)))
     if isinstance(messages_so_far, str) or isinstance(new_messages, str):
-        return _plain_ids(tokenizer, str(new_messages))
+        [text], words = veiled(tokenizer.hf, [{"content": str(new_messages)}], word)
+        return veiled_ids(tokenizer.hf, text["content"], words, source)
+    new, words = veiled(tokenizer.hf, new_messages, word)
 
     def rendered(*reply: Message) -> str:
-        messages = [*messages_so_far, *reply, *(new_messages if reply else ())]
+        messages = [*messages_so_far, *reply, *(new if reply else ())]
         return render(tokenizer, messages, generation_prompt=True, tools=tools, source=source)
 
     before, full = rendered().rstrip(), rendered({"role": "assistant", "content": reply_text})
@@ -153,19 +159,19 @@ def continuation(
             "out their reasoning, say), so that the next turn cannot follow the tokens that were sampled: begin a new "
             "trajectory at every turn, or use a template whose rendering only grows"
         )
-    return _after_end(tokenizer, tail, tokenizer.end if end_ids is None else end_ids)
+    return _after_end(tokenizer, tail, tokenizer.end if end_ids is None else end_ids, words, source)
 
 
-def _after_end(tokenizer: ChatTokenizer, tail: str, end_ids: Collection[int]) -> list[int]:
+def _after_end(tokenizer: ChatTokenizer, tail: str, end_ids: Collection[int], words: Words, source: str) -> list[int]:
     """The ids of what stands behind the end token, which was sampled. It is tokenised behind that token, where a tokenizer may
     see it otherwise than at the beginning of a text."""
     for end in sorted(end_ids):
         text = str(tokenizer.hf.convert_ids_to_tokens(end))
         if tail.lstrip().startswith(text):
             tail = tail.lstrip().removeprefix(text)
-            ids = _plain_ids(tokenizer, text + tail)
-            return ids[1:] if ids[:1] == [end] else _plain_ids(tokenizer, tail)
-    return _plain_ids(tokenizer, tail)
+            ids = veiled_ids(tokenizer.hf, text + tail, words, source)
+            return ids[1:] if ids[:1] == [end] else veiled_ids(tokenizer.hf, tail, words, source)
+    return veiled_ids(tokenizer.hf, tail, words, source)
 
 
 def _plain_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:

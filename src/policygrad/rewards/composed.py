@@ -48,6 +48,11 @@ class Composed:
             "budget": max(budgets, default=None),
         }
 
+    @property
+    def reward_network(self) -> bool:
+        """Whether a part asks a server."""
+        return any(getattr(part.function, "reward_network", False) for part in self._parts)
+
     def reward_prepare(self) -> None:
         """What each part prepares."""
         for part in self._parts:

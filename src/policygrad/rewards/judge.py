@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.calls import needing, quote
@@ -90,6 +90,9 @@ class Judge:
             "cache": lambda text: str(Path(text).expanduser().resolve()),
         }
         return from_options(cls, "judge", rest, readers, rubric=_rubric(file))
+
+    reward_network: ClassVar[bool] = True
+    """It asks a server, so that no wall can be around it."""
 
     @property
     def reward_options(self) -> dict[str, Any]:

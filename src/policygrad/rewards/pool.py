@@ -63,7 +63,7 @@ class RewardPool:
         self.rewards = tuple(resolve(reward) for reward in rewards)
         _check_names(self.rewards)
         check_names(environment, "environment")
-        walled.check(sandbox)
+        walled.check(sandbox, self.rewards)
         self._sandbox = sandbox
         self._environment = tuple(environment)
         self._signatures = [Signature.of(reward.function) for reward in self.rewards]

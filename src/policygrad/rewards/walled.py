@@ -11,6 +11,7 @@ from typing import Any
 
 from policygrad.errors import ConfigError
 from policygrad.rewards.memory import go_first
+from policygrad.rewards.types import Reward
 from policygrad.sandbox import WALLS, bubblewrap, standing
 from policygrad.sandbox.inside import confine
 from policygrad.sandbox.walls import interpreter
@@ -23,12 +24,19 @@ _PROC = ("/proc/cpuinfo", "/proc/meminfo", "/proc/self/statm", "/proc/self/task/
 _FIRST = 1  # the process above a worker behind bubblewrap
 
 
-def check(sandbox: str) -> None:
-    """Raises ConfigError for a wall that there is not, or that does not stand here."""
+def check(sandbox: str, rewards: Sequence[Reward] = ()) -> None:
+    """Raises ConfigError for a wall that there is not, or that does not stand here, and for rewards that ask servers behind one."""
     if sandbox not in CHOICES:
         raise ConfigError(f"rewards.sandbox {sandbox!r}: choose {', '.join(CHOICES)}")
-    if sandbox != NONE:
-        standing(sandbox)
+    if sandbox == NONE:
+        return
+    asks = [reward.name for reward in rewards if getattr(reward.function, "reward_network", False)]
+    if asks:
+        raise ConfigError(
+            f"reward {asks[0]!r} asks a server, and behind --rewards.sandbox {sandbox} there is no network: set it to none, or "
+            "leave the reward away"
+        )
+    standing(sandbox)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from policygrad.rollout.trajectory import Group, Trajectory, conversed
 def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Batch:
     """Right-padded tensors; an episode without a reward (None) has an all-false mask: it takes no part in anything.
 
-    needs: fields that are filled only where somebody reads them: rewards, and demonstration where there is none.
+    needs: fields that are filled only where somebody reads them: rewards, levels, and demonstration where there is none.
     """
     rows = [t for g in groups for t in g.trajectories]
 
@@ -47,6 +47,10 @@ def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Ba
     )
     if "demonstration" in needs or any(t.demonstration for t in rows):
         batch = replace(batch, demonstration=torch.tensor([t.demonstration for t in rows], dtype=torch.bool))
+    for name in sorted({"level", "levels"} & needs):  # columns of a task that has them
+        said = torch.tensor([g.start.example.columns[name] for g in groups], dtype=torch.int64)
+        change: dict[str, Any] = {name: said.repeat_interleave(sizes)}
+        batch = replace(batch, **change)
     return _with_rewards(batch, groups) if "rewards" in needs else batch
 
 
@@ -102,7 +106,8 @@ def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:
     whole = {name: torch.cat(parts).double() for name, parts in found.items()}
     metrics: Metrics = {name: Mean(float(x.sum()), float(len(x))) for name, x in whole.items() if len(x)}
     metrics |= {"tokens/sampled": Sum(float(lengths.sum())), "completions/max_length": Max(float(lengths.max()))}
-    return merge(metrics, *map(_of_environment, rows), _turns(rows))
+    groups = [group for some, _ in rounds for group in some]
+    return merge(metrics, *map(_of_environment, rows), *map(_of_part, groups), _turns(rows))
 
 
 def used(sampled: int, batch: Batch) -> Metrics:
@@ -112,6 +117,13 @@ def used(sampled: int, batch: Batch) -> Metrics:
     trained = float(trains.any(1).sum())
     counts: Metrics = {"completions/sampled": Sum(float(sampled)), "completions/trained": Sum(trained)}
     return counts | ({"completions/sampled_per_trained": Mean(float(sampled), trained)} if trained else {})
+
+
+def _of_part(group: Group) -> Metrics:
+    """The reward, by the part of a mix that the prompt is of."""
+    part = getattr(group.start.example, "part", "")
+    known = [t.reward for t in group.trajectories if t.reward is not None]
+    return {f"reward/from/{part}": Mean(sum(known), float(len(known)))} if part and known else {}
 
 
 def _of_environment(row: Trajectory) -> Metrics:

@@ -82,6 +82,7 @@ class _Episode:
         self.left = start.max_tokens
         self.over = self.truncated = False
         self.limit, self.ended = TOKENS, ""
+        self._closing = getattr(environment, "close", None)
 
     def request(self, sampling: Sampling) -> Request:
         turn = len(self.rewards)
@@ -107,6 +108,14 @@ class _Episode:
             self.over = True
         elif not cut and not self._hear(step.observation, text, encoder, generation.tokens):
             await self._break_off()
+        if self.over:
+            await self.close()
+
+    async def close(self) -> None:
+        """Once, whatever has ended it: the environment lets go of what it holds, where it has a `close`."""
+        closing, self._closing = self._closing, None
+        if closing is not None and inspect.isawaitable(closed := closing()):
+            await closed
 
     async def _break_off(self) -> None:
         """Nothing more can be said, so what the environment said last is left away."""
@@ -162,18 +171,22 @@ async def play(
 ) -> list[Group]:
     """n episodes from each start, in their order."""
     groups = [[_Episode(made(environment, start.example, start.seed), start, j) for j in range(n)] for start in starts]
-    prompts = [await _begin(episodes, encoder) for episodes in groups]
-    going = [episode for episodes in groups for episode in episodes]
-    while going:
-        generations = await sampler.generate([episode.request(sampling) for episode in going])
-        if len(generations) != len(going):
-            asked, name = len(going), type(sampler).__name__
-            raise EngineError(
-                f"{name}.generate returned {len(generations)} generations for {asked} requests: one for each"
-            )
-        pairs = zip(going, generations, strict=True)
-        await _together(going, (e.take(g, encoder, sampler) for e, g in pairs))
-        going = [episode for episode in going if not episode.over]
+    everyone = going = [episode for episodes in groups for episode in episodes]
+    try:
+        prompts = [await _begin(episodes, encoder) for episodes in groups]
+        while going:
+            generations = await sampler.generate([episode.request(sampling) for episode in going])
+            if len(generations) != len(going):
+                asked, name = len(going), type(sampler).__name__
+                raise EngineError(
+                    f"{name}.generate returned {len(generations)} generations for {asked} requests: one for each"
+                )
+            pairs = zip(going, generations, strict=True)
+            await _together(going, (e.take(g, encoder, sampler) for e, g in pairs))
+            going = [episode for episode in going if not episode.over]
+    finally:  # an error, an interruption: what is open ends with it
+        for episode in everyone:
+            await episode.close()
     return [
         Group(start, prompt, tuple(episode.trajectory(encoder) for episode in episodes))
         for start, prompt, episodes in zip(starts, prompts, groups, strict=True)

@@ -32,6 +32,7 @@ from policygrad.rollout.turns import with_turns
 from policygrad.rollout.values import with_values
 from policygrad.rollout.vine import branched
 from policygrad.samplers.base import InFlight, Sampler, Sampling
+from policygrad.tasks.levels import placed
 from policygrad.tasks.types import Example
 from policygrad.waiting import Waiter
 from policygrad.weight_sync.base import Published
@@ -131,10 +132,11 @@ class Rollouter:
         worth = "token_reward" in algorithm.declared or "step_end" not in algorithm.declared
 
         resting = frozenset[int]().union(*(part.resting for part in algorithm.filters))
+        level = next((part.level for part in algorithm.filters if part.level is not None), 0)
 
         def sample(count: int, position: int) -> tuple[Round, Judged, int]:
-            chosen, again = upcoming(self.examples, count, position, resting)
-            starts = [self._start(i, example, sampling, TRAIN, step) for i, example in chosen]
+            chosen, again = upcoming(lambda i: self.examples(placed(i, level)), count, position, resting)
+            starts = [self._start(placed(i, level), example, sampling, TRAIN, step) for i, example in chosen]
             groups, said = self._judged(starts, samples, sampling)
             groups, of_steps = judge_steps(groups, self.score_steps, self.tokenizer.decode, worth=worth)
             batch = to_batch(groups)
@@ -147,7 +149,7 @@ class Rollouter:
         if "demonstration" in algorithm.declared:
             kept, of_shown = self._with_demonstrations(kept)
             judged |= of_shown
-        whole = whole and not {"demonstration", "rewards"} & algorithm.declared
+        whole = whole and not {"demonstration", "rewards", "level"} & algorithm.declared
         batch = rounds[0].batch if whole else to_batch(kept, algorithm.declared)
         if (
             self.score_steps is not None

@@ -99,17 +99,22 @@ class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         rows, at = len(key_states), self.layout.used
+        read = self._columns(at)
         if (
             at == self.own[0].shape[2]
-        ):  # twice as much, for the rows that are left: few pages are touched that nobody fills
+        ):  # twice as much, for the rows that are left; pages that nobody fills are not touched
             self.own = tuple(cache.roomy(x[:rows], None, min(at, cache.ROOM)) for x in self.own)
-            for held in self.own:
-                held[:, :, at:] = 0  # hidden columns have to be finite
+        columns = self._columns(at + 1)
         for held, new in zip(self.own, (key_states, value_states), strict=True):
+            if columns > max(read, at + 1):  # read from now on, and hidden columns have to be finite
+                held[:, :, at:columns] = 0
             held[:rows, :, at : at + 1] = new
-        columns = min(-(-(at + 1) // self.even) * self.even, self.own[0].shape[2])
         self.keys, self.values = (_Shared.of(x[:rows, :, :columns], self) for x in self.own)
         return self.keys, self.values
+
+    def _columns(self, used: int) -> int:
+        """That are computed with, where so many are used."""
+        return min(-(-used // self.even) * self.even, self.own[0].shape[2])
 
     def move(self, target: Tensor, source: Tensor) -> None:
         """Rows at `source` take the places `target`."""
@@ -135,9 +140,9 @@ class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
             torch.cat([F.pad(x[1], (0, 0, width - x[1].shape[2], 0)) for x in (held, new)]),
         )
         if (missing := rows.stop - len(self.own[0])) > 0:
-            self.own = tuple(torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in self.own)
+            self.own = tuple(torch.cat([x, x.new_empty(missing, *x.shape[1:])]) for x in self.own)
         for x in self.own:
-            x[rows, :, : self.layout.used] = 0
+            x[rows, :, : self._columns(self.layout.used)] = 0
 
 
 def _attend(

@@ -1,8 +1,9 @@
 """Prompts and datasets: a task hands out training examples by number and fixed held-out examples.
 
 A task is named by "embedded" (the mix that the shipped model knows), "embedded_steps" (what of it takes several steps),
-by reasoning-gym datasets ("gcd+2*chain_sum:max_digits=1"), or as data: a JSONL, Parquet or Arrow file, a folder of `datasets`, a
-data set of the hub. A list of rows, or a `datasets.Dataset`, is a task without a name.
+by reasoning-gym datasets ("gcd+2*chain_sum:max_digits=1"), with their curricula ("curriculum:gcd"), by a taskset of verifiers
+("verifiers:ID"), or as data: a JSONL, Parquet or Arrow file, a folder of `datasets`, a data set of the hub, or a mix of those
+("0.7*a.jsonl+0.3*b.jsonl"). A list of rows, or a `datasets.Dataset`, is a task without a name.
 """
 
 import difflib
@@ -10,12 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policygrad.errors import DataError
+from policygrad.tasks.curricula import PREFIX, CurriculumTask
 from policygrad.tasks.embedded import MIX, STEPS, Component
+from policygrad.tasks.mixed import MixedTask, Part
 from policygrad.tasks.reading import Reading, examples, source_of
 from policygrad.tasks.reasoning_gym import ReasoningGymTask, dataset_names
 from policygrad.tasks.rows import RowsTask
+from policygrad.tasks.source import mixture
 from policygrad.tasks.spec import parse_mix
 from policygrad.tasks.types import Example, Prompt, Task
+from policygrad.tasks.verifiers import PREFIX as VERIFIERS
+from policygrad.tasks.verifiers import verifiers_task
 
 __all__ = ["EMBEDDED", "Component", "Example", "Prompt", "Task", "known_tasks", "load_task"]
 
@@ -38,12 +44,18 @@ def load_task(
 ) -> Task:
     """The task called `name`, the rows given in its place, or a Task as it is; `seed` orders training, never evaluation.
 
+    A mix of data draws by weight which part the next prompt is of; a column that a part has not is None in its rows.
+
     held_out: rows to evaluate on, or other data, only for a task made of rows or of data. reading: what is done with each row.
 
     Raises:
         DataError: what cannot be used, where, and the way out; ConfigError: a library that is not installed.
     """
     reading = reading or Reading()
+    if _mix(name) or (_mix(held_out) and source_of(name) is not None):
+        measured = None if held_out is None else _parts(held_out, "held-out row", reading)
+        title = name if isinstance(name, str) else "rows"
+        return MixedTask.of(title, _parts(name, "row", reading), seed, measured, reading.apart)
     source = source_of(name)
     if source is None:
         if reading != Reading():
@@ -54,12 +66,25 @@ def load_task(
     title = name if isinstance(name, str) else "rows"
     others = None
     if held_out is not None:
-        other = source_of(held_out, "held-out row")
-        if other is None:
-            raise DataError(f"held_out={held_out!r} is no data: give a file, such as held_out.jsonl, or rows")
-        title_of = held_out if isinstance(held_out, str) else "held_out"
-        others = title_of, examples(other, reading, title_of)
+        [part] = _parts(held_out, "held-out row", reading)
+        others = part.name, part.rows
     return RowsTask.of(title, examples(source, reading, title), seed, others, reading.apart)
+
+
+def _mix(given: object) -> tuple[tuple[float, str], ...]:
+    return mixture(given) if isinstance(given, str) else ()
+
+
+def _parts(given: Any, kind: str, reading: Reading) -> list[Part]:
+    """The parts of a mix, or the one that data without a mix is, read. kind: what rows in memory are called."""
+    found = list[Part]()
+    for weight, one in _mix(given) or ((1.0, given),):
+        source = source_of(one, kind)
+        if source is None:
+            raise DataError(f"held_out={one!r} is no data: give a file, such as held_out.jsonl, or rows")
+        name = one if isinstance(one, str) else "rows" if kind == "row" else "held_out"
+        found.append(Part(weight, name, examples(source, reading, name)))
+    return found
 
 
 def _own(task: Task, held_out: object) -> Task:
@@ -82,9 +107,13 @@ def _generated(name: str, seed: int, held_out: object) -> Task:
         )
     if name in EMBEDDED:
         return ReasoningGymTask(name, EMBEDDED[name], seed=seed, steps=PROCESS, worked=True)
-    components = parse_mix(name)
+    if name.startswith(VERIFIERS):
+        return verifiers_task(name, seed)
+    components = parse_mix(name.removeprefix(PREFIX))
     for component in components:
         _check_name(component.name)
+    if name.startswith(PREFIX):
+        return CurriculumTask(name, components, seed=seed)
     return ReasoningGymTask(name, components, seed=seed)
 
 

@@ -1,4 +1,4 @@
-"""Procedural tasks from reasoning-gym; the one file in tasks that imports it, and only when a task is used."""
+"""Procedural tasks from reasoning-gym; this file and curricula.py alone import it in tasks, and only when a task is used."""
 
 import contextlib
 import copy
@@ -9,11 +9,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
-from hashlib import sha256
 from itertools import count as count_from
+from itertools import islice
 from typing import Any
 
 from policygrad.errors import DataError
+from policygrad.tasks.choice import choose, integer
 from policygrad.tasks.embedded import Component, prompt_text
 from policygrad.tasks.split import HELD_OUT_ONE_IN, is_held_out
 from policygrad.tasks.types import Example
@@ -61,17 +62,18 @@ class ReasoningGymTask:
         self.seed = seed
         self.steps = steps
         self._components = tuple(components)
+        self._weights = tuple(component.weight for component in components)
         self._items = lru_cache(maxsize=4 * len(self._components))(self._create)
         self._pattern = lru_cache(maxsize=None)(self._find_pattern)
         for number, component in enumerate(self._components):
-            _check_config(component)
+            check_config(component)
             self._items(number, 0, 0)  # so that a bad value is an error now, not at step 900
 
     def train(self, index: int) -> Example:
         if index < 0:
             raise IndexError(f"training examples are numbered from 0, got {index}")
-        number = self._choose(f"{self.seed}", index)
-        base = _integer(f"{self.seed}/{number}", 1 << 31)
+        number = choose(f"{self.seed}", index, self._weights)
+        base = integer(f"{self.seed}/{number}", 1 << 31)
         for item in range(index * HELD_OUT_ONE_IN, index * HELD_OUT_ONE_IN + TRIES):
             entry = self._entry(number, base, item)
             if not is_held_out(entry["question"]):
@@ -83,12 +85,8 @@ class ReasoningGymTask:
 
     def held_out(self, count: int) -> list[Example]:
         """`count` different held-out problems; fewer problems are the first of more. Raises DataError if too few."""
-        seen: set[str] = set()
-        scans = [self._scan_held_out(number, seen) for number in range(len(self._components))]
         found: list[Example] = []
-        for draw in range(count):
-            number = self._choose(_HELD_OUT_SEED, draw)
-            entry = next(scans[number], None)
+        for number, entry in islice(self._held_out(set()), count):
             if entry is None:
                 raise DataError(
                     f"task {self._components[number].name!r} has too few held-out problems: asked for {count}, found "
@@ -97,9 +95,23 @@ class ReasoningGymTask:
             found.append(self._example(number, entry))
         return found
 
+    def unseen(self, seen: set[str]) -> Iterator[Example]:
+        """Held-out problems one by one, none whose question is in `seen`, which they join; ends where a data set runs dry."""
+        for number, entry in self._held_out(seen):
+            if entry is None:
+                return
+            yield self._example(number, entry)
+
+    def _held_out(self, seen: set[str]) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """(component, its next held-out item or None), without end."""
+        scans = [self._scan_held_out(number, seen) for number in range(len(self._components))]
+        for draw in count_from():
+            number = choose(_HELD_OUT_SEED, draw, self._weights)
+            yield number, next(scans[number], None)
+
     def _scan_held_out(self, number: int, seen: set[str]) -> Iterator[dict[str, Any]]:
         """Held-out items of one component that are not `seen` yet; ends when a long stretch brings nothing new."""
-        base, dry = _integer(f"{_HELD_OUT_SEED}/{self._components[number].name}", 1 << 31), 0
+        base, dry = integer(f"{_HELD_OUT_SEED}/{self._components[number].name}", 1 << 31), 0
         for item in count_from():
             entry = self._entry(number, base, item)
             if is_held_out(entry["question"]) and entry["question"] not in seen:
@@ -108,15 +120,6 @@ class ReasoningGymTask:
                 yield entry
             elif (dry := dry + 1) > 128 * HELD_OUT_ONE_IN:
                 return
-
-    def _choose(self, salt: str, index: int) -> int:
-        """Which component, by weight, from a hash: no generator state to save."""
-        point = _integer(f"{salt}:{index}", 1 << 53) / (1 << 53) * sum(c.weight for c in self._components)
-        for number, component in enumerate(self._components):
-            point -= component.weight
-            if point < 0:
-                return number
-        return len(self._components) - 1
 
     def _example(self, number: int, entry: dict[str, Any]) -> Example:
         name = self._components[number].name
@@ -169,7 +172,7 @@ def _alike(one: Any, other: Any) -> bool:
     return same and mine.keys() == others.keys()
 
 
-def _check_config(component: Component) -> None:
+def check_config(component: Component) -> None:
     """Refuse settings that the dataset does not have, and say when its problems cannot be repeated."""
     from reasoning_gym.factory import DATASETS
 
@@ -202,7 +205,3 @@ def _own_randomness(seed: int) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
-
-
-def _integer(text: str, bound: int) -> int:
-    return int.from_bytes(sha256(text.encode()).digest()[:16], "big") % bound

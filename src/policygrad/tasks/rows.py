@@ -60,6 +60,25 @@ class Chained(Sequence[Example]):
         return first[index] if index < len(first) else second[index - len(first)]
 
 
+class Epochs:
+    """Rows by number, without end, shuffled anew each epoch by (seed, epoch)."""
+
+    def __init__(self, rows: Sequence[Example], seed: int) -> None:
+        self._rows, self._seed = rows, seed
+        self._order = lru_cache(maxsize=2)(self._permutation)
+
+    def __getitem__(self, index: int) -> Example:
+        if index < 0:
+            raise IndexError(f"training examples are numbered from 0, got {index}")
+        epoch, place = divmod(index, len(self._rows))
+        return self._rows[self._order(epoch)[place]]
+
+    def _permutation(self, epoch: int) -> list[int]:
+        order = list(range(len(self._rows)))
+        Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
 class RowsTask:
     """Rows shuffled anew each epoch by (seed, epoch).
 
@@ -75,12 +94,9 @@ class RowsTask:
         self.name = name
         self.seed = seed
         self.held_out_is_train = not held_out
-        self._train = train
-        measured = held_out or train
-        keys = [sha256(prompt_key(row.prompt).encode()).digest() for row in measured]
-        self._held_out = View(measured, sorted(range(len(keys)), key=keys.__getitem__))
+        self._train = Epochs(train, seed)
+        self._held_out = by_hash(held_out or train)
         self.rows: Sequence[Example] = Chained(train, held_out)
-        self._order = lru_cache(maxsize=2)(self._permutation)
 
     @classmethod
     def of(
@@ -100,27 +116,30 @@ class RowsTask:
             _same_columns(name, rows, other, others)
             kept = _apart(_without(rows, others, name, other), others, name, apart)
             return cls(name, kept, others, seed=seed)
-        chosen = [is_held_out(prompt_key(row.prompt)) for row in rows]
-        if len(rows) < HOLD_OUT_FROM or not any(chosen) or all(chosen):
-            return cls(name, rows, (), seed=seed)
-        places = [[i for i, out in enumerate(chosen) if out is side] for side in (False, True)]
-        kept, others = (View(rows, side) for side in places)
-        return cls(name, _apart(kept, others, name, apart), others, seed=seed)
+        kept, others = divided(rows)
+        return cls(name, _apart(kept, others, name, apart) if others else kept, others, seed=seed)
 
     def train(self, index: int) -> Example:
-        if index < 0:
-            raise IndexError(f"training examples are numbered from 0, got {index}")
-        epoch, place = divmod(index, len(self._train))
-        return self._train[self._order(epoch)[place]]
+        return self._train[index]
 
     def held_out(self, count: int) -> list[Example]:
         """At most `count` rows, in the fixed order of their prompts' hashes; all of them when there are fewer."""
         return list(self._held_out[: max(count, 0)])
 
-    def _permutation(self, epoch: int) -> list[int]:
-        order = list(range(len(self._train)))
-        Random(f"{self.seed}/{epoch}").shuffle(order)
-        return order
+
+def divided(rows: Sequence[Example]) -> tuple[Sequence[Example], Sequence[Example]]:
+    """(rows to train on, held-out ones) by the prompt's hash; all and none where they are few, or it takes none or all."""
+    chosen = [is_held_out(prompt_key(row.prompt)) for row in rows]
+    if len(rows) < HOLD_OUT_FROM or not any(chosen) or all(chosen):
+        return rows, ()
+    places = [[i for i, out in enumerate(chosen) if out is side] for side in (False, True)]
+    return View(rows, places[0]), View(rows, places[1])
+
+
+def by_hash(rows: Sequence[Example]) -> View:
+    """In the order of their prompts' hashes, the same for every seed."""
+    keys = [sha256(prompt_key(row.prompt).encode()).digest() for row in rows]
+    return View(rows, sorted(range(len(keys)), key=keys.__getitem__))
 
 
 def prompt_key(prompt: Prompt) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 from policygrad.errors import DataError
 from policygrad.tasks.jsonl import JsonLines
+from policygrad.tasks.spec import weighted
 
 HUB = "hf:"
 TABLES = (".parquet", ".arrow", ".feather")
@@ -34,7 +36,47 @@ class Source(Protocol):
 
 def is_source(name: str) -> bool:
     """Whether a name is one of data: a file or folder that is there, a hub id behind `hf:`, or what ends like such a file."""
-    return name.startswith(HUB) or name.endswith((".jsonl", ".jsonl.gz", *TABLES)) or _folder(name) or _is_file(name)
+    return name.startswith(HUB) or name.endswith((".jsonl", ".jsonl.gz", *TABLES)) or _there(name)
+
+
+def mixture(name: str) -> tuple[tuple[float, str], ...]:
+    """(weight, name) of the parts of a mix of data, `0.7*a.jsonl+0.3*b.jsonl`; () = it is none. A `+` in the name of a file that is
+    there joins nothing.
+
+    Raises:
+        DataError: a weight that is not above 0, or a part that is no data.
+    """
+    pieces = name.split("+")
+    if len(pieces) < 2 or _there(name):
+        return ()
+    parts, first = list[tuple[float, str]](), 0
+    while first < len(pieces):
+        joined = {end: weighted("+".join(pieces[first:end]), name) for end in range(len(pieces), first, -1)}
+        end = next((end for end, (_, part) in joined.items() if _there(part.strip())), first + 1)
+        parts.append((joined[end][0], joined[end][1].strip()))
+        first = end
+    if not any(is_source(part) or _turned(part) for _, part in parts):
+        return ()
+    for _, part in parts:
+        _check_data(part, name)
+    return tuple(parts)
+
+
+def _turned(part: str) -> re.Match[str] | None:
+    """`a.jsonl*0.7`, in which the weight stands behind."""
+    found = re.fullmatch(r"(.+?)\s*\*\s*([\d.]+)", part)
+    return found if found and is_source(found[1]) else None
+
+
+def _check_data(part: str, whole: str) -> None:
+    if is_source(part):
+        return
+    behind = _turned(part)
+    hint = f"a weight stands before its part, {behind[2]}*{behind[1]}" if behind else "data is mixed with data"
+    raise DataError(
+        f"task {whole!r}: its part {part!r} is no data: {hint}; a part is a file (.jsonl, .parquet, .arrow), a folder of "
+        "`datasets`, or hf:REPOSITORY"
+    )
 
 
 def open_source(name: str, example: str) -> Source:
@@ -90,10 +132,13 @@ class Table:
 
 
 def digest(name: object) -> str | None:
-    """What tells whether data has changed: of a file or a folder its bytes', of a data set of the hub its fingerprint; None of
-    what is none of these."""
+    """What tells whether data has changed: of a file or a folder its bytes', of a data set of the hub its fingerprint, of a mix
+    those of its parts; None of what is none of these."""
     if not isinstance(name, str):
         return None
+    if parts := mixture(name):
+        said = "".join(f"{weight}\0{part}\0{digest(part)}\n" for weight, part in parts)
+        return hashlib.sha256(said.encode()).hexdigest()
     if name.startswith(HUB):
         from policygrad.tasks.hub import fingerprint
 
@@ -121,6 +166,10 @@ def _folder(name: str) -> bool:
         return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
     except (OSError, ValueError):
         return False
+
+
+def _there(name: str) -> bool:
+    return _folder(name) or _is_file(name)
 
 
 def _is_file(name: str) -> bool:

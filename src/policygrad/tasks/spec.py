@@ -19,11 +19,7 @@ def parse_mix(text: str) -> tuple[Component, ...]:
 
 
 def _parse_component(part: str, whole: str) -> Component:
-    weight = 1.0
-    if found := _WEIGHT.match(part):
-        weight, part = float(found.group(1)), part[found.end() :]
-        if not (weight > 0 and math.isfinite(weight)):
-            raise DataError(f"task {whole!r}: the weight {found.group(1)} must be positive; drop the dataset instead")
+    weight, part = weighted(part, whole)
     name, colon, settings = part.partition(":")
     name = name.strip()
     if not name:
@@ -37,6 +33,17 @@ def _parse_component(part: str, whole: str) -> Component:
             )
         config[key.strip()] = _value(value.strip())
     return Component(name, weight, config)
+
+
+def weighted(part: str, whole: str) -> tuple[float, str]:
+    """(weight, the rest) of one part of a mix; 1 where none is said. Raises DataError for one that is not above 0."""
+    found = _WEIGHT.match(part)
+    if not found:
+        return 1.0, part
+    weight = float(found.group(1))
+    if not (weight > 0 and math.isfinite(weight)):
+        raise DataError(f"task {whole!r}: the weight {found.group(1)} must be positive; drop the dataset instead")
+    return weight, part[found.end() :]
 
 
 def _value(text: str) -> Any:

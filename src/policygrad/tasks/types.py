@@ -20,6 +20,8 @@ class Example:
     columns: Mapping[str, Any] = field(default_factory=dict)
     source: str = field(default="", compare=False)
     """Where it stands, e.g. `sums.jsonl:12`, for error messages."""
+    part: str = field(default="", compare=False)
+    """Of a mix of data, the part that it is of, for metrics."""
 
 
 class Task(Protocol):

@@ -33,6 +33,13 @@ OPTIONS = (
 )
 """What a reader asks first; the whole is in run.toml, which names folders of the machine and is no part of the model."""
 
+MIXED = ("task", "held_out")
+"""What may be several files with + between them."""
+GGUF = (
+    "`policygrad export FOLDER --format gguf` writes this model, its tokenizer and its chat template as one file, where llama.cpp "
+    "has names for both architecture and tokenizer."
+)
+
 
 def card(
     kind: str,
@@ -66,6 +73,8 @@ def card(
             _table(("where", "part"), {k: f"`{v}`" for k, v in parts(algorithm).items()}),
         ]
     pieces += ["## How it was measured", *_measured(kind, config, measured, held_out)]
+    if kind != "reward-model":
+        pieces += ["## For llama.cpp, Ollama, LM Studio", GGUF]
     return "\n\n".join(pieces) + "\n"
 
 
@@ -100,6 +109,8 @@ def _option(config: Mapping[str, Any], key: str) -> str:
     value = _at(config, key)
     if value in (None, "", []):
         return ""
+    if key in MIXED:
+        return "+".join(_told(part.strip()) for part in str(value).split("+"))
     return ", ".join(map(_told, value)) if isinstance(value, list) else _told(value)
 
 

@@ -1,5 +1,5 @@
 """What a run has trained, in another form: an adapter in the weights of the model that it adapts, for whatever reads whole models
-only; the model of a run that was stopped, which has none in its folder yet."""
+only; the model of a run that was stopped, which has none in its folder yet; one GGUF file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from policygrad.checkpoint import format as checkpoints
+from policygrad.checkpoint.disk import is_full
 from policygrad.checkpoint.model_folder import write_model
-from policygrad.errors import ConfigError, ModelError, RunError
+from policygrad.errors import ConfigError, EngineError, ModelError, RunError
 from policygrad.models.adapters import merged
+from policygrad.models.byte_pairs import byte_pairs
 from policygrad.models.classifier import labels, load_classifier
 from policygrad.models.classifier import load_tokenizer as classifier_tokenizer
 from policygrad.models.loading import load_model, resolve
@@ -24,6 +26,12 @@ from policygrad.models.trust import FLAG
 from policygrad.training.card import CARD, card, of_whole
 from policygrad.training.config.run import OBJECT
 from policygrad.training.folder import check_resumable
+from policygrad.weight_sync.gguf_file import FILE as GGUF
+from policygrad.weight_sync.gguf_model import write_gguf
+from policygrad.weight_sync.gguf_weights import package, rows, unfit
+
+CONVERTER = "take llama.cpp's own convert_hf_to_gguf.py, which knows more kinds"
+"""The way out of what is not written here."""
 
 
 def export_merged(
@@ -116,6 +124,62 @@ def _put(saved: checkpoints.Checkpoint, model: nn.Module, name: str) -> None:
         raise RunError(f"{saved.path} does not fit the model {name!r} ({min(odd, default='it has no weights')})")
     for key, tensor in trained.items():
         own[key].copy_(tensor)
+
+
+def export_gguf(
+    model: str,
+    output: str | None = None,
+    *,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    phase: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """One file with weights, vocabulary and chat template, which llama.cpp, Ollama and LM Studio load; adapters are merged.
+
+    model: a run's folder, a model's or an adapter's, or a hub id. output: None = `model.gguf` in that folder. dtype: fp32, bf16;
+    None = what the run computed in, and fp32 of what is no run's.
+
+    Raises:
+        ModelError: an architecture, or a tokenizer, that llama.cpp has no name for, or a reward model; EngineError: the package
+            `gguf` is missing; RunError: the file is there already, or cannot be written.
+    """
+    path = resolve(model)
+    final = Path(output) if output is not None else Path(model) / GGUF
+    if final.exists():
+        raise RunError(f"{final} is there already: choose another --output")
+    if output is None and not Path(model).is_dir():
+        raise RunError(f"{model!r} is no folder here, where the file could go: add --output FILE.gguf")
+    if labels(path, trust_remote_code)[0]:
+        raise ModelError(f"{model!r} scores texts and writes none: GGUF is for models that do")
+    package()  # before the work, not after it
+    phase("loading the model")
+    whole = load_model(model, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(model, whole, trust_remote_code=trust_remote_code)
+    whole = merged(whole) if base_of(path) is not None else whole
+    try:
+        if reason := unfit(whole):
+            raise ModelError(reason)
+        words = byte_pairs(tokenizer, rows(whole))
+    except ModelError as error:
+        raise ModelError(f"{error}: {CONVERTER}") from error
+    phase("writing")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        write_gguf(final, whole, words, name=_called(model), dtype=dtype or _own(Path(model)))
+    except EngineError as error:
+        raise ModelError(f"{error}: {CONVERTER}") from error
+    except OSError as error:
+        reason, way_out = (
+            ("the disk is full", "free some space") if is_full(error) else (str(error), "see to the cause")
+        )
+        raise RunError(f"{final} was not written: {reason}; {way_out}, then again") from error
+    return final
+
+
+def _called(model: str) -> str:
+    """A model's name for people: of a path the last part, and of a run's `model` the run's."""
+    path = Path(model)
+    return (path.resolve().parent if path.name == "model" else path.resolve() if path.is_dir() else path).name
 
 
 def _own(run: Path) -> str:

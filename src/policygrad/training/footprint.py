@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 
-from policygrad.checkpoint.manager import KEPT
 from policygrad.errors import PolicygradError
 from policygrad.learners.local.activations import kept_bytes
 from policygrad.learners.local.head import BUFFER, BUFFER_ACCELERATOR, WAITING
@@ -24,8 +23,10 @@ from policygrad.models.loading import resolve
 from policygrad.models.lora import base_of, described
 from policygrad.models.precision import DTYPES
 from policygrad.models.trust import reading
+from policygrad.planning.memory import static
 from policygrad.rewards.memory import resident, words
 from policygrad.tasks import load_task
+from policygrad.training.asks import asks
 from policygrad.training.config.run import Run
 from policygrad.training.reading import row_reading
 from policygrad.training.resources import pick_device, policy_tokenizer
@@ -112,31 +113,19 @@ def _models(run: Run, parameters: int, adapters: int | None, dtype: torch.dtype)
     """Weights, gradients and Adam's moments of all that trains, the copy that undoes a failed step, and the models beside it.
     adapters: parameters that train, in float32, on weights that all models have in common; None = all weights do."""
     algorithm, weight = run.algorithm, dtype.itemsize
-    masters = 0 if dtype == torch.float32 else 4
-    trained = (
-        1 + (algorithm.critic is not None and algorithm.critic.features == "own") + (algorithm.reward_model is not None)
-    )
-    frozen = ("logp_ref" in algorithm.needs) + ("kl_old" in algorithm.forward_needs) + (run.staleness > 0)
+    asked = asks(algorithm)
+    trained, frozen = asked.trained, asked.frozen + (run.staleness > 0)
     moving = parameters if adapters is None else adapters
-    moments = moving * trained * 8 if algorithm.step.uses_lr else 0
-    state = moving * trained * 4 + moments  # of bf16 weights the masters
-    learned = {
-        "gradients": moving * trained * 4,
-        "optimiser": moments or moving * 6 * 4,
-        "copy of the state": state if state <= KEPT else 0,
-    }
+    held = static(moving, weight, trained, frozen, adamw=algorithm.step.uses_lr)
+    counted = {name: int(size) for name, size in held.items()}
     if adapters is None:
-        return {
-            "weights": parameters * trained * (weight + masters),
-            **learned,
-            "other models": parameters * frozen * weight,
-        }
+        return counted
     named = algorithm.reference is not None and algorithm.reference.model is not None
     base = parameters // 2 + parameters // 16 if _bits(run) else parameters * weight  # NF4, with its scales
     return {
         "weights": base,
         "adapters": adapters * trained * 4,
-        **learned,
+        **{name: counted[name] for name in ("gradients", "optimiser", "copy of the state")},
         "other models": adapters * (frozen - named) * 4 + parameters * named * weight,
     }
 

@@ -175,7 +175,10 @@ class Guarding:
         if self.verdict.action == "warn":
             return False
         rollback = self.verdict.action == "rollback"
-        saved = load_latest(checkpointer.folder, warn=lambda text: self._note(text, None)) if rollback else None
+        saved = None
+        if rollback:
+            checkpointer.settle()
+            saved = load_latest(checkpointer.folder, warn=lambda text: self._note(text, None))
         self._undone, self._parts = True, None
         if saved is not None:
             learner.restore(stored.split(saved.tensors)[1], saved.state["learner"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.rollouter import Rollouter
@@ -50,7 +51,16 @@ class HeldOut:
         if not found.scored:
             return None, {}
         self.binary = self.binary and found.binary
-        return found.mean, {"held_out": found.mean, "held_out_stderr": found.standard_error()}
+        numbers = {"held_out": found.mean, "held_out_stderr": found.standard_error()}
+        return found.mean, numbers | self._of_parts(found)
+
+    def _of_parts(self, found: EvaluationResult) -> dict[str, float]:
+        """The mean by the part of a mix that a problem is of."""
+        means = dict[str, list[float]]()
+        for example, mean in zip(self.examples, found.means, strict=True):
+            if part := getattr(example, "part", ""):
+                means.setdefault(part, []).append(mean)
+        return {f"held_out/from/{part}": fmean(each) for part, each in means.items()}
 
     def summary(self, before: float | None, after: float | None) -> dict[str, str]:
         """The scores before and after, for people."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -47,7 +48,8 @@ def local_learner(model: nn.Module, run: Run) -> Learner:
     if run.learner.ranks > 1:  # torch.distributed takes a while to import
         from policygrad.learners.fsdp.leader import ranked_learner
 
-        make = partial(ranked_learner, samples=run.sampler.engine == LOCAL and not run.staleness)
+        samples = run.sampler.engine == LOCAL and not run.staleness
+        make = partial(ranked_learner, samples=samples, folder=Path(run.output) if run.output else None)
     return make(
         model,
         run.algorithm,
@@ -75,14 +77,20 @@ def learner_of(given: Learner | LearnerFactory, model: nn.Module, run: Run) -> L
     return learner
 
 
-def put_back(learner: Learner, saved: Checkpoint, tensors: Mapping[str, Tensor], run: Run, folder: Path) -> None:
-    """The learner as it was at the checkpoint, whose own tensors these are.
+def put_back(
+    restore: Callable[[Mapping[str, Tensor], Mapping[str, Any]], None],
+    saved: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    run: Run,
+    folder: Path,
+) -> None:
+    """The learner as it was at the checkpoint, whose own tensors these are. restore: the learner's.
 
     Raises:
         RunError: a checkpoint of another algorithm, or of another model.
     """
     try:
-        learner.restore(tensors, saved.state["learner"])
+        restore(tensors, saved.state["learner"])
     except KeyError as error:
         raise RunError(
             f"{saved.path} has no {error}, which {run.algorithm.name} needs: go on with the algorithm that the run began with, "

@@ -18,8 +18,9 @@ from torch import nn
 
 from policygrad.checkpoint.disk import write_atomically
 from policygrad.checkpoint.format import Checkpoint, newest
-from policygrad.checkpoint.manager import KEPT, Checkpointer, Saved, Stepped
+from policygrad.checkpoint.manager import KEPT, Checkpointer, Stepped
 from policygrad.checkpoint.model_folder import save_model
+from policygrad.checkpoint.spread import Saved, Spread
 from policygrad.errors import ConfigError, RunError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.models.trust import FLAG
@@ -102,6 +103,11 @@ class Lifecycle(ABC, Generic[C, P, M]):
     def keeps(self) -> int:
         """Bytes of state of which a copy is kept at every step, at most."""
         return KEPT
+
+    @property
+    def spread(self) -> Spread[P] | None:
+        """How several processes save what they share; None = `pack` has it all."""
+        return None
 
     @abstractmethod
     def info(self, progress: P) -> RunInfo:
@@ -216,6 +222,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
             resume=self.resume_words,
             keeps=self.keeps,
             check=self.check_saved,
+            spread=self.spread,
         )
         saved = self.checkpointer.restore() if resumed else None
         self.progress = self.start(saved)

@@ -109,6 +109,7 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         )
     if "demonstration" in (needed.needs or ()):
         _check_shown(task, needed.environment)
+    _check_levels(task, needed.needs)
     own = needed.environment is not None and not needed.reward  # the environment says what its turns are worth
     scored = needed.reads_reward or own or bool(needed.reward or task.rewards)
     chosen = () if own or not scored else choose_rewards(task, needed.reward, needed.needs, needed.step_end)
@@ -192,6 +193,21 @@ def _check_shown(task: Task, environment: EnvironmentFactory | None) -> None:
     if all(example.columns.get(COLUMN) is None for example in seen):
         which = "no row" if task.rows else f"none of the first {LOOKED_AT} examples"
         raise ConfigError(f"the algorithm learns from demonstrations, and {which} of {task.name!r} has one: {WAY_OUT}")
+
+
+def _check_levels(task: Task, needs: frozenset[str] | None) -> None:
+    """Raises ConfigError for levels of difficulty that nothing moves, or for what would move those of a task without any."""
+    levels = getattr(task, "levels", 0)
+    if "level" in (needs or ()) and not levels:
+        raise ConfigError(
+            f"MovingLevel moves the difficulty of a task that has levels, and {task.name!r} has none: take one of reasoning-gym's "
+            "curricula, --task curriculum:chain_sum, or drop the filter"
+        )
+    if levels and needs is not None and "level" not in needs:
+        raise ConfigError(
+            f"the task {task.name!r} has {levels} levels of difficulty, and nothing moves them: add "
+            "--algorithm.filters MovingLevel, or name its data set without curriculum:"
+        )
 
 
 def _sampler(needed: Needed, model: nn.Module, tokenizer: Tokenizer) -> Sampler:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, Unpack
 from torch import nn
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.manager import Saved
+from policygrad.checkpoint.spread import Saved
 from policygrad.errors import CheckpointError, RunError
 from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
 from policygrad.models.adapters import words

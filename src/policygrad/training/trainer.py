@@ -6,11 +6,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
+
+from torch import Tensor
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.manager import Saved
+from policygrad.checkpoint.spread import Saved, Spread
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.environments import EnvironmentFactory
 from policygrad.errors import CheckpointError, RewardError, RunError
@@ -43,6 +46,9 @@ from policygrad.training.resources import load as load_resources
 from policygrad.training.stopping import Stop
 from policygrad.training.threads import few_threads
 from policygrad.weight_sync.in_process import put_weights
+
+if TYPE_CHECKING:  # torch.distributed takes a while to import
+    from policygrad.training.shares import Shares
 
 _STATE = {"learner", "parts", "algorithm", "position", "tokens", "seconds", "before", "measured", "binary", "given"}
 """What a checkpoint cannot do without."""
@@ -124,6 +130,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         self._failing = FailingSteps(run.rewards.failing, run.rewards.patience)
         self._guarding = Guarding(run.guard, self.note)
         self._gave_up: str | None = None  # why the rewards end the run
+        self._shares: Shares | None = None  # of a learner in several processes
 
     @property
     def name(self) -> str:
@@ -145,8 +152,9 @@ class Trainer(Lifecycle[Run, Progress, float]):
             stack.callback(self.learner.close)
         if run.learner.ranks > 1:  # torch.distributed takes a while to import
             from policygrad.training.ranks import drawn_by_all
+            from policygrad.training.shares import shares_of
 
-            self.resources = drawn_by_all(found, self.learner)
+            self.resources, self._shares = drawn_by_all(found, self.learner), shares_of(self.learner)
         rubrics = (file for name in run.reward if isinstance(name, str) for file in rubrics_of(name))
         self._began = began(run, next(found.model.parameters()).device.type, (*named(self._own), *rubrics))
         check_rate(self.learner, run.guard)
@@ -175,8 +183,17 @@ class Trainer(Lifecycle[Run, Progress, float]):
     def over(self, progress: Progress) -> bool:
         return progress.over(self.config)
 
+    @property
+    def spread(self) -> Spread[Progress] | None:
+        shares = self._shares
+        if shares is None:
+            return None
+        return Spread(lambda progress: self._packed(progress, {}, shares.values), shares.begin, shares.leaves)
+
     def pack(self, progress: Progress) -> Saved:
-        tensors, values = self.learner.state()
+        return self._packed(progress, *self.learner.state())
+
+    def _packed(self, progress: Progress, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> Saved:
         waiting, said = stored.pack(progress.carried, progress.ahead)
         return tensors | waiting, {
             "learner": values,
@@ -224,7 +241,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
             )
         for text in noticed(state["began"], self._began, run, self.folder) if "began" in state else ():
             self.trackers.note(text)
-        put_back(self.learner, saved, tensors, run, self.folder)
+        restore = self.learner.restore if self._shares is None else partial(self._shares.restore, saved.path)
+        put_back(restore, saved, tensors, run, self.folder)
         self.before, self.measured, self.held_out.binary = state["before"], state["measured"], state["binary"]
         parts, (groups, ahead) = state["parts"], stored.unpack(waiting, state, self.resources.task.train)
         if state["algorithm"] != algorithm_to_dict(algorithm):

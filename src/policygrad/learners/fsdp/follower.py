@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from policygrad.learners.fsdp.leader import AGREED, lost_connection
 from policygrad.learners.fsdp.learner import FsdpLearner, Plan
+from policygrad.learners.fsdp.pulse import Heart
 from policygrad.learners.fsdp.ranks import Ranks
 
 
@@ -29,6 +30,7 @@ def follow(ranks: Ranks) -> int:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     learner: FsdpLearner | None = None
+    heart = Heart(ranks.line, ranks.rank)
     try:
         while (said := ranks.heard()) is not None:
             with suppress(*AGREED):  # which rank 0 raises too
@@ -41,5 +43,6 @@ def follow(ranks: Ranks) -> int:
         if not lost_connection(error):
             raise
         return 1
+    heart.close()
     ranks.close()
     return 0

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self, TypeVar
 
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics
-from policygrad.errors import PolicygradError, RunError
+from policygrad.errors import HangError, PolicygradError, RunError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.blueprint import Blueprint
 from policygrad.learners.fsdp.learner import FsdpLearner, Plan
+from policygrad.learners.fsdp.line import Line
 from policygrad.learners.fsdp.ranks import Ranks, check_devices
 from policygrad.learners.fsdp.supported import check_model, check_ranks
 from policygrad.learners.local.checks import check_widths
@@ -42,8 +44,11 @@ AGAIN = 0.5
 class RankedLearner:
     """As `LocalLearner`, with as many processes as `ranks` has."""
 
-    def __init__(self, ranks: Ranks, plan: Plan, model: nn.Module, reference: nn.Module | None) -> None:
+    def __init__(
+        self, ranks: Ranks, plan: Plan, model: nn.Module, reference: nn.Module | None, folder: Path | None = None
+    ) -> None:
         self._ranks, self._whole, self._lock, self.samples = ranks, True, threading.Lock(), plan.samples
+        ranks.watchdog.start(plan.config.patience, folder)
         with self.together("making the learner"):
             ranks.tell(plan)
             self._learner = FsdpLearner(ranks, plan, model, reference)
@@ -62,9 +67,10 @@ class RankedLearner:
         optimizer: OptimizerConfig | None = None,
         reference: nn.Module | None = None,
         samples: bool = False,
+        folder: Path | None = None,
     ) -> Self:
         """The arguments are those of `LocalLearner`. `model` stays whole in this process: `publish` writes the weights into it.
-        samples: it is whole in all of them, for each to draw with.
+        samples: it is whole in all of them, for each to draw with. folder: the run's, where the stacks of processes that hang go.
 
         Raises:
             ConfigError: what several processes cannot share yet.
@@ -94,7 +100,7 @@ class RankedLearner:
             threads=_threads(ranks.size),
             samples=samples,
         )
-        return cls(ranks, plan, model, model if reference is None else reference)
+        return cls(ranks, plan, model, model if reference is None else reference, folder)
 
     @property
     def ranks(self) -> int:
@@ -137,11 +143,31 @@ class RankedLearner:
         """Gathered: that of one process."""
         return self._do(FsdpLearner.state)
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The state's values alone, which this process has."""
+        return self._learner.values()
+
+    def do(self, function: Callable[..., T], *args: Any) -> T:
+        """A function of the learner's share and of these arguments, in every process; what it returns in this one."""
+        return self._do(function, *args)
+
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """The state of a checkpoint, of whatever number of processes."""
         with self.together("restore") as ranks:
             ranks.tell((FsdpLearner.restore, ({n: t.to("meta") for n, t in tensors.items()}, values)))
             self._learner.restore(tensors, values)
+
+    @property
+    def line(self) -> Line:
+        """To the other processes."""
+        return self._ranks.line
+
+    @property
+    def gone(self) -> str:
+        """In words, that another process has ended or does not answer; empty where nobody knows of any."""
+        apart = "" if self._whole else "the processes that learn together have come apart"
+        return self._ranks.ended or self._ranks.watchdog.mute or apart
 
     def close(self) -> None:
         """The other processes end."""
@@ -161,11 +187,14 @@ class RankedLearner:
             if not self._whole:
                 raise RunError(f"{what}: the processes that learn together have come apart, see the error before")
             try:
-                yield self._ranks
+                with self._ranks.watchdog.over(what):
+                    yield self._ranks
             except AGREED:
                 raise
             except BaseException as error:
                 self._whole = False
+                if isinstance(error, Exception) and (found := self._ranks.watchdog.found):
+                    raise HangError(found) from error
                 gone = lost_connection(error)
                 if not gone:
                     raise

@@ -26,6 +26,7 @@ from policygrad.learners.fsdp.division import Dealt
 from policygrad.learners.fsdp.ranks import Ranks
 from policygrad.learners.fsdp.score_norms import ShardedScoreNorms
 from policygrad.learners.fsdp.sharding import BareEvaluator, ShardedEvaluator, sharded, twin
+from policygrad.learners.fsdp.shares import Read, part_of, share_of
 from policygrad.learners.fsdp.units import units
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Evaluator
@@ -148,8 +149,27 @@ class FsdpLearner(LocalLearner):
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """The state of a checkpoint, which rank 0 has; the others know its names, shapes and types."""
+        self.adopt({name: self._spread(tensor) for name, tensor in tensors.items()}, values)
+
+    @torch.no_grad()
+    def adopt(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """A state of which this process has its share."""
         self._published = -1
-        super().restore({name: self._spread(tensor) for name, tensor in tensors.items()}, values)
+        super().restore(tensors, values)
+
+    def share(self, like: Tensor, read: Read) -> Tensor:
+        """This process's share of a checkpoint's tensor of this shape."""
+        return share_of(like, read, self._mesh, self._device) if like.ndim else read(None)
+
+    def held(self) -> dict[str, tuple[torch.Size, tuple[int, ...], Tensor]]:
+        """What this process is to write of the state: of each tensor the whole one's shape, where its part begins, the part."""
+        tensors, _ = super().state()
+        found = {name: (x.shape, part_of(x, self.ranks.rank == 0)) for name, x in tensors.items()}
+        return {name: (shape, *part) for name, (shape, part) in found.items() if part is not None}
+
+    def values(self) -> dict[str, Any]:
+        """The state's values, which all processes have."""
+        return super().state()[1]
 
     def _spread(self, tensor: Tensor) -> Tensor:
         device = self._device if tensor.ndim else torch.device("cpu")

@@ -24,7 +24,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
 from policygrad.errors import ConfigError, RunError
+from policygrad.learners.fsdp.line import Line
 from policygrad.learners.fsdp.torchrun import launched
+from policygrad.learners.fsdp.watchdog import Watchdog
 from policygrad.rewards.imports import FILE_MODULE
 
 PATIENCE = timedelta(days=30)
@@ -46,6 +48,8 @@ class Ranks:
         """Of a process in torch's default group. others: those that this one has started."""
         self.rank, self.size, self._others = rank, size, others
         self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.line = Line.between(rank, size, self._control)
+        self.watchdog = Watchdog(self.line, size, self._killed)  # which rank 0 starts
 
     @classmethod
     def start(cls, size: int) -> Ranks:
@@ -142,8 +146,20 @@ class Ranks:
                 other.wait(END / len(self._others))
         return _ended(self._others)
 
+    def _killed(self, rank: int) -> bool:
+        """Ends another at once, where this process has started it; whether it has."""
+        if self._others:
+            self._others[rank - 1].kill()
+        return bool(self._others)
+
+    @property
+    def ended(self) -> str:
+        """In words, the first of the others to have ended; empty where none has, or nobody knows."""
+        return _ended(self._others)
+
     def close(self, whole: bool = True) -> None:
         """The others end, and are waited for. whole: they are listening; otherwise they are in the midst of something."""
+        self.watchdog.close()
         if not whole:
             _kill(self._others)
             _leave()

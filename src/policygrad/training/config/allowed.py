@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from policygrad.environments.others import codes, family
 from policygrad.errors import ConfigError
 from policygrad.rewards.imports import look_here
 from policygrad.rewards.resolve import codes_of
@@ -69,7 +70,7 @@ def from_words(words: Sequence[str]) -> list[str]:
     """The modules and files that a command line names."""
     rewards = [word for i, word in enumerate(words) if _after_reward(words[:i])]
     others = [word for i, word in enumerate(words) if not _after_reward(words[:i])]
-    found = {word.rpartition(":")[0] for word in others if is_own(word) and ":" in word}
+    found = {code for word in others if is_own(word) and ":" in word for code in codes(word)}
     return sorted(found | {code for word in rewards for code in codes_of(word)})
 
 
@@ -84,10 +85,10 @@ def named(data: Mapping[str, Any]) -> Iterator[str]:
     for name in rewards if isinstance(rewards, list) else [rewards]:
         if isinstance(name, str):
             yield from codes_of(name)
-    for option in ("map", "environment"):
+    for option in ("map", "environment", "task"):
         name = data.get(option)
-        if isinstance(name, str) and is_own(name):
-            yield name.rpartition(":")[0] or name
+        if isinstance(name, str) and is_own(name) and (option != "task" or family(name)):
+            yield from codes(name)
     algorithm = data.get("algorithm")
     if isinstance(algorithm, Mapping):
         for key, value in algorithm.items():

@@ -75,7 +75,9 @@ class Options:
     """Let Python code in the folder or repository of model, tokenizer and reference run; without it such a model is refused."""
     task: Annotated[Any, named("NAME|FILE", str)] = "embedded"
     """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
+    With levels of difficulty: curriculum:NAME. A taskset of verifiers: verifiers:ID.
     Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
+    Several are mixed by weight: 0.7*a.jsonl+0.3*b.jsonl.
     From Python also rows, each a dict with `prompt`."""
     map: Annotated[Any, named("FILE:NAME", str, "none")] = None
     """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
@@ -89,11 +91,12 @@ class Options:
     Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
     environment: Annotated[Any, named("FILE:NAME", str, "the prompt and one answer")] = None
     """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME.
+    Others': gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID.
     Without --reward its own rewards are all there is. From Python also the object."""
     step_end: Annotated[str | None, optional("REGEX", "the task's own")] = None
     """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
     held_out: Annotated[Any, named("FILE", str, "a sixteenth of the task, chosen by a hash of the prompt")] = None
-    """Data of held-out problems, for a task that is data. From Python also rows."""
+    """Data of held-out problems, one or a mix, for a task that is data. From Python also rows."""
     steps: int = 16
     """Rollouts, each followed by the algorithm's updates."""
     staleness: int = 0

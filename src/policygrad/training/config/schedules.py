@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from policygrad.learners.config import LearnerConfig
 from policygrad.training.config.run import Run
 
 
 def idle(run: Run) -> tuple[str, ...]:
-    """For people: each schedule of the algorithm that never acts in this run, with the way out.
+    """For people: each schedule of the algorithm, and the watch over processes, that never acts in this run, with the way out.
 
     A token budget may end a run earlier still; when is not known before.
     """
-    return (*_reference(run), *_critic(run))
+    return (*_reference(run), *_critic(run), *_watch(run))
 
 
 def _reference(run: Run) -> Iterator[str]:
@@ -43,6 +44,11 @@ def _critic(run: Run) -> Iterator[str]:
             f"{critic.explained:.0%} of the returns' variance the policy stands still. Set --steps above {critic.pretrain}, or a "
             "smaller --algorithm.critic.pretrain"
         )
+
+
+def _watch(run: Run) -> Iterator[str]:
+    if run.learner.ranks == 1 and run.learner.patience != LearnerConfig().patience:
+        yield "learner.patience is for several processes, and one process learns: leave it out, or set --learner.ranks"
 
 
 def _steps(n: int) -> str:

@@ -76,8 +76,11 @@ class Supervised:
             raise ConfigError(
                 f"learner.score_parameters is for policy gradients; {self.kind} reads none: leave it empty"
             )
-        if self.learner.ranks > 1:
-            raise ConfigError(f"learner.ranks is for policygrad train; {self.kind} learns in one process: leave it out")
+        for name in ("ranks", "patience"):
+            if getattr(self.learner, name) != getattr(LearnerConfig(), name):
+                raise ConfigError(
+                    f"learner.{name} is for policygrad train; {self.kind} learns in one process: leave it out"
+                )
 
     def resolved(self) -> Self:
         """With every open choice filled in.

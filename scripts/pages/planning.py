@@ -1,0 +1,185 @@
+"""Of docs/planning.md: predictions of `policygrad plan` against runs that others have published and that docs/results/bench.json
+holds, with their errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from measure_algorithms import RESULTS
+from pages.markdown import table
+from policygrad.planning.devices import DEVICES
+from policygrad.planning.layout import MICRO_CPU, Layout
+from policygrad.planning.memory import learner
+from policygrad.planning.plan import Plan, Question
+from policygrad.planning.reached import Calibration, Reached, load
+from policygrad.planning.shapes import NAMED, Shape
+from policygrad.planning.told import GIB
+from policygrad.planning.work import Asks, Work
+from policygrad.training.trial import CPU
+
+NEMO = Asks("grpo", frozen=1, scores=2, head_twice=True, updates=4)
+"""Its GRPO reads every rollout twice, for log π_old and log π_ref, and learns in four updates of 512 completions."""
+SEVEN = Shape("7M", 256, 768, 6, 4, 2, 64, 8192, tied=True, qk_norm=True)
+TWENTY_FIVE = Shape("25M", 384, 1152, 8, 6, 2, 64, 32768, tied=True, qk_norm=True)
+HEAD = ("run", "what", "measured", "planned", "error")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of one run."""
+
+    run: str
+    what: str
+    measured: float
+    planned: float
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.measured - 1
+
+    def cells(self) -> tuple[str, ...]:
+        return self.run, self.what, _short(self.measured), _short(self.planned), f"{self.error:+.0%}"
+
+
+def checked_block(bench: Mapping[str, Any] | None = None) -> str:
+    """The tables and what they come to. bench: other measurements than the committed ones."""
+    nemo, prime, here = list(published()), list(trainers()), list(measured(bench))
+    steps = [row for row in nemo if row.what == "s, a step"]
+    memory = [row for row in prime if row.what.startswith("GiB")]
+    rates = [row for row in prime if row not in memory]
+    sentence = (
+        f"Whole steps are off by {_range(steps)}. What is assumed to be reached was set with these figures in view, the first "
+        "run's above all, so that this is no test of it. Publishing is the arithmetic of moving the weights alone: what an engine "
+        "needs to take them over and to wake up is not in it."
+    )
+    lines = [
+        "### Whole steps: NeMo-RL\n\n" + _table(nemo) + "\n\n" + sentence,
+        "### A learner alone: prime-rl\n\n"
+        + _table(prime)
+        + f"\n\nRates are off by {_range(rates)}, memory by {_range(memory)}.",
+    ]
+    if here:
+        lines.append("### This library on one core\n\n" + _table(here) + f"\n\n{_about(_calibration())}")
+    else:
+        lines.append(
+            "### This library on one core\n\nNot calibrated yet: `OMP_NUM_THREADS=1 policygrad plan --calibrate --calibration "
+            "docs/results/calibration.json` does it, and `make docs` writes this."
+        )
+    return "\n\n".join(lines)
+
+
+def published() -> Iterator[Row]:
+    """NeMo-RL: https://nvidia-nemo.github.io/blog/2025/07/21/nemo-rl-v0.3/ (its figures also in issue 959 of NVIDIA-NeMo/RL), and
+    docs/about/performance-summary.md of version 0.4."""
+    plan = nemo("Llama-3.1-8B", 8, 1, 795)
+    phases, run = plan.phases, "Llama-3.1-8B, 8 × H100 (0.3)"
+    yield Row(run, "s, drawing", 58, phases.generation)
+    yield Row(run, "s, learning", 28, phases.learning + phases.optimiser)
+    yield Row(run, "s, log π_old and log π_ref", 18, phases.scoring)
+    yield Row(run, "s, publishing", 5, phases.publishing)
+    yield Row(run, "s, a step", 112, plan.step)
+    plan = nemo("Llama-3.1-70B", 64, 4, 398)
+    phases, run = plan.phases, "Llama-3.1-70B, 64 × H100 (0.3)"
+    yield Row(run, "s, drawing", 84, phases.generation)
+    yield Row(run, "s, learning", 28, phases.learning + phases.optimiser)
+    yield Row(run, "s, log π_old and log π_ref", 18, phases.scoring)
+    yield Row(run, "s, publishing", 14, phases.publishing)
+    yield Row(run, "s, a step", 147, plan.step)
+    yield Row("Llama-3.1-8B, 16 × H100 (0.4)", "s, a step", 97.7, nemo("Llama-3.1-8B", 16, 1, 1060).step)
+    yield Row("Qwen3-32B, 32 × H100 (0.4)", "s, a step", 393, nemo("Qwen3-32B", 32, 4, 3206).step)
+
+
+def nemo(model: str, gpus: int, tensor: int, completion: float) -> Plan:
+    """Its recipe: 64 prompts × 32 completions, texts of at most 4,096 tokens, all devices in turns. Prompts of 132 tokens, as
+    follows from version 0.4's tokens a second, seconds and mean length."""
+    work = Work(64, 32, 132, completion, 4096 - 132)
+    layout = Layout(gpus, tensor=tensor, shared=False, whole=False)
+    return Plan(Question(NAMED[model], DEVICES["H100"], work, NEMO, Reached()), layout)
+
+
+def trainers() -> Iterator[Row]:
+    """prime-rl: benchmarks/results/BENCHMARKS.md of 2026-02-07 (PrimeIntellect-ai/prime-rl at 30bf494), "RL Full", activations
+    recomputed, two micro-batches of one text a step."""
+    for model, gpus, length, rate, peak in (
+        ("Qwen3-0.6B", 1, 16384, 11900, 12.5),
+        ("Qwen3-0.6B", 1, 65536, 10150, 19.6),
+        ("Qwen3-4B", 8, 16384, 26030, 17.1),
+        ("Qwen3-4B", 8, 65536, 28970, 36.1),
+    ):
+        work = Work(2 * gpus, 1, 1, length - 1, length - 1)
+        asks, layout = Asks("grpo", head_twice=True), Layout(gpus, checkpointing=True, whole=False, micro_tokens=length)
+        plan = Plan(Question(NAMED[model], DEVICES["H100"], work, asks, Reached()), layout)
+        seconds = plan.phases.learning + plan.phases.optimiser
+        run = f"{model}, {gpus} × H100, texts of {length:,}"
+        yield Row(run, "tokens/s", rate, work.completions * length / seconds)
+        held = learner(NAMED[model], work, asks, layout, DEVICES["H100"])
+        yield Row(run, "GiB at most", peak, (sum(held.always.values()) + sum(held.learning.values())) / GIB)
+
+
+def measured(bench: Mapping[str, Any] | None = None) -> Iterator[Row]:
+    """Ours, of docs/results/bench.json, in CPU seconds at one thread, float32; nothing without a calibration."""
+    found = _calibration()
+    if found is None:
+        return
+    bench = json.loads((RESULTS / "bench.json").read_text(encoding="utf-8")) if bench is None else bench
+    for name, of, prompts in (("7m", SEVEN, 16), ("25m", TWENTY_FIVE, 8)):
+        steps = [
+            median(step["cpu"] for step in record["steps"][1:])
+            for key, record in bench["measurements"].items()
+            if key.startswith(f"{name}/policygrad-fp32/1/")
+        ]
+        if steps:
+            plan = here(found, of, Work(prompts, 8, 60, 252, 252))
+            yield Row(f"{of.name}, {prompts} × 8 completions of 252", "CPU s, a step", median(steps), plan.step)
+    component = bench.get("components", {}).get("matmul", {"rows": []})
+    for name, _, seconds, *_ in component["rows"]:
+        for of in (SEVEN, TWENTY_FIVE):
+            if name == f"{of.name}, fp32":
+                plan = here(found, of, Work(4, 8, 100, 256, 256))
+                run = f"{of.name}, 4 × 8 completions of 256"
+                yield Row(run, "CPU s, forward and backward", seconds, plan.phases.learning)
+    for name, rate, *_ in bench.get("components", {}).get("rollout", {"rows": []})["rows"]:
+        if name.startswith("128 of 16 to 1,024"):
+            plan = here(found, SEVEN, Work(16, 8, 100, 244.5, 1024))
+            run = "7M, 128 completions of 16 to 1,024, drawn"
+            yield Row(run, "tokens per CPU s", rate, plan.question.work.sampled / plan.phases.generation)
+
+
+def here(found: Calibration, of: Shape, work: Work) -> Plan:
+    """Dr. GRPO on one core as it was calibrated."""
+    device, reached = found.of(DEVICES["cpu"], "fp32")
+    layout = Layout(1, dtype="fp32", micro_tokens=MICRO_CPU)
+    return Plan(Question(of, device, work, Asks("dr_grpo", behind=1), reached), layout)
+
+
+def _calibration() -> Calibration | None:
+    path = RESULTS / "calibration.json"
+    return load(path) if path.exists() else None
+
+
+def _about(found: Calibration | None) -> str:
+    assert found is not None
+    reached, device, about = found.reached, found.device, found.about
+    return (
+        f"Calibrated afterwards on the same kind of machine ([calibration.json](results/calibration.json): {about['threads']} "
+        f"thread, torch {about['torch']}): {device.fp32 / 1e9:.0f} Gflop/s, {device.bandwidth / 1e9:.1f} GB/s; "
+        f"{reached.learning:.0%} reached learning, {reached.scoring:.0%} reading, {reached.drawing:.0%} drawing, on a made-up "
+        f"model of {CPU.shape.parameters / 1e6:.1f}M parameters that is none of these."
+    )
+
+
+def _table(rows: list[Row]) -> str:
+    return table(HEAD, (row.cells() for row in rows))
+
+
+def _range(rows: list[Row]) -> str:
+    errors = [row.error for row in rows]
+    return f"{min(errors):+.0%} to {max(errors):+.0%}"
+
+
+def _short(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"

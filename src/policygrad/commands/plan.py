@@ -1,0 +1,209 @@
+"""`policygrad plan`: what a run of some size takes, before there is any machine for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from policygrad.commands import describe as words
+from policygrad.commands.describe import paragraphs
+from policygrad.commands.options import writable, write
+from policygrad.errors import ConfigError
+from policygrad.planning.devices import fleet
+from policygrad.planning.layout import MICRO, MICRO_CPU, WEIGHT, Layout
+from policygrad.planning.plan import Plan, Question, best, counts, curve
+from policygrad.planning.reached import Reached, load
+from policygrad.planning.remedies import Remedy, remedies
+from policygrad.planning.shapes import shape
+from policygrad.planning.work import Work
+from policygrad.training.config.hints import optional
+
+HELP = (
+    "Memory, seconds and money of a run, from the shape of its model, a device's published figures and stated assumptions; no "
+    "model is loaded. Where it does not fit, what to change.",
+    "--calibrate measures this machine for about a minute instead, and writes what --calibration reads.",
+)
+MEASURED = "calibration.json"
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of `policygrad plan`."""
+
+    model: Annotated[str, tyro.conf.arg(metavar="SHAPE")] = "Qwen3-8B"
+    """A name such as Qwen3-8B or Llama-3.1-70B, a config.json or a folder with one."""
+    gpus: Annotated[str, tyro.conf.arg(metavar="DEVICE:COUNT")] = "H100:8"
+    """A100, H100, H200, B200 or cpu, and how many."""
+    algorithm: Annotated[str, tyro.conf.arg(metavar="NAME")] = "grpo"
+    """As `policygrad train` takes it."""
+    context: int = 4096
+    """Tokens of a prompt and its completion, at most."""
+    prompt: int = 256
+    """Mean tokens of a prompt."""
+    completion: Annotated[int | None, optional("INT", "a third of what the context leaves")] = None
+    """Mean tokens of a completion."""
+    prompts_per_step: int = 64
+    """Prompts per rollout."""
+    samples_per_prompt: Annotated[int | None, optional("INT", "the algorithm's own")] = None
+    """G, completions per prompt."""
+    staleness: int = 0
+    """Rollouts by which samplers may be ahead; above 0 they have devices of their own."""
+    samplers: Annotated[int | None, optional("INT", "with --staleness as many as are best, else none")] = None
+    """Devices of these that only draw."""
+    tensor_parallel: int = 1
+    """Devices that each sampler is spread over."""
+    dtype: Annotated[str | None, optional("bf16|fp32", "bf16, on a cpu fp32")] = None
+    """What is computed in."""
+    gradient_checkpointing: bool = False
+    """Activations are computed again on the way back."""
+    micro_tokens: Annotated[int | None, optional("INT", f"{MICRO}, on a cpu {MICRO_CPU}")] = None
+    """Tokens per forward and backward pass."""
+    decode_rows: int = 512
+    """Completions that a sampler draws at once, at most."""
+    steps: int = 1000
+    """That hours and costs are told of."""
+    price: Annotated[float | None, optional("FLOAT", "costs are left out")] = None
+    """Of a device's hour."""
+    calibration: Annotated[Path | None, optional("FILE", "the assumptions; of --calibrate " + MEASURED)] = None
+    """What --calibrate has measured on the device."""
+    calibrate: bool = False
+    """Measure this machine, in --dtype, on its GPU if it has one."""
+    json: bool = False
+    """One JSON object in place of the tables."""
+    output: Annotated[Path | None, optional("FILE.html", "none")] = None
+    """Also write a page with plots over numbers of devices."""
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in WEIGHT:
+            raise ConfigError(f"--dtype must be one of {', '.join(WEIGHT)}, not {self.dtype!r}")
+        if self.steps < 1:
+            raise ConfigError(f"--steps must be at least 1, not {self.steps}")
+        if self.price is not None and not 0 <= self.price < float("inf"):
+            raise ConfigError(f"--price must be at least 0 and finite, not {self.price:g}")
+        if self.context <= self.prompt:
+            raise ConfigError(
+                f"--context {self.context} has no room for a completion after prompts of {self.prompt} tokens: raise it, or lower "
+                "--prompt"
+            )
+
+
+def plan(args: list[str]) -> int:
+    """`policygrad plan [options]`."""
+    config = (tyro.conf.FlagCreatePairsOff,)
+    options = tyro.cli(PlanOptions, args=args, prog="policygrad plan", description=paragraphs(*HELP), config=config)
+    if options.calibrate:
+        return _calibrate(options)
+    if options.output is not None:
+        writable(options.output, "--output")
+    found = planned(options)
+    others = curve(found.question, found.layout, counts(found.layout.gpus))
+    others = [found if other.layout.gpus == found.layout.gpus else other for other in others]
+    ways = remedies(found)
+    if options.output is not None:
+        from policygrad.planning.page import page
+
+        write(options.output, page(found, others, ways, options.steps, options.price), "--output")
+        print(options.output, file=sys.stderr)
+    if options.json:
+        print(json.dumps(as_dict(found, others, ways, options), ensure_ascii=False))
+        return 0
+    from policygrad.commands.plan_table import table
+
+    width = shutil.get_terminal_size((100, 24)).columns
+    words.emit(table(found, others, ways, options.steps, options.price, width))
+    return 0
+
+
+def planned(options: PlanOptions) -> Plan:
+    """The plan of these options; where they leave it open, with the best division of the devices.
+
+    Raises:
+        ConfigError: what cannot be planned, with the way out.
+    """
+    from policygrad.training.asks import planned as asked
+    from policygrad.training.config.parts import find_algorithm
+
+    measured = None if options.calibration is None else load(options.calibration)
+    device, gpus = fleet(options.gpus, None if measured is None else measured.device)
+    cpu, reached = device.name == "cpu", Reached()
+    dtype = options.dtype or ("fp32" if cpu else "bf16")
+    if measured is not None:
+        device, reached = measured.of(device, dtype)
+    asks = asked(find_algorithm(options.algorithm))
+    budget = options.context - options.prompt
+    work = Work(
+        prompts=options.prompts_per_step,
+        samples=asks.samples if options.samples_per_prompt is None else options.samples_per_prompt,
+        prompt=options.prompt,
+        completion=max(1, budget // 3) if options.completion is None else options.completion,
+        budget=budget,
+    )
+    asks = replace(asks, updates=min(asks.updates, asks.epochs * work.prompts))  # minibatches are of whole groups
+    divide = options.samplers is None and options.staleness > 0
+    layout = Layout(
+        gpus=gpus,
+        samplers=options.tensor_parallel if divide and gpus > options.tensor_parallel else options.samplers or 0,
+        tensor=options.tensor_parallel,
+        staleness=options.staleness,
+        dtype=dtype,
+        checkpointing=options.gradient_checkpointing,
+        micro_tokens=options.micro_tokens or (MICRO_CPU if cpu else MICRO),
+        decode_rows=options.decode_rows,
+    )
+    question = Question(shape(options.model), device, work, asks, reached)
+    if options.staleness and options.samplers == 0:
+        raise ConfigError(
+            "--staleness lets samplers be ahead, and --samplers 0 leaves none apart: leave one of them out"
+        )
+    if options.tensor_parallel > 1 and not layout.apart:
+        raise ConfigError(
+            f"--tensor-parallel {options.tensor_parallel} is of samplers apart, and here all devices draw and learn in turns: give "
+            "--samplers or --staleness"
+        )
+    return best(question, layout) if divide else Plan(question, layout)
+
+
+def as_dict(found: Plan, others: list[Plan], ways: list[Remedy], options: PlanOptions) -> dict[str, Any]:
+    """For --json."""
+    from dataclasses import asdict
+
+    q, of = found.question, (options.steps, options.price)
+    return {
+        "model": asdict(q.shape) | {"parameters": q.shape.parameters},
+        "device": asdict(q.device),
+        "algorithm": asdict(q.asks),
+        "work": {
+            "prompts": q.work.prompts,
+            "samples": q.work.samples,
+            "prompt": q.work.prompt,
+            "completion": q.work.completion,
+            "budget": q.work.budget,
+            "sampled": q.work.sampled,
+        },
+        "reached": asdict(q.reached),
+        "plan": found.as_dict(*of),
+        "gpus": [other.as_dict(*of) for other in others],
+        "changes": [{"option": way.option, "what": way.what, **way.plan.as_dict(*of)} for way in ways],
+    }
+
+
+def _calibrate(options: PlanOptions) -> int:
+    """Measures, and says where it is written."""
+    path = options.calibration or Path(MEASURED)
+    writable(path, "--calibration")
+    import torch
+
+    from policygrad.training.calibration import calibrate
+
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    dtype = options.dtype or ("fp32" if device == "cpu" else "bf16")
+    found = calibrate(dtype, device, lambda text: print(text, file=sys.stderr, flush=True))
+    found.write(path)
+    print(path)
+    return 0

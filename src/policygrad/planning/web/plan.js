@@ -1,0 +1,3 @@
+// The plan's page: plots over numbers of devices; after plots.js.
+
+for (const figure of document.querySelectorAll("[data-plot]")) linePlot(figure, DATA.plots[figure.dataset.plot]);

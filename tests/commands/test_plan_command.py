@@ -1,0 +1,189 @@
+"""`policygrad plan` end to end: tables, JSON, the page, what is refused, and that it starts without what it does not need."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import policygrad as pg
+from policygrad.algorithms import ALGORITHMS
+from policygrad.planning.shapes import NAMED
+from policygrad.training.asks import asks, planned
+
+MODEST = ("--model", "Qwen3-1.7B", "--gpus", "H100:8", "--gradient-checkpointing")
+
+
+def loaded(code: str) -> set[str]:
+    """Modules that a program has loaded at its end."""
+    program = f"{code}\nimport sys; print('\\n' + '\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(done.stdout.split("\n"))
+
+
+def test_it_says_what_a_run_takes(run_command: Any) -> None:
+    code, out, err = run_command("plan", *MODEST, "--algorithm", "grpo", "--price", "2.5")
+    assert (code, err) == (0, "")
+    for text in (
+        "Qwen3-1.7B with grpo on 8 × H100",
+        "It fits",
+        "Memory of one device, GiB",
+        "the policy, whole",
+        "keys and values, while drawing",
+        "drawing completions",
+        "Other numbers of devices",
+        "cost",
+        "1,720,574,976 parameters (config.json of Qwen/Qwen3-1.7B)",
+        "NVIDIA H100 datasheet",
+    ):
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_as_json(run_command: Any) -> None:
+    code, out, _ = run_command("plan", *MODEST, "--json", "--steps", "10", "--price", "2")
+    told = json.loads(out)
+    assert code == 0
+    plan = told["plan"]
+    assert plan["fits"]
+    assert told["changes"] == []
+    assert plan["seconds"]["step"] == pytest.approx(sum(v for name, v in plan["seconds"].items() if name != "step"))
+    assert plan["cost"] == pytest.approx(2 * plan["gpu_hours"])
+    assert plan["gpu_hours"] == pytest.approx(8 * 10 * plan["seconds"]["step"] / 3600)
+    assert [other["gpus"] for other in told["gpus"]] == [1, 2, 4, 8, 16, 32]
+    assert plan in told["gpus"]
+    assert told["algorithm"]["scores"] == 1  # π_ref
+
+
+def test_samplers_apart(run_command: Any) -> None:
+    told = json.loads(run_command("plan", *MODEST, "--staleness", "1", "--json")[1])["plan"]
+    assert 0 < told["layout"]["samplers"] < 8
+    assert told["idle"]["learner"] < 1
+    assert told["memory"]["sampler"]["peak"] <= told["memory"]["usable"]
+    fixed = json.loads(run_command("plan", *MODEST, "--staleness", "1", "--samplers", "2", "--json")[1])["plan"]
+    assert fixed["layout"]["samplers"] == 2
+    assert fixed["seconds"]["step"] >= told["seconds"]["step"]
+    out = run_command("plan", *MODEST, "--staleness", "1")[1]
+    assert "devices draw" in out
+    assert "learners wait" in out
+
+
+def test_what_does_not_fit_says_what_to_change(run_command: Any) -> None:
+    code, out, _ = run_command("plan", "--model", "Qwen3-8B", "--gpus", "H100:8")
+    assert code == 0
+    assert "It does not fit" in out
+    assert "What to change" in out
+    assert "--gradient-checkpointing" in out
+    changes = json.loads(run_command("plan", "--model", "Qwen3-8B", "--gpus", "H100:8", "--json")[1])["changes"]
+    assert changes[-1]["fits"]
+
+
+def test_the_options_of_changes_are_taken(run_command: Any) -> None:
+    """What was said to fit does, when it is asked for."""
+    words = ["plan", "--model", "Qwen3-8B", "--gpus", "H100:8", "--json"]
+    changes = [c for c in json.loads(run_command(*words)[1])["changes"] if not c["option"].startswith("--gpus")]
+    more = [word for change in changes for word in change["option"].split()]
+    told = json.loads(run_command(*words, *more)[1])["plan"]
+    assert told["fits"]
+    assert told["memory"]["peak"] == changes[-1]["memory"]["peak"]
+
+
+def test_a_page_with_plots(run_command: Any, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    code, _, err = run_command("plan", *MODEST, "--output", str(page))
+    assert code == 0
+    assert str(page) in err
+    text = page.read_text(encoding="utf-8")
+    assert "<h1>Qwen3-1.7B with grpo on 8 × H100</h1>" in text
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    for plot in data["plots"].values():
+        assert plot["x"]["values"] == [1, 2, 4, 8, 16, 32]
+        for panel in plot["panels"]:
+            assert all(len(line["values"]) == 6 for line in panel["lines"])
+    assert "://" not in text.replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--model", "Qwen3-9B"), "did you mean 'Qwen3-8B'"),
+        (("--gpus", "H20:8"), "did you mean H200"),
+        (("--algorithm", "gpro"), "grpo"),
+        (("--algorithm", "trpo"), "counts gradient steps alone"),
+        (("--context", "256"), "no room for a completion"),
+        (("--completion", "9000"), "more than the 3840"),
+        (("--samplers", "8"), "leave none to learn"),
+        (("--tensor-parallel", "2"), "give --samplers or --staleness"),
+        (("--staleness", "1", "--samplers", "0"), "leave one of them out"),
+        (("--gpus", "H100", "--staleness", "1"), "at least 2 devices"),
+        (("--calibration", "nowhere.json"), "--calibrate` writes one"),
+        (("--output", "nowhere/plan.html"), "there is no folder"),
+        (("--price", "-1"), "--price must be at least 0"),
+        (("--dtype", "fp8"), "one of bf16, fp32"),
+        (("--prompts-per-step", "0"), "prompts must be at least 1"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_the_way_out(
+    run_command: Any, words: tuple[str, ...], said: str
+) -> None:
+    code, out, err = run_command("plan", *words)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_the_arithmetic_needs_no_torch() -> None:
+    found = loaded("import policygrad.planning.page, policygrad.planning.remedies, policygrad.planning.pipeline")
+    assert "policygrad.planning.plan" in found
+    assert not {"torch", "tyro", "transformers", "numpy", "jinja2", "policygrad.core"} & found
+
+
+def test_the_command_loads_no_model_code() -> None:
+    found = loaded(f"from policygrad.cli import main; main({['plan', *MODEST]})")
+    assert not {"transformers", "safetensors", "reasoning_gym"} & found
+
+
+# --- what an algorithm asks
+
+
+def test_models_and_passes_of_the_matrix() -> None:
+    def told(name: str) -> tuple[int, int, int, int, int]:
+        found = asks(ALGORITHMS[name])
+        return found.trained, found.frozen, found.scores, found.epochs, found.updates
+
+    assert told("dr_grpo") == (1, 0, 0, 1, 1)
+    assert told("grpo") == (1, 1, 1, 1, 1)  # π_ref
+    assert told("dapo") == (1, 0, 1, 1, 16)  # π_old, as a rollout feeds several updates
+    assert told("ppo") == (2, 1, 3, 4, 4)  # π_old, π_ref and values, and a critic of its own
+    assert told("iterative_grpo") == (1, 1, 2, 2, 2)
+    assert asks(pg.DR_GRPO).behind == 1
+    assert asks(pg.DAPO).behind == 0  # it is read anyway
+    assert not asks(pg.DR_GRPO).head_twice
+    assert asks(pg.GRPO).head_twice  # its KL's gradient is not known beforehand
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_is_planned_or_refused_with_the_reason(name: str) -> None:
+    if type(ALGORITHMS[name].step) is not pg.FirstOrder:
+        with pytest.raises(pg.ConfigError, match="counts gradient steps alone"):
+            planned(ALGORITHMS[name])
+        return
+    found = planned(ALGORITHMS[name])
+    assert found.name == name
+    assert found.samples == ALGORITHMS[name].samples_per_prompt
+    assert found.updates % found.epochs == 0
+
+
+def test_what_is_drawn_besides_is_named() -> None:
+    assert any("in the place of those" in text for text in asks(pg.DAPO).uncounted)
+    assert any("greedy" in text for text in asks(pg.REMAX).uncounted)
+    assert any("from within answers" in text for text in asks(pg.VINEPPO).uncounted)
+    assert asks(pg.GRPO).uncounted == ()
+
+
+def test_minibatches_are_no_more_than_prompts(run_command: Any) -> None:
+    words = ("plan", "--model", NAMED["Qwen3-0.6B"].name, "--algorithm", "dapo", "--prompts-per-step", "4", "--json")
+    assert json.loads(run_command(*words)[1])["algorithm"]["updates"] == 4

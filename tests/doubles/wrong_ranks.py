@@ -1,0 +1,78 @@
+"""What goes wrong in one of several processes that learn together: functions that all of them are told to call."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from policygrad.checkpoint.pieces import Piece, Share, write
+from policygrad.learners.fsdp import leader
+from policygrad.learners.fsdp.learner import FsdpLearner
+from policygrad.samplers.base import Request
+from policygrad.training import ranks, shares
+from policygrad.training.ranks import draw
+
+AFTER = 1
+"""Updates, after which a process hangs."""
+
+
+def for_ever() -> None:
+    while True:
+        time.sleep(3600)
+
+
+def updating(learner: FsdpLearner, rank: int, how: str, *args: Any) -> Any:
+    if learner.ranks.rank == rank and learner.version >= AFTER:
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "hold":
+            ctypes.PyDLL(None).sleep(3600)  # and lets no other thread run Python
+        for_ever()
+    return FsdpLearner.update(learner, *args)
+
+
+def drawing(learner: FsdpLearner, requests: Sequence[Request], version: int, end: frozenset[int], pad: int) -> None:
+    """Of a process above rank 0."""
+    if version >= AFTER:
+        for_ever()
+    draw(learner, requests, version, end, pad)
+
+
+def hang(where: str, rank: int) -> None:
+    """In rank 0: has a process hang in an update, be stopped in it, hold the interpreter in it, or hang in a draw."""
+    if where == "draw":
+        ranks.draw = drawing
+        return
+
+    def update(self: leader.RankedLearner, *args: Any) -> Any:
+        return self.do(updating, rank, where, *args)
+
+    leader.RankedLearner.update = update  # type: ignore[method-assign]
+
+
+def at_saves(learner: FsdpLearner, rank: int, how: str, at: int) -> None:
+    """Has the `at`-th share of a process go wrong: it is killed before a byte is written, in the midst, or after; or is refused."""
+    saves = 0
+
+    def wrong(path: Path, pieces: Mapping[str, Piece]) -> Share:
+        nonlocal saves
+        saves += 1
+        if saves != at:
+            return write(path, pieces)
+        if how == "refused":
+            raise OSError(errno.EIO, "Input/output error")
+        if how == "midst":
+            path.write_bytes(b"half of it")
+        if how == "after":
+            write(path, pieces)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("not reached")
+
+    if learner.ranks.rank == rank:
+        shares.write = wrong

@@ -1,0 +1,299 @@
+"""OpenEnv's protocol, spoken with a connection that is handed in; the real server is in test_real_openenv.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import policygrad as pg
+from policygrad.environments.openenv import SEEDS
+from policygrad.environments.openenv_words import asked_for, objects, one, worded
+
+TEXT = pg.Example("1 + 1 =\n")
+ADDRESS = "http://somewhere:1"
+ACTION = {
+    "properties": {"guess": {"type": "integer"}, "metadata": {"type": "object"}},
+    "required": ["guess"],
+    "additionalProperties": False,
+}
+
+
+class Server:
+    """A server's side of any number of connections: `answer(message)` is the reply, an exception hangs up, None says nothing."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Any]) -> None:
+        self.answer = answer
+        self.heard: list[dict[str, Any]] = []
+        self.addresses: list[str] = []
+        self.open = self.farewells = 0
+
+    async def connect(self, address: str, seconds: float) -> Server.Line:
+        self.addresses.append(address)
+        self.open += 1
+        return Server.Line(self)
+
+    class Line:
+        def __init__(self, server: Server) -> None:
+            self.server, self.replies = server, asyncio.Queue[Any]()
+
+        async def send(self, message: str) -> None:
+            heard = json.loads(message)
+            self.server.heard.append(heard)
+            if heard["type"] == "close":
+                self.replies.put_nowait(ConnectionResetError("bye"))
+                return
+            try:
+                reply = self.server.answer(heard)
+            except ConnectionError as error:
+                reply = error
+            if reply is not None:
+                self.replies.put_nowait(reply)
+
+        async def recv(self) -> Any:
+            reply = await self.replies.get()
+            self.server.farewells += str(reply) == "bye"
+            if isinstance(reply, Exception):
+                raise reply
+            return reply if isinstance(reply, str) else json.dumps(reply)
+
+        async def close(self) -> None:
+            self.server.open -= 1
+
+
+def seen(observation: Mapping[str, Any], reward: float | None = None, done: bool = False) -> dict[str, Any]:
+    return {"type": "observation", "data": {"observation": observation, "reward": reward, "done": done}}
+
+
+def error(message: str, code: str, **more: Any) -> dict[str, Any]:
+    return {"type": "error", "data": {"message": message, "code": code, **more}}
+
+
+def guessing(message: dict[str, Any]) -> Any:
+    """Finds 5; 9 is refused."""
+    if message["type"] == "reset":
+        return seen({"prompt": "A digit!", "tries": 3})
+    guess = int(message["data"]["guess"])
+    if guess == 9:
+        return error("Invalid message", "VALIDATION_ERROR", errors=[{"loc": ["guess"], "msg": "too large"}])
+    return seen({"prompt": "higher" if guess < 5 else "lower"}, reward=float(guess == 5), done=guess == 5)
+
+
+def played(server: Server, *turns: str, seed: int = 0, **options: Any) -> tuple[Any, list[Any]]:
+    given = {"text_field": "guess", "connect": server.connect} | options
+    factory = pg.OpenEnv(given.pop("address", ADDRESS), **given)
+
+    async def play() -> tuple[Any, list[Any]]:
+        environment = factory(TEXT, seed=seed)
+        try:
+            first, steps = await environment.reset(), []
+            for turn in turns:
+                steps.append(await environment.step(pg.Action(turn)))
+                if steps[-1].observation is None:
+                    break
+            return first, steps
+        finally:
+            await environment.close()
+
+    return asyncio.run(play())
+
+
+def test_an_episode_is_a_session() -> None:
+    server = Server(guessing)
+    first, steps = played(server, "3", "9", "5", seed=SEEDS + 12, start={"level": 2})
+    assert first.content == "prompt: A digit!\ntries: 3\n"
+    assert steps[0].observation.content == "\nhigher\n"
+    assert steps[1].observation.content == "\nerror: Invalid message (guess: too large)\n"
+    assert [step.metrics["refused"] for step in steps] == [0, 1, 0]
+    assert (steps[2].reward, steps[2].ended) == (1.0, "terminated")
+    assert server.heard[0] == {"type": "reset", "data": {"level": 2, "seed": 12}}
+    assert server.heard[1:] == [
+        *({"type": "step", "data": {"guess": guess}} for guess in ("3", "9", "5")),
+        {"type": "close"},
+    ]
+    assert server.addresses == ["ws://somewhere:1/ws"]
+    assert server.open == 0
+    assert server.farewells == 1  # waited for: then its place is free
+
+
+def test_words_of_one_s_own_and_turns() -> None:
+    _, steps = played(Server(guessing), "1", "2", "3", max_turns=2, observation=lambda o: o["prompt"].upper())
+    assert steps[0].observation.content == "\nHIGHER\n"
+    assert [(step.ended, step.reward) for step in steps[1:]] == [("turns", 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda m: None, r"http://somewhere:1 has not answered a reset within 0\.05 seconds"),
+        (lambda m: ConnectionResetError("gone"), r"has hung up at a reset \(gone\), in turn 0"),
+        (lambda m: "no json", "answers a reset with what is no message of OpenEnv's"),
+        (lambda m: {"type": "observation"}, "no message of OpenEnv's"),
+        (lambda m: ["observation"], "no message of OpenEnv's"),
+        (lambda m: {"type": "observation", "data": {"observation": "text"}}, "an observation is an object"),
+        (lambda m: error("2 of 2", "CAPACITY_REACHED"), "no room for another session: 2 of 2.*max_concurrent_envs"),
+        (lambda m: error("no key", "FACTORY_ERROR"), "cannot begin a session: no key"),
+        (lambda m: error("seed?", "EXECUTION_ERROR"), "refused to reset: seed?"),
+    ],
+)
+def test_what_a_server_does_not_do_is_named(answer: Any, says: str) -> None:
+    server = Server(answer)
+    with pytest.raises(pg.EngineError, match=says):
+        played(server, seconds=0.05)
+    assert server.open == 0
+
+
+def test_a_lost_connection_says_in_which_turn() -> None:
+    def lost(message: dict[str, Any]) -> Any:
+        if message["type"] == "step":
+            raise ConnectionResetError("the server died")
+        return seen({"prompt": "A digit!"})
+
+    with pytest.raises(pg.EngineError, match=r"hung up at a step \(the server died\), in turn 1"):
+        played(Server(lost), "1")
+
+
+def test_there_is_no_server() -> None:
+    async def nobody(address: str, seconds: float) -> Any:
+        raise ConnectionRefusedError("refused")
+
+    factory = pg.OpenEnv(ADDRESS, text_field="guess", connect=nobody)
+    with pytest.raises(pg.EngineError, match="there is no OpenEnv server at ws://somewhere:1/ws"):
+        asyncio.run(factory(TEXT).reset())
+
+
+@pytest.mark.parametrize("options", [{"max_turns": 0}, {"seconds": 0.0}, {"patience": -1.0}, {"address": ""}])
+def test_budgets_that_leave_nothing(options: dict[str, Any]) -> None:
+    given = {"address": ADDRESS, "connect": Server(guessing).connect} | options
+    with pytest.raises(pg.ConfigError, match="OpenEnv takes an address"):
+        pg.OpenEnv(**given)
+
+
+# --- the schema
+
+
+@pytest.fixture
+def schema() -> Iterator[tuple[str, list[Any]]]:
+    """(the address of a server that tells its schema, what it tells)."""
+    said: list[Any] = [{"action": ACTION}]
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/schema" else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(said[0]).encode())
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", said
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_server_s_schema_says_what_an_action_is(schema: tuple[str, list[Any]]) -> None:
+    server = Server(guessing)
+    _, steps = played(server, "I guess 3.", "none", "it is 5", address=schema[0], text_field=None)
+    assert [m["data"] for m in server.heard if m["type"] == "step"] == [{"guess": 3}, {"guess": 5}]
+    assert steps[1].observation.content == "\nerror: answer with a whole number\n"
+    assert [step.metrics["malformed"] for step in steps] == [0, 1, 0]
+    assert steps[2].reward == 1.0
+
+
+@pytest.mark.parametrize("said", [{}, [], {"action": 3}])
+def test_a_server_that_tells_no_schema(schema: tuple[str, list[Any]], said: Any) -> None:
+    schema[1][0] = said
+    with pytest.raises(pg.EngineError, match=r"/schema does not say what an action is"):
+        played(Server(guessing), "3", address=schema[0], text_field=None)
+
+
+def field(kind: Any) -> dict[str, Any]:
+    return kind if isinstance(kind, dict) else {"type": kind}
+
+
+def asked(required: tuple[str, ...] = (), fixed: Mapping[str, Any] | None = None, **fields: Any) -> Any:
+    properties = {name: field(kind) for name, kind in fields.items()} | {"metadata": {"type": "object"}}
+    defs = {"Way": {"enum": ["left", "right"], "type": "string"}}
+    return asked_for({"properties": properties, "required": list(required), "$defs": defs}, fixed or {}, ADDRESS)
+
+
+@pytest.mark.parametrize(
+    ("action", "text", "read"),
+    [
+        (asked(message="string"), " hello\n", {"message": "hello"}),
+        (asked(message="string", speed="integer"), "hello", {"message": "hello"}),  # the one text
+        (asked(("speed",), message="string", speed="integer"), "at 12 please", {"speed": 12}),
+        (asked(speed="number"), "-1.5", {"speed": -1.5}),
+        (asked(speed="integer"), "1.5", "answer with a whole number"),
+        (asked(yes="boolean"), "Yes!", {"yes": True}),
+        (asked(yes="boolean"), "no, false", {"yes": False}),
+        (asked(yes="boolean"), "maybe", "answer with yes or no"),
+        (asked(way={"$ref": "#/$defs/Way"}), "turn left", {"way": "left"}),
+        (asked(way={"$ref": "#/$defs/Way"}), "0", "answer with one of left, right"),
+        (asked(n={"enum": [1, 2]}), "2", {"n": 2}),
+        (asked(text={"anyOf": [{"type": "string"}, {"type": "null"}]}), "a", {"text": "a"}),
+        (asked(fixed={"kind": "move"}, kind="string", text="string"), "a", {"kind": "move", "text": "a"}),
+        (asked(("x", "y"), x="integer", y="integer"), 'so {"x": 1, "y": 2}', {"x": 1, "y": 2}),
+        (
+            asked(("x", "y"), x="integer", y="integer"),
+            "1 2",
+            "answer with a JSON object with x, a whole number, y, a whole number",
+        ),
+        (asked(("x", "y"), x="integer", y="integer"), '{"z": 1}', "there is no field 'z', there are x, y"),
+        (asked(("at",), at="object"), '{"at": {"x": 1}}', {"at": {"x": 1}}),
+    ],
+)
+def test_a_turn_becomes_an_action(action: Any, text: str, read: Any) -> None:
+    assert action.read(text) == read
+
+
+def test_which_field_words_go_into_must_be_clear() -> None:
+    with pytest.raises(
+        pg.ConfigError, match="fields a, b, and which of them words go into is not said: give text_field="
+    ):
+        asked(a="string", b="string")
+    with pytest.raises(pg.ConfigError, match="fields none"):
+        asked()
+    with pytest.raises(pg.ConfigError, match="no field 'c', it has a"):
+        asked(fixed={"c": 1}, a="string")
+
+
+def test_the_objects_of_a_text() -> None:
+    assert objects('{"a": {"b": 1}} and {"c": 2} {') == [{"a": {"b": 1}}, {"c": 2}]
+    assert objects("{" * 2000) == []
+
+
+@given(st.text(max_size=80))
+def test_whatever_is_said_an_action_or_a_word_comes_of_it(text: str) -> None:
+    whole = asked(("x", "y"), x="integer", y="string")
+    for action in (asked(a="string"), asked(a="integer"), asked(a="number"), asked(a="boolean"), whole):
+        json.dumps(action.read(text), allow_nan=False)
+
+
+def test_a_number_of_many_digits_is_none() -> None:
+    assert one("9" * 5000, {"type": "integer"}) is None
+
+
+# --- observations
+
+
+@pytest.mark.parametrize(
+    ("observation", "words"),
+    [
+        ({"echoed": "hi", "metadata": {"a": 1}, "done": False, "reward": 1.0}, "hi"),
+        ({"board": [[0, 1]], "hint": None, "text": ""}, "[[0, 1]]"),
+        ({"text": "ö", "left": 3, "over": False}, "text: ö\nleft: 3\nover: false"),
+        ({}, ""),
+    ],
+)
+def test_an_observation_in_words(observation: dict[str, Any], words: str) -> None:
+    assert worded(observation) == words

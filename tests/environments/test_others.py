@@ -1,0 +1,220 @@
+"""Environments of others: their names, what a conversation with them says, and what is said where a package is missing."""
+
+from __future__ import annotations
+
+import random
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import policygrad as pg
+from policygrad.environments.others import answered, chosen, codes, family, http, opening
+from policygrad.environments.textarena import LARGE, Randomness, joined, large
+from policygrad.tasks.verifiers import module_of
+from policygrad.training.config.allowed import from_words, not_allowed
+from policygrad.training.environment import chosen_environment
+
+WAYS = ("left", "down", "right", "up")
+TEXT = pg.Example("98 - 35 =\n")
+CHAT = pg.Example(({"role": "system", "content": "You play."}, {"role": "user", "content": "98 - 35 ="}))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("textarena:Wordle-v0", ("textarena", "Wordle-v0")),
+        ("openenv:http://localhost:8000", ("openenv", "http://localhost:8000")),
+        ("gymnasium:mine:Game-v0", ("gymnasium", "mine:Game-v0")),
+        ("mine.py:Guess", None),
+        ("calculator", None),
+        ("textarena", None),
+        ("textarena:", None),
+    ],
+)
+def test_the_first_word_says_whose_it_is(name: str, found: tuple[str, str] | None) -> None:
+    assert family(name) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("textarena:Wordle-v0", []),
+        ("gymnasium:FrozenLake-v1", []),
+        ("gymnasium:mine:Game-v0", ["mine"]),
+        ("openenv:ws://localhost:8000/", ["http://localhost:8000"]),
+        ("verifiers:someone/word-count@0.1", ["word_count"]),
+        ("mine.py:Guess", ["mine.py"]),
+        ("mine.py", ["mine.py"]),
+    ],
+)
+def test_what_somebody_must_give_leave_to(name: str, found: list[str]) -> None:
+    assert codes(name) == found
+
+
+def test_a_run_that_shows_a_server_what_is_written_is_gone_on_with_by_leave_only(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    server = {"environment": "openenv:http://elsewhere:1"}
+    assert not_allowed(server, file) == ["http://elsewhere:1"]
+    assert from_words(["train", "--environment", "openenv:http://elsewhere:1"]) == ["http://elsewhere:1"]
+    assert not_allowed({"environment": "textarena:Wordle-v0", "task": "embedded"}, file) == []
+    assert not_allowed({"task": "chain_sum:max_terms=2"}, file) == []
+    assert not_allowed({"task": "verifiers:json-tool"}, file) == []  # of a module that there is not
+    assert not_allowed({"task": "verifiers:numpy"}, file) == ["numpy"]  # which is installed, and nobody here wrote it
+
+
+@pytest.mark.parametrize("address", ["http://a:1", "http://a:1/", "ws://a:1", "a:1"])
+def test_an_address_of_the_web(address: str) -> None:
+    assert http(address) == "http://a:1"
+
+
+def test_an_encrypted_one_stays_so() -> None:
+    assert http("wss://a") == http("https://a/") == "https://a"
+
+
+def test_a_taskset_s_module() -> None:
+    assert module_of("primeintellect/Reverse-Text@0.1.2") == "reverse_text"
+
+
+# --- what a turn names
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("right", 2),
+        ("I go RIGHT.", 2),
+        ("[2]", 2),
+        ("first left, then [up]", 3),
+        ("[left] or rather [down]", 1),
+        ("left, no: up", 3),
+        ("3", 3),
+        ("0.", 0),
+        ("4", None),
+        ("-1", None),
+        ("1.5", None),
+        ("10", None),
+        ("upwards", None),
+        ("left-hand", None),
+        ("[]", None),
+        ("[left right", 2),
+        ("[nowhere] left", None),
+        ("", None),
+    ],
+)
+def test_an_action_is_named_by_word_or_number(text: str, found: int | None) -> None:
+    assert chosen(text, WAYS) == found
+
+
+def test_numbers_may_begin_elsewhere_and_actions_may_have_no_words() -> None:
+    assert chosen("[-1]", ("", "", ""), first=-1) == -1
+    assert chosen("1", ("", "", ""), first=-1) == 1
+    assert chosen("2", ("", "", ""), first=-1) is None
+    assert chosen("12", ("",) * 13) == 12
+    assert chosen("pick up", ("pick", "pick up")) == 1
+
+
+@given(st.text(max_size=60))
+def test_whatever_is_said_it_is_an_action_or_none(text: str) -> None:
+    assert chosen(text, WAYS) in (None, 0, 1, 2, 3)
+
+
+# --- what is said
+
+
+def test_text_goes_on_as_text_and_messages_as_the_user_s() -> None:
+    assert opening(TEXT, "A game.\n", "Play!").content == "Play!\nA game.\n"
+    assert opening(TEXT, "A game.").content == "A game.\n"
+    assert answered(TEXT, "higher\n").content == "\nhigher\n"
+    system, user = opening(CHAT, "A game.").content
+    assert (system["content"], user) == ("You play.", {"role": "user", "content": "A game."})
+    assert answered(CHAT, "higher\n").content == ({"role": "user", "content": "higher"},)
+
+
+def test_messages_of_a_game_are_lines() -> None:
+    assert joined(["a\n", "  ", "\nb"]) == "a\nb"
+
+
+# --- randomness of an episode's own
+
+
+def drawn(own: Randomness, count: int) -> list[float]:
+    found = []
+    for _ in range(count):
+        with own():
+            found += [random.random(), float(numpy.random.random())]
+    return found
+
+
+def test_an_episode_draws_the_same_whatever_runs_beside_it_and_nobody_notices() -> None:
+    alone = drawn(Randomness(7), 4)
+    random.seed(1)
+    numpy.random.seed(1)
+    outside = [random.random(), float(numpy.random.random())]
+    random.seed(1)
+    numpy.random.seed(1)
+    one, other = Randomness(7), Randomness(8)
+    beside: list[float] = []
+    for _ in range(4):
+        beside += drawn(one, 1)
+        drawn(other, 2)
+    assert beside == alone
+    assert [random.random(), float(numpy.random.random())] == outside
+    assert drawn(Randomness(8), 4) != alone
+
+
+def test_what_a_game_raises_leaves_the_generators_as_they_were() -> None:
+    def failing() -> None:
+        with Randomness(3)():
+            random.random()
+            raise KeyError
+
+    random.seed(1)
+    before = random.getstate()
+    with pytest.raises(KeyError):
+        failing()
+    assert random.getstate() == before
+
+
+def test_only_long_lists_are_shared() -> None:
+    class Words:
+        def __init__(self) -> None:
+            self.long = {str(i) for i in range(LARGE + 1)}
+            self.short = ["a", "b"]
+
+    class Game:
+        def __init__(self) -> None:
+            self.words, self.guesses = Words(), ["c"]
+
+    game = Game()
+    assert list(large(game)) == [game.words.long]
+
+
+# --- what is missing
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [
+        ("textarena:Wordle-v0", "textarena", "textarena"),
+        ("openenv:http://localhost:8000", "websockets", "openenv"),
+        ("verifiers:gsm8k", "verifiers", "verifiers"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_with_its_extra(name: str, package: str, extra: str) -> None:
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(
+        pg.ConfigError, match=rf"needs {package}, which is not installed: pip install 'policygrad\[{extra}\]'"
+    ):
+        chosen_environment(name)
+
+
+def test_a_task_of_verifiers_without_it() -> None:
+    if find_spec("verifiers") is not None:
+        pytest.skip("verifiers is installed")
+    with pytest.raises(pg.ConfigError, match=r"policygrad\[verifiers\]"):
+        pg.load_task("verifiers:gsm8k")

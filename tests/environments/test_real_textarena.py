@@ -1,0 +1,246 @@
+"""TextArena itself, in a virtual environment of its own: make test-environments."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+textarena = pytest.importorskip("textarena", reason="TextArena has an environment of its own: make test-environments")
+
+import policygrad as pg  # noqa: E402
+from doubles.files import rows, untimed  # noqa: E402
+from policygrad.training.environment import chosen_environment  # noqa: E402
+
+pytestmark = pytest.mark.environments
+TEXT = pg.Example("1 + 1 =\n")
+WORDS = ("apple", "bread", "chair", "cloud", "field", "grass", "house", "plant", "river", "table")
+
+
+class Game:
+    """An episode, step by step."""
+
+    def __init__(self, factory: Any, seed: int = 0, example: pg.Example = TEXT) -> None:
+        self.environment = factory(example, seed=seed)
+        self.first = asyncio.run(self.environment.reset()).content
+
+    def say(self, text: str, truncated: bool = False) -> pg.Step:
+        found: pg.Step = asyncio.run(self.environment.step(pg.Action(text, truncated)))
+        return found
+
+
+@pytest.fixture(scope="module")
+def number() -> pg.TextArena:
+    found = chosen_environment("textarena:GuessTheNumber-v0")
+    assert isinstance(found, pg.TextArena)
+    return found
+
+
+def solved(game: Game) -> tuple[list[int], pg.Step]:
+    """Halving finds one of twenty."""
+    low, high, said = 1, 20, list[int]()
+    while True:
+        said.append((low + high) // 2)
+        step = game.say(f"I guess [{said[-1]}].")
+        if step.observation is None:
+            return said, step
+        low, high = (said[-1] + 1, high) if "higher" in str(step.observation.content) else (low, said[-1] - 1)
+
+
+def test_a_game_is_won(number: pg.TextArena) -> None:
+    game = Game(number)
+    assert "between 1 and 20" in str(game.first)
+    assert "1 + 1" not in str(game.first)
+    said, step = solved(game)
+    assert len(said) <= 5
+    assert (step.reward, step.ended) == (1.0, "terminated")
+
+
+def test_a_turn_is_shown_once_and_what_one_says_not_at_all(number: pg.TextArena) -> None:
+    game = Game(number, seed=1)
+    answers = [str(game.say(f"[{n}]").observation.content) for n in (1, 20)]  # neither is the number with this seed
+    assert answers == ["\nThe target number is higher.\n", "\nThe target number is lower.\n"]
+
+
+def test_a_seed_is_a_game_whatever_else_is_played_or_drawn(number: pg.TextArena) -> None:
+    random.seed(5)
+    before = random.getstate()
+    alone = [solved(Game(number, seed))[0] for seed in range(12)]
+    beside = [Game(number, seed) for seed in range(12)]  # all of them begun before the first goes on
+    assert [solved(game)[0] for game in beside] == alone
+    assert len({guesses[-1] for guesses in alone}) > 3
+    assert random.getstate() == before
+
+
+def test_chance_within_a_game_is_the_episode_s_own() -> None:
+    """Each press of a bandit draws."""
+    bandit = pg.TextArena("Bandit-v0")
+
+    def presses(game: Game) -> list[str]:
+        return [str(game.say("red").observation.content) for _ in range(8)]  # its wrapper adds the brackets
+
+    alone = presses(Game(bandit, 3))
+    one, other = Game(bandit, 3), Game(bandit, 4)
+    mixed = []
+    for _ in range(8):
+        mixed.append(str(one.say("[red]").observation.content))
+        other.say("[blue]")
+    assert mixed == alone
+    assert any("1" in text for text in alone)
+
+
+def test_what_is_invalid_is_counted_and_may_be_said_once(number: pg.TextArena) -> None:
+    game = Game(number)
+    step = game.say("I do not know")
+    assert "invalid move" in str(step.observation.content)
+    assert (step.reward, step.metrics) == (0.0, {"invalid": 1.0, "failed": 0.0})
+    step = game.say("still not")
+    assert (step.observation, step.ended, step.metrics["invalid"]) == (None, "terminated", 1.0)
+
+
+class Unfinished(textarena.Env):  # type: ignore[misc]
+    """A game of somebody's own that has not foreseen every answer, and prints."""
+
+    def reset(self, num_players: int, seed: int | None = None) -> None:
+        self.state = textarena.SinglePlayerState(num_players=num_players, seed=seed)
+        self.state.reset(game_state={}, player_prompt_function=lambda player_id, game_state: "Say something.")
+
+    def step(self, action: str) -> Any:
+        print("a step")
+        return {"fine": self.state.step()}[action]
+
+
+def test_a_game_whose_code_fails_at_an_answer_costs_the_episode(capsys: pytest.CaptureFixture[str]) -> None:
+    textarena.register(id="Unfinished-v0", entry_point=Unfinished)
+    game = Game(pg.TextArena("Unfinished-v0"))
+    assert game.say("fine").observation is not None
+    step = game.say("unforeseen")
+    assert (step.observation, step.reward, step.ended, step.metrics["failed"]) == (None, 0.0, "failed", 1.0)
+    assert capsys.readouterr().out == ""
+
+
+def test_turns_and_tokens_end_a_game_at_0() -> None:
+    short = pg.TextArena("GuessTheNumber-v0", max_turns=1, instructions="Think first.")
+    game = Game(short, seed=1)
+    assert str(game.first).startswith("Think first.\nYou are Player 0")
+    step = game.say("[1]")
+    assert (step.observation, step.reward, step.ended) == (None, 0.0, "turns")
+    assert Game(short, seed=1).say("[", truncated=True).observation is None
+
+
+def test_messages_go_on_as_messages(number: pg.TextArena) -> None:
+    example = pg.Example(({"role": "system", "content": "You play."}, {"role": "user", "content": "1 + 1 ="}))
+    game = Game(number, seed=1, example=example)
+    assert [message["role"] for message in game.first] == ["system", "user"]
+    step = game.say("[1]")
+    assert step.observation.content == ({"role": "user", "content": "The target number is higher."},)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("TicTacToe-v0", "not for one player"),
+        ("Wordel-v0", "no game 'Wordel-v0': did you mean Wordle-v0"),
+        ("TwentyQuestions-v0", "cannot be played here"),  # it asks a model of somebody's
+    ],
+)
+def test_refusals(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
+    with pytest.raises(pg.ConfigError, match=says):
+        pg.TextArena(name)
+
+
+def test_many_games_of_one_player_can_be_played() -> None:
+    """Those that need no word lists, each reset twice alike and answered with nonsense."""
+    for name in (
+        "2048-v0",
+        "Blackjack-v0",
+        "FrozenLake-v0",
+        "LightsOut-v0",
+        "Mastermind-v0",
+        "Minesweeper-v0",
+        "TowerOfHanoi-v0",
+    ):
+        factory = pg.TextArena(name)
+        one, other = Game(factory, 9), Game(factory, 9)
+        assert one.first == other.first
+        said = [(game.say("[nonsense]"), game.say("[up]")) for game in (one, other)]
+        assert said[0] == said[1], name
+
+
+def word_lists(folder: Path, words: Sequence[str]) -> None:
+    """NLTK's word lists and its tagger, of ten words: the real ones are a download."""
+    lists = folder / "corpora" / "words"
+    lists.mkdir(parents=True)
+    (lists / "README").write_text("")
+    for name in ("en", "en-basic"):
+        (lists / name).write_text("\n".join(words) + "\n")
+    tagger = folder / "taggers" / "averaged_perceptron_tagger_eng"
+    tagger.mkdir(parents=True)
+    parts = {"weights": {}, "tagdict": {**dict.fromkeys(words, "NN"), "test": "NN"}, "classes": ["NN"]}
+    for part, value in parts.items():
+        (tagger / f"averaged_perceptron_tagger_eng.{part}.json").write_text(json.dumps(value))
+
+
+@pytest.fixture(scope="module")
+def wordle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pg.TextArena]:
+    import nltk
+
+    folder = tmp_path_factory.mktemp("nltk")
+    word_lists(folder, WORDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nltk.data, "path", [str(folder)])  # which nltk remembers: once for all tests
+        patch.setattr(nltk, "download", lambda *args, **options: True)  # no network
+        yield pg.TextArena("Wordle-v0")
+
+
+def test_wordle(wordle: pg.TextArena) -> None:
+    game = Game(wordle, seed=2)
+    assert "5-letter word" in str(game.first)
+    step = game.say("[zzzzz]")
+    assert "not an English word" in str(step.observation.content)
+    turns = 0
+    for word in WORDS:
+        step, turns = game.say(f"My guess is [{word}]."), turns + 1
+        if step.observation is None:
+            break
+        assert f"You submitted [{word}]." in str(step.observation.content)
+    assert step.ended == "terminated"
+    assert 0.0 <= step.reward <= 1.0
+    assert turns <= 6
+    assert {str(Game(wordle, seed).say("[apple]").observation) for seed in range(8)} != {""}
+
+
+def test_word_lists_are_shared_by_the_episodes(wordle: pg.TextArena) -> None:
+    one, other = wordle(TEXT, seed=0), wordle(TEXT, seed=1)
+    assert one.env.dictionary.us_words is other.env.dictionary.us_words  # some 100,000 words
+    assert one.env.word_list is not other.env.word_list
+
+
+def test_a_run_learns_in_it_and_is_taken_up_bit_for_bit(tmp_path: Path) -> None:
+    run = pg.Run(
+        algorithm=pg.GRPO,
+        environment="textarena:GuessTheNumber-v0",
+        steps=2,
+        prompts_per_step=2,
+        samples_per_prompt=2,
+        sampling=pg.Sampling(max_tokens=60),
+        evaluation=pg.Evaluation(problems=2, samples=1),
+        checkpoint=pg.Checkpointing(every=1, keep=3),
+        output=str(tmp_path / "whole"),
+    )
+    whole = pg.train(run, display=False)
+    said = [row for row in rows(whole.output / "metrics.jsonl") if "environment/turns" in row]
+    assert len(said) == 2
+    assert all("environment/invalid" in row and row["environment/failed"] == 0 for row in said)
+    pieces = tmp_path / "pieces"
+    pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
+    pg.train(resume=pieces, display=False)
+    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")

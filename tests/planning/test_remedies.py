@@ -1,0 +1,79 @@
+"""What to change where a plan does not fit: each change helps, and the last one fits unless nothing does."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from policygrad.planning.devices import DEVICES
+from policygrad.planning.layout import Layout
+from policygrad.planning.plan import Plan, Question
+from policygrad.planning.reached import Reached
+from policygrad.planning.remedies import remedies
+from policygrad.planning.shapes import NAMED
+from policygrad.planning.told import assumptions, summary, tables
+from policygrad.planning.work import Asks, Work
+
+
+def plan(model: str, layout: Layout, device: str = "H100", budget: int = 3840) -> Plan:
+    work = Work(64, 8, 256, 1000, budget)
+    return Plan(Question(NAMED[model], DEVICES[device], work, Asks("grpo", frozen=1, scores=1), Reached()), layout)
+
+
+def test_a_plan_that_fits_needs_none() -> None:
+    found = plan("Qwen3-0.6B", Layout(8))
+    assert found.fits
+    assert remedies(found) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "device"),
+    [
+        ("Qwen3-8B", Layout(8), "H100"),
+        ("Qwen3-8B", Layout(2, dtype="fp32"), "H200"),
+        ("Qwen3-14B", Layout(8, samplers=4, staleness=1), "H100"),
+        ("Qwen3-32B", Layout(8), "H100"),
+        ("Llama-3.1-70B", Layout(8), "H100"),
+        ("Llama-3.1-70B", Layout(16, samplers=8, staleness=1), "H200"),
+    ],
+)
+def test_every_change_takes_less_and_the_last_fits(model: str, layout: Layout, device: str) -> None:
+    found = plan(model, layout, device)
+    ways = remedies(found)
+    assert not found.fits
+    assert ways
+    kept = [way for way in ways if not way.option.startswith("--gpus")]
+    assert all(b.plan.peak < a.plan.peak for a, b in pairwise(kept))
+    assert not kept or kept[0].plan.peak < found.peak
+    assert all(not way.plan.fits for way in kept[:-1])
+    for way in ways:
+        assert way.plan.fits or way in kept
+
+
+def test_in_their_order() -> None:
+    ways = remedies(plan("Qwen3-8B", Layout(8)))
+    assert ways[0].option == "--gradient-checkpointing"
+    assert ways[0].plan.layout.checkpointing
+    assert ways[-1].plan.fits
+
+
+def test_what_does_not_fit_in_a_sampler_is_spread_over_several() -> None:
+    layout = Layout(32, samplers=8, staleness=1, checkpointing=True, whole=False)
+    found = plan("Llama-3.1-70B", layout, "H200")
+    (way,) = remedies(found)
+    assert found.learner.peak < found.usable < found.peak
+    assert way.option == "--tensor-parallel 2"
+    assert way.plan.layout.tensor == 2
+    assert way.plan.fits
+
+
+def test_where_nothing_is_enough_it_says_so() -> None:
+    found = plan("Llama-3.1-70B", Layout(8))
+    ways = remedies(found)
+    assert ways
+    assert not any(way.plan.fits for way in ways)  # the policy whole is more than an H100 has
+    told = next(table for table in tables(found, [found], ways, 1000, None) if table.title == "What to change")
+    assert "Nothing of this is enough" in told.note
+    assert "It does not fit" in summary(found, 1000, None)
+    assert any("whole in a learner" in text for text in assumptions(found))

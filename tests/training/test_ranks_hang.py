@@ -1,0 +1,111 @@
+"""One of several processes stands still while the others wait: it is named, with its stack, and the run ends where it goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import policygrad as pg
+from doubles import wrong_ranks
+from policygrad.checkpoint.format import newest
+from policygrad.commands import STOPPED
+from policygrad.training.config.toml import dumps
+
+SCRIPT = """
+import sys
+from doubles.wrong_ranks import hang
+hang(sys.argv[1], int(sys.argv[2]))
+from policygrad.cli import main
+sys.exit(main(sys.argv[3:]))
+"""
+TESTS = Path(wrong_ranks.__file__).parents[1]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
+
+
+@pytest.fixture(scope="module")
+def run(small: pg.Run) -> pg.Run:
+    learner = pg.LearnerConfig(micro_tokens=64, ranks=2, patience=5)
+    return replace(small, algorithm=pg.GRPO, steps=3, learner=learner)
+
+
+def hung(run: pg.Run, folder: Path, where: str, rank: int, start: list[str]) -> subprocess.CompletedProcess[str]:
+    """The run, in which a process hangs."""
+    folder.mkdir()
+    (folder / "run.toml").write_text(dumps(run))
+    (folder / "hang.py").write_text(SCRIPT)
+    words = [*start, "hang.py", where, str(rank), "train", "--config", "run.toml", "--output", "run", "--plain"]
+    paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, *words, "--allow", run.reward[0].rpartition(":")[0]],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def check_named(done: subprocess.CompletedProcess[str], folder: Path, said: str, stack: str) -> None:
+    """Who hung, and where; that the run can be gone on with; that nobody is left."""
+    assert said in done.stderr
+    assert "--resume run goes on from the last checkpoint" in done.stderr
+    shown = (folder / "run" / "stacks.txt").read_text()
+    assert re.findall(r"^rank (\d) ", shown, re.MULTILINE) == ["0", "1"]
+    assert stack in shown
+    pids = [int(pid) for pid in re.findall(r"\(process (\d+) on ", shown)]
+    assert len(pids) == 2
+    assert not any(alive(pid) for pid in pids)
+    assert newest(folder / "run" / "checkpoints") == 1
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "what"), [("update", "updating"), ("draw", "drawing")])
+def test_a_process_that_hangs_is_named_and_ends_the_run(run: pg.Run, tmp_path: Path, where: str, what: str) -> None:
+    done = hung(run, tmp_path / where, where, 1, [])
+    assert done.returncode == STOPPED, done.stderr
+    check_named(done, tmp_path / where, "rank 1 hung in for_ever (", f"in {what}\n")
+    assert any(line.startswith("error: rank 1 hung in for_ever (") for line in done.stderr.splitlines())
+    if where == "update":
+        left = replace(run, learner=replace(run.learner, ranks=1, patience=45.0))
+        assert pg.train(left, resume=tmp_path / where / "run", display=False).steps == 3
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["stop", "hold"])
+def test_a_process_that_is_stopped_or_lets_no_python_run_is_named(run: pg.Run, tmp_path: Path, where: str) -> None:
+    """The second shows its stack all the same."""
+    done = hung(run, tmp_path / where, where, 1, [])
+    assert done.returncode == STOPPED, done.stderr
+    check_named(done, tmp_path / where, "rank 1 did not answer for 5 seconds", "not heard of for")
+    assert ("wrong_ranks.py" in done.stderr and " in updating\n" in done.stderr) == (where == "hold")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_rank_0_that_hangs_ends_with_the_code_that_goes_on(run: pg.Run, tmp_path: Path) -> None:
+    done = hung(run, tmp_path / "zero", "update", 0, [])
+    assert done.returncode == STOPPED, done.stderr
+    check_named(done, tmp_path / "zero", "rank 0 hung in for_ever (", "in updating\n")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_under_torchrun_too(run: pg.Run, tmp_path: Path) -> None:
+    done = hung(run, tmp_path / "torchrun", "update", 1, [*TORCHRUN, "localhost:0"])
+    assert done.returncode == 1, done.stderr
+    check_named(done, tmp_path / "torchrun", "rank 1 hung in for_ever (", "in updating\n")
