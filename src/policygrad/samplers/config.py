@@ -43,8 +43,8 @@ class SamplerConfig:
     piece: int = 0
     """Tokens of an answer that are asked for at a time: what is drawn stays where a server is lost or weights change; 0 = all."""
     context: int = 0
-    """Tokens of a prompt and its completion, for a server that is started here; 0 = 4096, or twice
-    sampling.max_tokens where that is more, and no more than the model reads."""
+    """Tokens of a prompt and its completion, for a server that is started here.
+    0 = twice sampling.max_tokens and at least 4096, as far as the model reads."""
     threads: int = 0
     """Threads of a server that is started here; 0 = one for a small model, else as many as there are cores."""
     timeout: float = 600.0
