@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from doubles.models import OUT, changed_copy
 from policygrad.errors import ModelError
 from policygrad.models.loading import load_model
+from policygrad.models.precision import PRIMITIVES
 from policygrad.models.tokenizer import load_tokenizer
 
 
@@ -83,3 +85,17 @@ def test_what_a_model_or_a_tokenizer_lacks_is_named(random_model: Path, tmp_path
         load_model(str(empty))
     assert ".." not in str(caught.value).replace(str(empty), "")
     assert not str(caught.value).endswith(".")
+
+
+def test_few_compiled_operations_are_kept_in_half_precision_on_a_cpu(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, few = PRIMITIVES
+    monkeypatch.delenv(name, raising=False)
+    load_model(str(random_model))
+    assert name not in os.environ
+    load_model(str(random_model), dtype="bf16")
+    assert os.environ[name] == few
+    monkeypatch.setenv(name, "7")
+    load_model(str(random_model), dtype="bf16")
+    assert os.environ[name] == "7"

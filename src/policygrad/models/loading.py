@@ -23,7 +23,7 @@ from policygrad.models.completeness import check_complete, unreported
 from policygrad.models.four_bits import quantisation, settle_bits
 from policygrad.models.hub import check_name, locate
 from policygrad.models.lora import FILE, Lora, base_of, check_agrees, described, holds_model
-from policygrad.models.precision import DTYPES
+from policygrad.models.precision import DTYPES, keep_few_primitives
 from policygrad.models.trust import cannot_load, refuse_pickles, weights
 
 EMBEDDED = "tiny"
@@ -61,6 +61,8 @@ def load_model(
             model of transformers' kind.
         ConfigError: adapters that cannot be put in, or are others than those that are there.
     """
+    if DTYPES[dtype] == torch.bfloat16 and device == "cpu":
+        keep_few_primitives()
     if isinstance(model, str):
         loaded = _load(model, dtype, device, trust_remote_code, lora)
     else:
