@@ -14,7 +14,7 @@ PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
 
 def keep_few_primitives() -> None:
     """oneDNN compiles an operation for every shape that it meets, in bfloat16 on a CPU, and micro-batches have ever new ones:
-    they were 400 of the 1,900 MiB of a run, which took as long without. It reads the variable at its first operation; one's own stays."""
+    400 of the 1,900 MiB of a run, which takes as long without. It reads the variable at its first operation; one's own stays."""
     os.environ.setdefault(*PRIMITIVES)
 
 
