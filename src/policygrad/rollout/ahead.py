@@ -76,7 +76,6 @@ class Producer:
                 self._next(collect)
         with self._changed:
             rollout, self.finished = self.finished.taken()
-            self._wanted = max(0, self._wanted - 1)  # the place of this one is filled when `beside` says so
             return rollout
 
     @contextmanager
