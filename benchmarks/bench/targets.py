@@ -138,12 +138,13 @@ def _time(data: Data) -> str:
     groups = [(prompt, [work.max_tokens] * work.samples)] * work.prompts
     drawing, learning = operations.forward(SEVEN, groups) / 1e9, operations.gradient(SEVEN, groups) / 1e9
     floor, asked = (drawing + learning) / rate, theirs.cpu.median / TARGETS[0].asked
+    seen = " What the rest of the time goes to is in the profile below." * ("profile" in data.get("components", {}))
     return (
         f"**Seconds of the 7M work.** A step cannot do without {drawing:,.0f} Gflop to draw completions and {learning:,.0f} to "
         f"learn from them: {short(floor)} s at the {rate:.0f} Gflop/s of a bare matrix product. It takes "
         f"{short(ours.cpu.median)} s, {floor / ours.cpu.median:.0%} of that rate; a third of TRL's time would be "
-        f"{short(asked)} s, or {floor / asked:.0%}. What the rest of the time goes to is in the profile below: attention, "
-        "and a key-value cache that is read once for every token that is drawn, are bound by memory, not by arithmetic."
+        f"{short(asked)} s, or {floor / asked:.0%}. Attention, and a key-value cache that is read once for every "
+        f"token that is drawn, are bound by memory, not by arithmetic.{seen}"
     )
 
 
