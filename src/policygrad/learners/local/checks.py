@@ -43,3 +43,9 @@ def check_replay(algorithm: Algorithm) -> None:
             f"{name} looks at policies in ways of its own, where no experts are replayed: set learner.routing_replay to false, or "
             "take an algorithm without it, such as grpo"
         )
+
+
+def check_lr(algorithm: Algorithm, lr: float | None) -> None:
+    """Raises ConfigError where a step needs a learning rate and has none."""
+    if lr is None and algorithm.step.uses_lr:
+        raise ConfigError(f"{type(algorithm.step).__name__} needs a learning rate: give LocalLearner a number as lr")

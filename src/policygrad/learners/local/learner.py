@@ -16,7 +16,7 @@ from policygrad.core.metrics import Metrics, Sum
 from policygrad.errors import CheckpointError, ConfigError, EngineError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.actor_critic import ActorCritic
-from policygrad.learners.local.checks import check_adapters, check_replay, check_widths
+from policygrad.learners.local.checks import check_adapters, check_lr, check_replay, check_widths
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.curvature_problem import LocalProblem
 from policygrad.learners.local.division import Division
@@ -62,10 +62,7 @@ class LocalLearner:
                 and not given.
             ModelError: the model is needed twice, and there is no way to make it a second time.
         """
-        if lr is None and algorithm.step.uses_lr:
-            raise ConfigError(
-                f"{type(algorithm.step).__name__} needs a learning rate: give LocalLearner a number as lr"
-            )
+        check_lr(algorithm, lr)
         config, adam = config or LearnerConfig(), optimizer or OptimizerConfig()
         self.model, self.config, self.build, self.rollouts, self.refreshed = model, config, build, 0, False
         check_adapters(model, config)
