@@ -135,7 +135,13 @@ def test_pieces_that_make_no_whole_are_refused() -> None:
         [0, [0, 0], [3, 2]],
         [1, [3, 0], [1, 2]],
     ]
-    for wrong in ([share([0, 0], [3, 2])], [share([0, 0], [4, 2]), share([3, 0], [1, 2])], [share([1, 0], [4, 2])]):
+    for wrong in (
+        [share([0, 0], [3, 2])],
+        [share([0, 0], [4, 2]), share([3, 0], [1, 2])],
+        [share([1, 0], [4, 2])],
+        [share([0, 0], [2, 2]), share([1, 0], [2, 2])],  # as many numbers, and the last row is nowhere
+        [share([0, 0], [4, 1]), share([0, 0], [4, 1])],
+    ):
         with pytest.raises(CheckpointError, match="pieces of 'x' do not make the whole"):
             index_of(wrong)
     with pytest.raises(CheckpointError, match="do not agree on what 'x' is"):
@@ -199,6 +205,10 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "two swapped": (swap, "share-0000[02].safetensors is damaged"),
     "a pipe": (pipe, "it is no regular file"),
     "a piece less": (crafted(lambda spread: spread["weights"]["pieces"].pop()), "'weights' do not make the whole"),
+    "a piece on another": (
+        crafted(lambda s: s["weights"]["pieces"][1].__setitem__(1, s["weights"]["pieces"][0][1])),
+        "'weights'",
+    ),
     "a shape that is not there": (
         crafted(lambda s: s["few"].update(shape=[10**12], pieces=[[0, [0], [10**12]]])),
         "holds another piece of 'few' than state.json says",

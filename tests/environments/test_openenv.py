@@ -129,6 +129,12 @@ def test_words_of_one_s_own_and_turns() -> None:
     assert [(step.ended, step.reward) for step in steps[1:]] == [("turns", 0.0)]
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "much"])
+def test_a_reward_is_a_finite_number(reward: Any) -> None:
+    with pytest.raises(pg.EngineError, match=r"somewhere:1 gives the reward (nan|inf|'much'): it is a finite number"):
+        played(Server(lambda m: seen({"prompt": "?"}, reward=reward)), "1")
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [

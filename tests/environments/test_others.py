@@ -55,6 +55,15 @@ def test_what_somebody_must_give_leave_to(name: str, found: list[str]) -> None:
     assert codes(name) == found
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e300, 10**400, "0.5", [1.0]])
+def test_a_step_is_worth_a_finite_number(value: object) -> None:
+    with pytest.raises(pg.EngineError, match=r"Step has reward = .*: give a finite number"):
+        pg.Step(reward=value)  # type: ignore[arg-type]
+    with pytest.raises(pg.EngineError, match=r"Step has metrics\['seen'\] = "):
+        pg.Step(metrics={"seen": value})  # type: ignore[dict-item]
+    assert pg.Step(reward=numpy.float32(0.5), metrics={"seen": True}).reward == 0.5  # type: ignore[arg-type]
+
+
 def test_a_run_that_shows_a_server_what_is_written_is_gone_on_with_by_leave_only(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     server = {"environment": "openenv:http://elsewhere:1"}

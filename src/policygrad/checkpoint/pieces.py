@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -118,15 +118,29 @@ def index_of(shares: Iterable[Share]) -> dict[str, Any]:
 
 
 def _check(name: str, entry: Mapping[str, Any]) -> None:
-    """Raises CheckpointError unless the boxes lie within the tensor, one to a file, and are as many numbers as it."""
+    """Raises CheckpointError unless the boxes lie within the tensor, one to a file, apart, and are as many numbers as it."""
     shape, files = entry["shape"], [number for number, _, _ in entry["pieces"]]
     fits = all(
         len(offset) == len(size) == len(shape)
         and all(a >= 0 and n >= 0 and a + n <= whole for a, n, whole in zip(offset, size, shape, strict=True))
         for _, offset, size in entry["pieces"]
     )
-    if not fits or len(set(files)) != len(files) or sum(prod(size) for _, _, size in entry["pieces"]) != prod(shape):
+    boxes = [(offset, size) for _, offset, size in entry["pieces"]]
+    whole = fits and sum(prod(size) for _, size in boxes) == prod(shape)
+    if not whole or len(set(files)) != len(files) or not _apart(boxes):
         raise CheckpointError(f"the pieces of {name!r} do not make the whole of it")
+
+
+def _apart(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether no two boxes (offset, size) share a number. In the order of their first axis, so that rows are each compared once."""
+    ordered = sorted(boxes)
+    for i, (offset, size) in enumerate(ordered):
+        for other in islice(ordered, i + 1, None):
+            if offset and other[0][0] >= offset[0] + size[0]:
+                break
+            if _overlap((offset, size), other):
+                return False
+    return True
 
 
 class Pieces:

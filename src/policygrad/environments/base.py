@@ -7,7 +7,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from policygrad.errors import EngineError
 from policygrad.models.tool_calls import TAGGED, CallForm, ToolCall
+from policygrad.rewards.calls import LARGEST
 from policygrad.tasks.types import Example, Prompt
 
 ENVIRONMENT, TOKENS, CONTEXT = "environment", "tokens", "context"
@@ -45,7 +47,11 @@ class Action:
 
 @dataclass(frozen=True)
 class Step:
-    """What came of an action. The episode goes on where there is an observation."""
+    """What came of an action. The episode goes on where there is an observation.
+
+    Raises:
+        EngineError: a reward or a metric that is no finite number; in the environment's own line, which the traceback names.
+    """
 
     observation: Observation | None = None
     """What is said to the policy; None = the episode is over."""
@@ -55,6 +61,27 @@ class Step:
     """Numbers for the log: an episode's turns are added up, and averaged over the episodes that have them."""
     ended: str = ENVIRONMENT
     """What ended the episode, a word for metrics and logs; of a step without an observation."""
+
+    def __post_init__(self) -> None:
+        if self.reward is not None:
+            _numbered("reward", self.reward)
+        for name, value in self.metrics.items():
+            _numbered(f"metrics[{name!r}]", value)
+
+
+def finite(value: Any) -> bool:
+    """Whether it is a number that an advantage can be made of."""
+    try:
+        return not isinstance(value, str) and abs(float(value)) <= LARGEST  # False of NaN
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _numbered(what: str, value: Any) -> None:
+    if not finite(value):
+        raise EngineError(
+            f"an environment's Step has {what} = {value!r}: give a finite number, at most {LARGEST:g} in size"
+        )
 
 
 class Environment(Protocol):

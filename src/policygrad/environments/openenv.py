@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from policygrad.environments.base import Action, Environment, Observation, Step
+from policygrad.environments.base import Action, Environment, Observation, Step, finite
 from policygrad.environments.openenv_words import Asked, asked_for, worded
 from policygrad.environments.others import TERMINATED, TURNS, answered, http, opening
 from policygrad.environments.websocket import WebSocket, websockets
@@ -161,7 +161,7 @@ class _Episode:
             if isinstance(said, str):
                 metrics["refused"], reward, words = 1.0, 0.0, f"error: {said}"
             else:
-                reward = float(said.get("reward") or 0.0)
+                reward = self._worth(said)
                 if said.get("done"):
                     return Step(reward=reward, metrics=metrics, ended=TERMINATED)
                 words = self._words(said)
@@ -177,6 +177,14 @@ class _Episode:
                 await asyncio.wait_for(_ended(connection), self.asked.patience)
             with suppress(*LOST):
                 await asyncio.wait_for(connection.close(), self.asked.patience)
+
+    def _worth(self, said: Mapping[str, Any]) -> float:
+        reward = said.get("reward") or 0.0
+        if not finite(reward):
+            raise EngineError(
+                f"the OpenEnv server at {self.asked.address} gives the reward {reward!r}: it is a finite number"
+            )
+        return float(reward)
 
     def _words(self, said: Mapping[str, Any]) -> str:
         seen = said.get("observation")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from policygrad.environments.base import Action, Environment, Observation, Step
+from policygrad.environments.base import Action, Environment, Observation, Step, finite
 from policygrad.environments.others import FAILED, TERMINATED, TURNS, answered, opening
 from policygrad.errors import ConfigError, EngineError
 from policygrad.tasks.types import Example
@@ -189,12 +189,10 @@ class _Episode:
         return Step(answered(self.example, said), 0.0, metrics)
 
     def _worth(self, rewards: Any) -> float:
-        try:
-            return float(rewards[0])
-        except (TypeError, KeyError, ValueError) as error:
-            raise EngineError(
-                f"TextArena's {self.asked.name} is over and gives no reward to its player: {rewards!r}"
-            ) from error
+        own = (rewards or {}).get(0)
+        if not finite(own):
+            raise EngineError(f"TextArena's {self.asked.name} is over and gives no reward to its player: {rewards!r}")
+        return float(own)
 
     def _heard(self) -> tuple[str, bool]:
         """What the game has said since the last turn, and whether it found the last answer invalid."""

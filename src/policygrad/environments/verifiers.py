@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from policygrad.environments.base import Action, Environment, Observation, Step
+from policygrad.environments.base import Action, Environment, Observation, Step, finite
 from policygrad.environments.tool_use import ANSWER, ToolUse
 from policygrad.errors import ConfigError
 from policygrad.tasks.types import Example
@@ -23,8 +23,8 @@ class Verifiers:
     A turn without a call of a tool is the answer and ends the episode; then the task's rewards are called, offline as `vf replay`
     does, on a trace of the conversation, and their weighted sum is the reward. Tools are the methods of the taskset's and the
     task's Toolsets, called in this process, under the names that verifiers gives them. What was measured is logged as
-    `environment/reward_NAME` and `environment/metric_NAME`. An episode whose rewards raise takes no part and is counted
-    (`environment/failed`).
+    `environment/reward_NAME` and `environment/metric_NAME`. An episode whose rewards raise, or are no finite number, takes no part
+    and is counted (`environment/failed`).
 
     Raises:
         ConfigError: no such taskset, or one that needs a runtime, an Env, a user or a state of verifiers' own.
@@ -83,8 +83,10 @@ class _Episode:
             await self.task.score(trace)
         except Exception:  # a reward function of somebody's own, at what a policy wrote
             return None, {"failed": 1.0}
+        if not finite(trace.reward):
+            return None, {"failed": 1.0}
         parts = {f"reward_{name}": found.score for name, found in trace.rewards.items() if found is not None}
-        metrics = {f"metric_{name}": float(value) for name, value in trace.metrics.items() if value is not None}
+        metrics = {f"metric_{name}": float(value) for name, value in trace.metrics.items() if finite(value)}
         return float(trace.reward), {"failed": 0.0, **metrics, **parts}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from policygrad.errors import DataError
 from policygrad.tasks.embedded import Component
 from policygrad.tasks.levels import of_place
-from policygrad.tasks.reasoning_gym import ReasoningGymTask, check_config
+from policygrad.tasks.reasoning_gym import ReasoningGymTask, check_config, datasets
 from policygrad.tasks.types import Example
 
 PREFIX = "curriculum:"
@@ -100,8 +100,6 @@ def at_level(component: Component, level: int) -> dict[str, Any]:
     Raises:
         DataError: a setting that the user has given too, or values that the data set does not take.
     """
-    from reasoning_gym.factory import DATASETS
-
     curriculum = _curriculum(component)
     curriculum.set_global_level(level)
     made = curriculum.generate_configuration()
@@ -111,7 +109,7 @@ def at_level(component: Component, level: int) -> dict[str, Any]:
         raise DataError(f"task 'curriculum:{component.name}': {both[0]!r} is what its levels set: leave it away")
     found = {name: getattr(made, name) for name in names}
     try:
-        config = DATASETS[component.name][1](**{**component.config, **found})
+        config = datasets()[component.name][1](**{**component.config, **found})
         if hasattr(config, "validate"):
             config.validate()
     except (AssertionError, TypeError, ValueError) as error:

@@ -6,7 +6,7 @@ import difflib
 import os
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import count as count_from
@@ -32,9 +32,17 @@ _HASH_ORDERED = frozenset(
 @lru_cache(maxsize=1)
 def dataset_names() -> tuple[str, ...]:
     """Names of every reasoning-gym dataset, sorted, without `composite` (a mix does that here)."""
-    from reasoning_gym.factory import DATASETS
+    return tuple(sorted(set(datasets()) - {"composite"}))
 
-    return tuple(sorted(set(DATASETS) - {"composite"}))
+
+@lru_cache(maxsize=1)
+def datasets() -> Mapping[str, Any]:
+    """reasoning-gym's own table of them. Importing it draws from the global generators, whose states are put back."""
+    with _own_randomness(0):
+        from reasoning_gym.factory import DATASETS
+
+    table: Mapping[str, Any] = DATASETS
+    return table
 
 
 class ReasoningGymTask:
@@ -174,9 +182,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 def check_config(component: Component) -> None:
     """Refuse settings that the dataset does not have, and say when its problems cannot be repeated."""
-    from reasoning_gym.factory import DATASETS
-
-    keys = [f.name for f in fields(DATASETS[component.name][1]) if f.name not in _UNSET]
+    keys = [f.name for f in fields(datasets()[component.name][1]) if f.name not in _UNSET]
     for key in component.config:
         if key in _UNSET:
             raise DataError(f"task {component.name!r}: {key!r} is not a setting of the task; the run's seed decides")
