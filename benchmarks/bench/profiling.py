@@ -1,4 +1,4 @@
-"""Where the time of a step goes, operation by operation, and the memory that is held before there is a model."""
+"""Where the time of a step goes, operation by operation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -63,12 +62,6 @@ def kind(name: str) -> str:
     return next((k for k, parts in KINDS.items() if any(part in plain for part in parts)), REST)
 
 
-def resident_mib() -> float:
-    """Of this process, now."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:"))  # KiB
-
-
 def parts(work: Callable[[], object]) -> tuple[float, dict[str, float]]:
     """(CPU seconds of a call, without the profiler; share of each kind of operation, under it)."""
     work()
@@ -105,17 +98,16 @@ def works(shape: Shape, dtype: str, prompts: int, length: int) -> dict[str, Call
 
 def profiled(small: bool, repeats: int) -> Table:
     """Shares of the time by kind of operation; `repeats` is not used, as a profile is one call."""
-    resident = resident_mib()
     shape, prompts, length = (SMALL, 2, 8) if small else (SEVEN, 16, 252)
-    rows: list[tuple[str | float, ...]] = [("process before any model", resident, "", *[""] * (len(KINDS) + 2))]
+    rows = list[tuple[str | float, ...]]()
     for dtype in ("fp32", "bf16") if has_bfloat16() else ("fp32",):
         for name, work in works(shape, dtype, prompts, length).items():
             seconds, shares = parts(work)
-            rows.append((f"{name}, {dtype}", "", seconds, *shares.values()))
+            rows.append((f"{name}, {dtype}", seconds, *shares.values()))
     note = (
         f"{prompts} × 8 completions of {length} tokens, prompts of 60: CPU seconds of drawing them and of one gradient from as "
         "many random ones, and which share of these goes to which operations (of torch, by its profiler, in a call of its own; "
         "the rest is Python, what the profiler itself takes, and what torch does not report)."
     )
-    columns = ("what", "resident, MiB", "CPU s", *KINDS, REST, BETWEEN)
+    columns = ("what", "CPU s", *KINDS, REST, BETWEEN)
     return Table("Profile", note, columns, tuple(rows))
