@@ -1,5 +1,5 @@
-"""Parts of a step alone: the head, attention, packing, each of the learner's savings, the share of the matrix-multiply rate, and
-the rollout against `generate`, rewards beside sampling, and a profile.
+"""Parts of a step alone: the head, attention, packing, each of the learner's savings, the share of the matrix-multiply rate, the
+rollout against `generate`, whether drafts would pay, rewards beside sampling, and a profile.
 
     python benchmarks/speed.py [--only head matmul …] [--repeats 3] [--quick]
 
@@ -35,11 +35,16 @@ def main() -> None:
 
 
 def _measure(store: Store, name: str, small: bool, repeats: int) -> None:
-    from bench import decoding, kernels, overlap, profiling, savings
+    from bench import decoding, drafts, kernels, overlap, profiling, savings
 
     benches = {"head": kernels.head, "attention": kernels.attention, "packing": kernels.packing}
     benches |= {"savings": savings.savings, "matmul": savings.matmul, "rollout": decoding.rollout}
-    benches |= {"decoding": decoding.savings, "overlap": overlap.overlap, "profile": profiling.profiled}
+    benches |= {
+        "drafts": drafts.drafts,
+        "decoding": decoding.savings,
+        "overlap": overlap.overlap,
+        "profile": profiling.profiled,
+    }
     command = f"python benchmarks/speed.py --only {name}{' --quick' * small}"
     found = {
         "command": command,

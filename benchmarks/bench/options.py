@@ -9,7 +9,18 @@ from pathlib import Path
 
 from bench.works import SIDES, WORKS
 
-COMPONENTS = ("head", "attention", "packing", "savings", "rollout", "decoding", "overlap", "matmul", "profile")
+COMPONENTS = (
+    "head",
+    "attention",
+    "packing",
+    "savings",
+    "rollout",
+    "decoding",
+    "drafts",
+    "overlap",
+    "matmul",
+    "profile",
+)
 EVERYTHING = ("linear", *(work.name for work in WORKS), *COMPONENTS)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import clock, operations, rewards
+from bench import clock, drafts, operations, rewards
 from bench.lengths import EndAt
 from bench.models import rollout
 from bench.options import parse
@@ -346,3 +346,17 @@ def test_a_curve_that_does_not_come_there_has_no_ratio() -> None:
 )
 def test_operations_are_of_a_kind(name: str, said: str) -> None:
     assert kind(name) == said
+
+
+def test_drafts_pay_from_where_they_give_as_many_tokens_as_they_cost() -> None:
+    assert drafts.needed(1.5, 1) == pytest.approx(0.5)  # 1 + a tokens
+    assert drafts.needed(1.0, 7) == pytest.approx(0.0, abs=1e-9)
+    assert drafts.needed(1.75, 2) == pytest.approx(0.5)  # 1 + a + a²
+    assert drafts.needed(2.0, 1) is None
+
+
+def test_what_siblings_say_behind_the_same_tokens_is_a_draft() -> None:
+    group = [[5, 6, 7], [5, 6, 8], [5, 6, 7], [5, 6, 7], [9]]  # all drafts are right but those of 8 and 9
+    assert drafts.agreement([group]) == (1.0, pytest.approx(11 / 13))
+    assert drafts.agreement([[[5, 6, 7, 8], [5, 1, 7, 8]]]) == (pytest.approx(4 / 8), pytest.approx(2 / 4))
+    assert drafts.agreement([[[3]]]) == (0.0, 0.0)
