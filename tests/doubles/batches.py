@@ -34,6 +34,35 @@ def make_batch(seed: int, groups: int = 3, size: int = 4, width: int = 6, *, hol
     )
 
 
+def branching(batch: pg.Batch, seed: int = 0) -> pg.Batch:
+    """The same tokens, of texts that fall back now and then, also into their prompt; equal completions fall back alike."""
+    g = torch.Generator().manual_seed(seed)
+    assert batch.tokens is not None
+    assert batch.prompts is not None
+    depth = torch.zeros_like(batch.tokens)
+    for row, group in enumerate(batch.group.tolist()):
+        at = len(batch.prompts[group])
+        for t in range(depth.shape[1]):
+            if t and float(torch.rand((), generator=g)) < 0.35:
+                at = int(torch.randint(1, at + 1, (), generator=g))
+            depth[row, t], at = at, at + 1
+        same = row > 0 and torch.equal(batch.tokens[row], batch.tokens[row - 1])
+        depth[row] = depth[row - 1] if same and group == int(batch.group[row - 1]) else depth[row]
+    return replace(batch, depth=depth)
+
+
+def written(batch: pg.Batch, row: int) -> Iterator[tuple[int, int, Tensor]]:
+    """(first, end, ids) of each text that a completion is: which of its tokens it ends with, and all of it."""
+    assert batch.tokens is not None
+    assert batch.prompts is not None
+    ids, tokens = batch.prompts[int(batch.group[row])], batch.tokens[row]
+    depth = len(ids) + torch.arange(len(tokens)) if batch.depth is None else batch.depth[row]
+    starts = [0, *(t for t in range(1, len(tokens)) if int(depth[t]) != int(depth[t - 1]) + 1)]
+    for first, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        ids = torch.cat([ids[: int(depth[first])], tokens[first:end]])
+        yield first, end, ids
+
+
 def naive_logp(model: nn.Module, batch: pg.Batch, temperature: float) -> Tensor:
     """One completion at a time, with nothing shared: the definition."""
     assert batch.tokens is not None
@@ -48,12 +77,10 @@ def naive_entropy(model: nn.Module, batch: pg.Batch, temperature: float) -> Tens
 
 def _distributions(model: nn.Module, batch: pg.Batch, temperature: float) -> Iterator[Tensor]:
     """[T, V] log-probabilities of each completion."""
-    assert batch.tokens is not None
-    assert batch.prompts is not None
     for i in range(len(batch.mask)):
-        prompt = batch.prompts[int(batch.group[i])]
-        ids = torch.cat([prompt, batch.tokens[i]])[None]
-        yield (model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        texts = list(written(batch, i))
+        logits = [model(input_ids=ids[None]).logits[0, len(ids) - (end - first) - 1 : -1] for first, end, ids in texts]
+        yield (torch.cat(logits) / temperature).log_softmax(-1)
 
 
 def float_batch(seed: int = 0) -> pg.Batch:

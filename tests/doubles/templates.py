@@ -25,6 +25,8 @@ ENDS = {  # the template's name, and the token that ends its turns
     "transformers:llama4/processing_llama4.py": "<|eot|>",
     "transformers:qwen2_audio/processing_qwen2_audio.py": "<|im_end|>",
 }
+REWRITING = {"shouting": "<|im_end|>", "forgetful": "<|im_end|>"}
+"""Made by hand: one that writes earlier replies in capitals, whatever they are, and one that leaves them out."""
 MARKS = (
     "<bos>",
     "<s>",
@@ -59,4 +61,4 @@ def tokenizer(name: str) -> Tokenizer:
     hf = AutoTokenizer.from_pretrained(resolve("tiny"))
     hf.add_special_tokens({"additional_special_tokens": [*MARKS, *(set(ENDS.values()) - {"<eos>"})]})
     hf.chat_template = template(name)
-    return Tokenizer(hf, frozenset([hf.convert_tokens_to_ids(ENDS[name])]), name, None)
+    return Tokenizer(hf, frozenset([hf.convert_tokens_to_ids((ENDS | REWRITING)[name])]), name, None)

@@ -14,6 +14,7 @@ from torch import nn
 
 import policygrad as pg
 from doubles.algorithms import runnable
+from doubles.batches import branching
 from doubles.ranked import agree, filled, learned, model, pair, values
 from policygrad.algorithms import ALGORITHMS
 from policygrad.learners.fsdp.ranks import Ranks
@@ -58,12 +59,13 @@ def compared(
     dtype: torch.dtype = torch.float64,
     make: Any = model,
     steps: int = 1,
+    several: bool = False,
     **changes: Any,
 ) -> None:
     """Metrics, and all that a checkpoint holds, after some steps."""
     algorithm = algorithm.with_budget(6).at(algorithm.with_budget(6).init())
     local, ranked, whole = pair(ranks, algorithm, make, **changes)
-    batch = filled(algorithm, dtype)
+    batch = branching(filled(algorithm, dtype)) if several else filled(algorithm, dtype)
     for _ in range(steps):
         expected, found = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
         assert found.pop("completions/computed", 0) >= expected.pop(
@@ -96,6 +98,15 @@ def failures(cases: dict[str, Any]) -> dict[str, str]:
 def test_every_algorithm_learns_as_in_one_process(size: int) -> None:
     with started(size) as ranks:
         cases = {name: partial(compared, ranks, a, COARSE.get(name, 1e-12)) for name, a in TABLE.items()}
+        assert failures(cases) == {}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_episodes_of_several_texts_too() -> None:
+    names = ("grpo", "gspo", "ppo", "prime", "trpo", "exact norms", "exact KL to the reference")
+    with started(2) as ranks:
+        cases = {n: partial(compared, ranks, TABLE[n], COARSE.get(n, 1e-12), several=True) for n in names}
         assert failures(cases) == {}
 
 

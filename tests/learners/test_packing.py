@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import policygrad as pg
-from doubles.batches import VOCABULARY, make_batch, naive_entropy, naive_logp
+from doubles.batches import VOCABULARY, branching, make_batch, naive_entropy, naive_logp
 from doubles.data_fields import by_tokens
 from doubles.models import Wrapped
 from doubles.selecting import Loudest, OfTheGroup
@@ -187,7 +187,7 @@ class Weighed(pg.Term):
         return self.score(out, batch, psi) * out.logp.detach()
 
 
-@pytest.mark.parametrize("name", sorted({*PER_TOKEN, *PER_COMPLETION} - {"mask", "group", "tokens"}))
+@pytest.mark.parametrize("name", sorted({*PER_TOKEN, *PER_COMPLETION} - {"mask", "group", "tokens", "depth"}))
 def test_equal_tokens_are_computed_once_and_stay_two_completions(model: nn.Module, name: str) -> None:
     """Completions 0 and 1 have the same tokens and Ψ, and differ in one field, which a user's term reads."""
     batch = make_batch(5, holes=False)
@@ -273,11 +273,13 @@ def test_a_gate_that_needs_its_whole_group_has_those_that_teach_nothing_too(mode
 CHOOSING = {"selecting": replace(pg.GRPO, name="selecting", corrections=(Loudest(),))}
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one text", "several texts"])
 @pytest.mark.parametrize("name", [*ALGORITHMS, *CHOOSING])
-def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -> None:
-    """The learner's gradient, with every saving on, against autograd through the definition with none."""
+def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str, several: bool) -> None:
+    """The learner's gradient, with every saving on, against autograd through the definition with none. several: completions fall
+    back to an earlier token and go on from there; the definition reads each of their texts alone, the algorithm one row."""
     algorithm = (ALGORITHMS | CHOOSING)[name].with_budget(6)
-    batch = make_batch(11)
+    batch = branching(make_batch(11)) if several else make_batch(11)
     with torch.no_grad():
         noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         logp = naive_logp(model, batch, 1.0)
@@ -309,7 +311,7 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str) -
     computed = plain.accumulate()["completions/computed"]
     for p, g in zip(model.parameters(), got, strict=True):
         assert p.grad is None or float((p.grad - g).abs().max()) <= 1e-6 * largest
-    assert computed.value < metrics["completions/offered"].value  # equal ones once
+    assert several or computed.value < metrics["completions/offered"].value  # equal ones once
     value = pg.objective(out, batch, psi, algorithm)
     assert metrics["objective"].value == pytest.approx(float(value), abs=1e-6)
     assert metrics["completions/computed"].value <= computed.value

@@ -14,6 +14,7 @@ from policygrad.errors import ConfigError
 PER_TOKEN = (
     "mask",
     "tokens",
+    "depth",
     "logp_old",
     "logp_ref",
     "logp_sampler",
@@ -42,7 +43,7 @@ PER_COMPLETION = (
     "demonstration",
 )
 _BOOL = ("step_end", "selected", "truncated", "in_statistics", "demonstration")
-_INTEGER = ("version", "anchor", "example", "level", "levels")
+_INTEGER = ("depth", "version", "anchor", "example", "level", "levels")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,6 +68,10 @@ class Batch:
     """[B, T] int64; the completion's token ids."""
     prompts: tuple[Tensor, ...] | None = None
     """One row of token ids per group; with `tokens` it is what a learner needs."""
+    depth: Tensor | None = None
+    """[B, T] int64; how many tokens stood before each where it was read or sampled, the prompt's included; None = the prompt's and
+    all before it in the row. Where it falls back, a chat template wrote the conversation anew: the token follows the last one
+    before it of a depth less by one, and what stands between is not seen. Whatever counts completions counts the row once."""
     logp_old: Tensor | None = None
     """[B, T] nats, log π_old; None = the policy itself, so that every ratio is 1."""
     logp_ref: Tensor | None = None

@@ -1,6 +1,7 @@
 """Chat messages as text and token ids: the one place that renders a model's template, and what follows a sampled turn.
 
-Nothing that was sampled is tokenised again: the next turn's prompt is the ids so far, the sampled ids, and `continuation`.
+Nothing that was sampled is tokenised again: the next turn's prompt is the ids so far, the sampled ids, and `continuation`. Where
+a template writes earlier turns anew there is no such thing, and the next turn's prompt is `rewritten`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ class ChatTokenizer(Protocol):
     def name(self) -> str: ...
     @property
     def end(self) -> frozenset[int]: ...
+
+
+class RewrittenError(ModelError):
+    """The template writes earlier turns otherwise once there is another message."""
 
 
 def render(
@@ -133,8 +138,8 @@ def continuation(
 
     Raises:
         DataError: text that goes on as messages, or messages as text.
-        ModelError: as `render`; a template that writes earlier turns otherwise once there are more; letters that cannot be told
-            from a control token.
+        ModelError: as `render`; letters that cannot be told from a control token.
+        RewrittenError: a template that writes earlier turns otherwise once there are more.
     """
     if isinstance(messages_so_far, str) != isinstance(new_messages, str):
         raise DataError(f"{source}: what began as text goes on as text, and messages as messages: give both alike")
@@ -154,12 +159,46 @@ def continuation(
     said = full[len(before) : len(full) - len(tail)]
     grows = head.rstrip() == before and full.startswith(before) and full.endswith(tail)
     if not found or not grows or said.strip() != reply_text.strip():
-        raise ModelError(
+        raise RewrittenError(
             f"{source}: the chat template of {tokenizer.name!r} rewrites earlier turns once there is another message (it leaves "
             "out their reasoning, say), so that the next turn cannot follow the tokens that were sampled: begin a new "
             "trajectory at every turn, or use a template whose rendering only grows"
         )
     return _after_end(tokenizer, tail, tokenizer.end if end_ids is None else end_ids, words, source)
+
+
+def rewritten(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Message],
+    opening: int,
+    new: int,
+    *,
+    tools: Tools | None = None,
+    source: str = "a conversation",
+) -> tuple[list[int], list[int]]:
+    """(the ids of a conversation as the template writes it now, up to where the assistant begins to speak; those of what is new).
+
+    Earlier replies are text here, as the template leaves them. They and what tools and environments say end no turn: where they
+    spell out a control token, it is read letter by letter.
+
+    opening: messages that the task began with, which are taken as they are written. new: messages behind the last reply.
+
+    Raises:
+        ModelError: as `continuation`.
+    """
+    since, words = veiled(tokenizer.hf, messages[opening:], _absent_from(repr((messages, tools))))
+    whole = [*messages[:opening], *since]
+
+    def rendered(messages: Sequence[Message]) -> str:
+        return render(tokenizer, messages, generation_prompt=True, tools=tools, source=source)
+
+    text, behind = rendered(whole), len(whole) - new
+    mark = _absent_from(text)
+    reply = {"role": "assistant", "content": mark}
+    _, found, tail = rendered([*whole[: behind - 1], reply, *whole[behind:]]).partition(mark)
+    if not found:  # a template that does not show the reply at all
+        tail = "\n".join(str(message.get("content", "")) for message in whole[behind:])
+    return veiled_ids(tokenizer.hf, text, words, source), _after_end(tokenizer, tail, tokenizer.end, words, source)
 
 
 def _after_end(tokenizer: ChatTokenizer, tail: str, end_ids: Collection[int], words: Words, source: str) -> list[int]:

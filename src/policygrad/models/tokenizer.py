@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ModelError
-from policygrad.models.chat import Message, Tools, continuation, prompt_ids
+from policygrad.models.chat import Message, Tools, continuation, prompt_ids, rewritten
 from policygrad.models.loading import context_length, resolve
 from policygrad.models.lora import base_of
 from policygrad.models.shown import shown_answer
@@ -65,6 +65,19 @@ class Tokenizer:
     ) -> Tensor:
         """[n] int64; the ids between a sampled turn and the next: see `chat.continuation`, also for what it raises."""
         return torch.tensor(continuation(self, so_far, reply, new, tools=tools, source=source), dtype=torch.int64)
+
+    def rewritten(
+        self,
+        messages: Sequence[Message],
+        opening: int,
+        new: int,
+        source: str = "a conversation",
+        tools: Tools | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """([P'] int64, [n] int64) of a conversation that the template writes anew: see `chat.rewritten`, also for what it
+        raises."""
+        whole, news = rewritten(self, messages, opening, new, tools=tools, source=source)
+        return torch.tensor(whole, dtype=torch.int64), torch.tensor(news, dtype=torch.int64)
 
     def answer(self, prompt: Tensor, said: str | Sequence[Message], text: str, source: str = "an answer") -> list[int]:
         """The ids of an answer that somebody else wrote, as they would have been sampled behind the ids `prompt` of what was

@@ -131,7 +131,7 @@ def embedded(runs: Sequence[Shown]) -> dict[str, Any]:
     """For the script: every prompt once, and rows that name it by its number; texts cut to `CUT` characters.
 
     A row: r run, s step, p prompt, c completion, w reward, and where it is there a advantage, n tokens, t cut off, g group,
-    x each reward's own value, u turns, d demonstration.
+    x each reward's own value, u turns, b texts that it is read as, d demonstration.
     """
     prompts: dict[Any, int] = {}
     found = []
@@ -149,7 +149,7 @@ def _more(row: dict[str, Any]) -> dict[str, Any]:
     more |= {"n": row.get("tokens"), "g": row.get("group"), "t": row.get("truncated") or None}
     more |= {"x": {k: _number(v) for k, v in row["rewards"].items()} if row.get("rewards") else None}
     more |= {"u": [[who, cut(text)] for who, text in row["turns"]] if row.get("turns") else None}
-    more |= {"d": row.get("demonstration") or None}
+    more |= {"b": row.get("branches"), "d": row.get("demonstration") or None}
     return {key: value for key, value in more.items() if value is not None}
 
 

@@ -42,6 +42,7 @@ def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Ba
         logp_sampler=padded([t.logp for t in rows]),
         version=padded([t.version for t in rows]),
         truncated=torch.tensor([t.truncated for t in rows], dtype=torch.bool),
+        depth=padded([t.depth(len(g.prompt)) for g in groups for t in g.trajectories]) if _branches(rows) else None,
         example=torch.tensor([number(g.start.example) for g in groups], dtype=torch.int64).repeat_interleave(sizes),
         **_experts(groups),
     )
@@ -66,6 +67,10 @@ def _with_rewards(batch: Batch, groups: Sequence[Group]) -> Batch:
                 table[row, place[name]] = torch.nan if value is None else value
             row += 1
     return replace(batch, rewards=table, reward_names=tuple(named), reward_weights=tuple(named.values()))
+
+
+def _branches(rows: Sequence[Trajectory]) -> bool:
+    return any(t.branches > 1 for t in rows)
 
 
 def _experts(groups: Sequence[Group]) -> dict[str, Any]:
@@ -132,11 +137,17 @@ def _of_environment(row: Trajectory) -> Metrics:
 
 
 def _turns(rows: Sequence[Trajectory]) -> Metrics:
-    """Turns of the policy per episode, and what ended them, where any has several or an environment says."""
+    """Turns of the policy per episode, what ended them, and texts that they are read as, where any has several or an environment
+    says."""
     turns = [sum(s.sampled for s in row.segments) for row in rows]
     if not conversed(rows):
         return {}
     ends = Counter(row.ended for row in rows if row.ended)
     count = float(len(rows))
     shares: Metrics = {f"environment/ended_{word}": Mean(float(n), count) for word, n in sorted(ends.items())}
-    return shares | {"environment/turns": Mean(float(sum(turns)), count)}
+    texts = [row.branches for row in rows]
+    return shares | {
+        "environment/turns": Mean(float(sum(turns)), count),
+        "environment/branches": Mean(float(sum(texts)), count),
+        "environment/branched_ratio": Mean(float(sum(n > 1 for n in texts)), count),
+    }

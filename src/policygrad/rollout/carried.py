@@ -30,8 +30,10 @@ def pack(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[str, Any
     }
     prefixes = [g.start.prefix for g in groups if g.start.prefix is not None]
     tensors |= {"prefixes": torch.cat(prefixes)} if prefixes else {}
-    routes = [t.routes for g in groups for t in g.trajectories if t.routes is not None]
+    routes = [s.routes for g in groups for t in g.trajectories for s in t.readers if s.routes is not None]
     tensors |= {"routes": torch.cat(routes)} if routes else {}
+    news = [s.news for s in segments if s.news is not None]
+    tensors |= {"news": torch.cat(news)} if news else {}
     return tensors, [_group(g) for g in groups]
 
 
@@ -48,7 +50,8 @@ def unpack(
     def segment(said: Mapping[str, Any]) -> Segment:
         n, tokens = said["tokens"], take("tokens", said["tokens"])
         if not said["sampled"]:
-            return Segment(tokens)
+            news = said.get("news")
+            return Segment(tokens, keeps=said.get("keeps"), news=None if news is None else take("news", news))
         version = take("version", n)
         routes = take("routes", said["routes"]) if said["routes"] else None
         return Segment(tokens, take("logp", n), version if said["version"] is None else said["version"], routes)
@@ -86,11 +89,9 @@ def _group(group: Group) -> dict[str, Any]:
 
 
 def _trajectory(row: Trajectory, known: dict[Hashable, int]) -> dict[str, Any]:
-    last = max(
-        (i for i, s in enumerate(row.segments) if s.sampled), default=-1
-    )  # its routes are those of all before it
+    readers = row.readers  # their routes are those of all before them
     return {
-        "segments": [_segment(s, s.routes if i == last else None) for i, s in enumerate(row.segments)],
+        "segments": [_segment(s, s.routes if s in readers else None) for s in row.segments],
         "text": row.text,
         "truncated": row.truncated,
         "turn_rewards": _numbers(row.turn_rewards),
@@ -111,4 +112,9 @@ def _numbers(said: Sequence[float | None]) -> tuple[float | None, ...]:
 def _segment(segment: Segment, routes: Tensor | None) -> dict[str, Any]:
     version = segment.version if isinstance(segment.version, int) else None  # None: it changed on the way
     read = 0 if routes is None else len(routes)
-    return {"tokens": len(segment.tokens), "sampled": segment.sampled, "version": version, "routes": read}
+    said = {"tokens": len(segment.tokens), "sampled": segment.sampled, "version": version, "routes": read}
+    return said if segment.keeps is None else said | {"keeps": segment.keeps, "news": _length(segment.news)}
+
+
+def _length(x: Tensor | None) -> int | None:
+    return None if x is None else len(x)

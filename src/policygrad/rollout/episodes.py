@@ -7,7 +7,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Coroutine, Hashable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,43 +24,13 @@ from policygrad.environments.base import (
     made,
 )
 from policygrad.errors import EngineError
-from policygrad.models.chat import Tools
-from policygrad.models.tool_calls import CallForm
+from policygrad.models.chat import RewrittenError, Tools
+from policygrad.rollout.encoder import Encoder
 from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
 from policygrad.samplers.base import Generation, Request, Sampler, Sampling
 from policygrad.tasks.types import Prompt
 
 T = TypeVar("T")
-
-
-class Encoder(Protocol):
-    """Text to tokens and back."""
-
-    @property
-    def context(self) -> int | None:
-        """Positions of the model, in tokens."""
-        ...
-
-    @property
-    def form(self) -> CallForm:
-        """How the model writes calls of tools."""
-        ...
-
-    def encode(self, prompt: Prompt, max_tokens: int, source: str = ..., tools: Tools | None = ...) -> Tensor:
-        """[P] int64; refuses a prompt that leaves no room for max_tokens."""
-        ...
-
-    def decode(self, tokens: Any) -> str: ...
-
-    def answer(self, prompt: Tensor, said: Prompt, text: str, source: str = ...) -> list[int]:
-        """The ids of an answer that somebody else wrote to the prompt, its end token the last."""
-        ...
-
-    def continuation(
-        self, so_far: Prompt, reply: str, new: Prompt, source: str = ..., tools: Tools | None = ...
-    ) -> Tensor:
-        """[n] int64; what stands between a sampled turn and the next."""
-        ...
 
 
 class _Episode:
@@ -71,6 +41,8 @@ class _Episode:
         self.context = torch.empty(0, dtype=torch.int64)
         self.conversation: Prompt = ""
         """All that was said before this turn."""
+        self.opening = 0
+        """Messages of it that the episode began with."""
         self.tools: Tools | None = None
         self.segments: list[Segment] = []
         self.rewards: list[float | None] = []
@@ -79,7 +51,8 @@ class _Episode:
         self.metrics: Counter[str] = Counter()
         self.text = ""
         """Of the last turn."""
-        self.left = start.max_tokens
+        self.left = self.room = start.max_tokens
+        """Tokens that it may still sample, and those of this turn."""
         self.over = self.truncated = False
         self.limit, self.ended = TOKENS, ""
         self._closing = getattr(environment, "close", None)
@@ -87,11 +60,11 @@ class _Episode:
     def request(self, sampling: Sampling) -> Request:
         turn = len(self.rewards)
         key = (*self.start.key, self.sample, turn) if turn else (*self.start.key, self.sample)
-        return Request(self.context, key, sampling, self.left)
+        return Request(self.context, key, sampling, self.room)
 
     async def take(self, generation: Generation, encoder: Encoder, sampler: Sampler) -> None:
         """The turn that was sampled, and what the environment says to it."""
-        _check(generation, self.left, sampler)
+        _check(generation, self.room, sampler)
         cut = generation.finish_reason == "length"
         self.text = text = encoder.decode(generation.tokens)
         step = await _awaited(self.environment, "step", Action(text, cut, encoder.form))
@@ -125,28 +98,43 @@ class _Episode:
             self.rewards[-1] = (self.rewards[-1] or 0.0) + float(worth)
 
     def _hear(self, observation: Observation, text: str, encoder: Encoder, drawn: Tensor) -> bool:
-        """The next turn's context is the ids so far, the sampled ids and those of what is new; whether there is room for a turn."""
+        """The next turn's context is the ids so far, the sampled ids and those of what is new, or the conversation as the template
+        writes it now; whether there is room for a turn."""
         content = observation.content
-        new = encoder.continuation(self.conversation, text, content, self.start.where, self.tools)
-        if isinstance(self.conversation, str):
-            self.conversation += f"{text}{content}"
+        so_far, before = torch.cat([self.context, drawn]), self.conversation
+        if isinstance(before, str):
+            self.conversation = f"{before}{text}{content}"
         else:
-            new_messages = () if isinstance(content, str) else content  # text was refused by `continuation`
-            reply = {"role": "assistant", "content": text}
-            self.conversation = (*self.conversation, reply, *map(dict, new_messages))
-        self.context = torch.cat([self.context, drawn, new])
-        room = self.left if encoder.context is None else min(self.left, encoder.context - len(self.context))
-        if room < 1:
+            said = () if isinstance(content, str) else content  # text is refused by `continuation`
+            self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, said))
+        try:
+            segment = Segment(encoder.continuation(before, text, content, self.start.where, self.tools))
+        except RewrittenError:
+            segment = self._anew(so_far, len(content), encoder)
+        self.context = torch.cat([so_far[: segment.keeps], segment.tokens])
+        self.room = self.left if encoder.context is None else min(self.left, encoder.context - len(self.context))
+        if self.room < 1:
             return False
-        self.limit = CONTEXT if room < self.left else self.limit
-        self.left = room
-        self.segments.append(Segment(new))
+        self.limit = CONTEXT if self.room < self.left else TOKENS
+        self.segments.append(segment)
         self.states.append(_state(observation, self.environment))
         return True
 
+    def _anew(self, so_far: Tensor, new: int, encoder: Encoder) -> Segment:
+        """A branch: what has been sampled stays in the context in which it was, and the conversation goes on behind as much of that
+        as the template still writes."""
+        assert not isinstance(self.conversation, str)
+        whole, news = encoder.rewritten(self.conversation, self.opening, new, self.start.where, self.tools)
+        shared = min(len(so_far), len(whole) - 1)
+        differs = (so_far[:shared] != whole[:shared]).nonzero()
+        keeps = int(differs[0]) if len(differs) else shared
+        if keeps == len(so_far):  # other letters, the same tokens
+            return Segment(whole[keeps:])
+        return Segment(whole[keeps:], keeps=keeps, news=news)
+
     def trajectory(self, encoder: Encoder) -> Trajectory:
         before = () if self.start.prefix is None else (self.start.prefix,)
-        parts = (*before, *(s.tokens for s in self.segments))
+        parts = (*before, *(s.told for s in self.segments))
         own = [reward for reward in self.rewards if reward is not None]
         return Trajectory(
             tuple(self.segments),
@@ -243,6 +231,7 @@ async def _begin(episodes: Sequence[_Episode], encoder: Encoder) -> Tensor:
     context = prompt if start.prefix is None else torch.cat([prompt, start.prefix])
     for episode in episodes:
         episode.context, episode.conversation, episode.tools = context, seen[0].content, tools
+        episode.opening = len(seen[0].content)
     for episode, observation in zip(episodes, seen, strict=True):
         episode.states.append(_state(observation, episode.environment))
     return prompt

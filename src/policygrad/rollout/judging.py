@@ -97,7 +97,7 @@ def judge_steps(
     scores = score(*samples_of(groups))
     rows = [t for g in groups for t in g.trajectories]
     marks = [
-        None if found is None else mark(decode, t.tokens, t.text, found)
+        None if found is None else t.placed(mark(decode, t.told, t.text, found))
         for t, found in zip(rows, scores.steps, strict=True)
     ]
     means: Metrics = {f"rewards/{name}": Mean(sum(x), float(len(x))) for name, x in scores.parts.items() if x and worth}

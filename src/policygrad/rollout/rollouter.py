@@ -19,7 +19,8 @@ from policygrad.rewards import RewardPool
 from policygrad.rewards.voting import voted_by
 from policygrad.rollout.batching import measure, to_batch, used
 from policygrad.rollout.demonstrations import joined
-from policygrad.rollout.episodes import Encoder, play
+from policygrad.rollout.encoder import Encoder
+from policygrad.rollout.episodes import play
 from policygrad.rollout.evaluation import EvaluationResult, evaluated
 from policygrad.rollout.filling import Evaluate, Round, fill, filled, flat
 from policygrad.rollout.greedy import with_baseline

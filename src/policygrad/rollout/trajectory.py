@@ -56,6 +56,11 @@ class Segment:
     """Of the weights that drew it; [n] int64 where they changed on the way."""
     routes: Tensor | None = None
     """[m, layers, k] the experts of every token up to its end, the prompt's first; -1 = not read."""
+    keeps: int | None = None
+    """A new branch begins: the template has written the conversation anew. Of the ids that were read before, the prompt's first,
+    so many stay, and these tokens follow them. None = they follow all of them."""
+    news: Tensor | None = None
+    """[m] int64; what of them was said now, for people and reward functions; None = all."""
 
     @classmethod
     def drawn(cls, generation: Generation) -> Segment:
@@ -65,15 +70,21 @@ class Segment:
     def sampled(self) -> bool:
         return self.logp is not None
 
+    @property
+    def told(self) -> Tensor:
+        """[m] int64."""
+        return self.tokens if self.news is None else self.news
+
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One episode: what follows the prompt, and what it was worth."""
+    """One episode: what follows the prompt, and what it was worth. It is one, and one row of a batch, also where it has branches:
+    what a branch's segments follow is what the segments before them have left it (`Segment.keeps`)."""
 
     segments: tuple[Segment, ...]
     """In order; a turn of the policy is one sampled segment."""
     text: str
-    """Of all segments (and of a prefix before them), for reward functions and people."""
+    """What all segments have told (and a prefix before them), for reward functions and people."""
     truncated: bool
     """The token budget ended it, not the policy or the environment."""
     turn_rewards: tuple[float | None, ...] = ()
@@ -117,9 +128,51 @@ class Trajectory:
         return self._joined(list(whole))
 
     @property
+    def branches(self) -> int:
+        """Texts that it is read as: one, and another each time that the template wrote the conversation anew."""
+        return 1 + sum(s.keeps is not None for s in self.segments)
+
+    def depth(self, prompt: int) -> Tensor:
+        """[n] int64; how many tokens stand before each where it was read, those of the prompt included."""
+        found, at = list[Tensor](), prompt
+        for segment in self.segments:
+            at = at if segment.keeps is None else segment.keeps
+            found.append(torch.arange(at, at + len(segment.tokens)))
+            at += len(segment.tokens)
+        return self._joined(found)
+
+    @property
+    def told(self) -> Tensor:
+        """[m] int64; the tokens of `text`."""
+        return self._joined([s.told for s in self.segments])
+
+    def placed(self, marks: Marks) -> Marks:
+        """Steps by the tokens of `told`, as steps by those of `tokens`; what was written anew is one token, its last."""
+        if self.branches == 1:
+            return marks
+        places, at = list[int](), 0
+        for segment in self.segments:
+            end = at + len(segment.tokens)
+            places += range(at, end) if segment.news is None else [end - 1] * len(segment.news)
+            at = end
+        return Marks(tuple(places[end] for end in marks.ends), marks.scores)
+
+    @property
+    def readers(self) -> tuple[Segment, ...]:
+        """The last turn of each branch, which has read all before it there."""
+        last, branch = dict[int, Segment](), 0
+        for segment in self.segments:
+            branch += segment.keeps is not None
+            if segment.sampled:
+                last[branch] = segment
+        return tuple(last.values())
+
+    @property
     def routes(self) -> Tensor | None:
-        """[P + n, layers, k] the experts of the prompt's tokens and of these: the last turn has read all before it."""
-        return next((s.routes for s in reversed(self.segments) if s.sampled), None)
+        """[P + n, layers, k] the experts of the prompt's tokens and of these."""
+        begins = [0, *(s.keeps for s in self.segments if s.keeps is not None)]
+        read = [s.routes[begin:] for s, begin in zip(self.readers, begins, strict=False) if s.routes is not None]
+        return self._joined(read) if len(read) == len(begins) else None
 
     @staticmethod
     def _joined(parts: list[Tensor]) -> Tensor:

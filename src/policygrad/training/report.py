@@ -33,7 +33,7 @@ def rows_of(done: Done, decode: Callable[[Tensor], str], scored: bool = True) ->
     The reward is what was said of the completion, whether it takes part or a filter left it out; None = it could not be judged,
     or nobody asked for that (`scored`). Where several say something of it, `rewards` has each one's, before its weight.
     Where answers are looked at in steps, also each step's [tokens up to its end, advantage]; where an environment answers, `turns`,
-    and what `ended` the episode.
+    and what `ended` the episode; where the template wrote an episode's conversation anew, the texts that it is read as, `branches`.
     """
     batch, rollout = done.batch, done.rollout
     advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(rollout.texts)
@@ -72,7 +72,8 @@ def _turns(t: Trajectory, decode: Callable[[Tensor], str]) -> dict[str, Any]:
     """Who said what, where the policy was not alone."""
     if len(t.segments) < 2:
         return {}
-    return {"turns": [["policy" if s.sampled else "environment", decode(s.tokens)] for s in t.segments]}
+    said = {"turns": [["policy" if s.sampled else "environment", decode(s.told)] for s in t.segments]}
+    return said | ({"branches": t.branches} if t.branches > 1 else {})
 
 
 def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:
@@ -101,6 +102,9 @@ def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:
         gap = f"a token's log-probability differs by {values['mismatch/logp_max']:.1f} nats between sampler and learner"
         told = f"step {step}: {gap}; the gradient is not the policy's. Try --learner.dtype fp32"
         notes += [(told, "mismatch")]
+    if share := values.get("environment/branched_ratio", 0.0):
+        told = f"the chat template writes earlier turns anew in {share:.0%} of the episodes, which are read as several texts each"
+        notes += [(f"step {step}: {told} (environment/branches)", "branches")]
     if values.get("completions/truncated_ratio", 0.0) > 0.5:
         cut = f"{values['completions/truncated_ratio']:.0%} of the completions were cut off by the token budget"
         notes += [(f"step {step}: {cut}; --max-tokens raises it", "truncated")]

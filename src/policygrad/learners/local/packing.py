@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from policygrad.core.batch import Batch
-from policygrad.errors import DataError
 from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.texts import Texts
 from policygrad.learners.local.tree import Ints, Tree
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """One micro-batch: a tree of N nodes, each a token, with b completions of T positions on S distinct texts."""
+    """One micro-batch: a tree of N nodes, each a token, with b completions of T positions on S distinct texts. A completion whose
+    earlier tokens were written anew on the way is on several."""
 
     rows: Tensor
     """[b] which completions of the batch."""
@@ -47,6 +47,11 @@ class Pack:
     routes: Tensor | None = None
     """[N, layers, k] the experts that each node is sent to, -1 = the model's own choice; None = so everywhere."""
 
+    @property
+    def completions(self) -> int:
+        """That are computed, equal ones once; of those on several texts an upper bound."""
+        return min(len(self.rows), len(self.paths))
+
     def to(self, device: torch.device | str) -> Pack:
         there: dict[str, Any] = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
         return Pack(**{name: x.to(device) for name, x in there.items()})
@@ -61,61 +66,6 @@ def active(batch: Batch, psi: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
     return moves.any(1)
 
 
-@dataclass(frozen=True, eq=False)
-class Texts:
-    """What a model reads for some completions: each one's prompt, and its tokens up to the last but one that was sampled. Nothing
-    is predicted after the last."""
-
-    rows: Ints
-    """[n] of the batch."""
-    ids: NDArray[np.uint32]
-    """[n, W] token ids plus 1, 0 behind the text: big-endian, so that the order of the bytes is that of the tokens."""
-    prompts: Ints
-    """[n] tokens of the prompt."""
-    lengths: Ints
-    """[n] tokens of the text."""
-
-    @classmethod
-    def of(cls, batch: Batch, rows: Tensor) -> Texts:
-        """Of those completions of `rows` that have a sampled token.
-
-        Raises:
-            DataError: a batch without tokens or prompts.
-        """
-        if batch.tokens is None or batch.prompts is None:
-            raise DataError("a learner needs Batch.tokens and Batch.prompts (token ids); they are None")
-        rows = rows[batch.mask[rows].any(1)]
-        groups = batch.group[rows].tolist()
-        sizes = np.array([len(batch.prompts[g]) for g in groups], dtype=np.int64)
-        mask = batch.mask[rows].numpy()
-        extent = mask.shape[1] - mask[:, ::-1].argmax(1)
-        lengths = sizes + extent - 1
-        ids = np.zeros((len(rows), int(lengths.max(initial=0))), dtype=">u4")
-        answers = batch.tokens[rows].numpy()
-        for i, group in enumerate(groups):
-            ids[i, : sizes[i]] = batch.prompts[group].numpy() + 1
-            ids[i, sizes[i] : lengths[i]] = answers[i, : extent[i] - 1] + 1
-        return cls(rows.numpy(), ids, sizes, lengths)
-
-    def __getitem__(self, chosen: Ints | slice) -> Texts:
-        return Texts(self.rows[chosen], self.ids[chosen], self.prompts[chosen], self.lengths[chosen])
-
-    def in_order(self, group: Ints | None = None) -> Texts:
-        """Texts that begin alike next to each other; where `group` [n] is given, within groups."""
-        words = np.ascontiguousarray(self.ids).view(f"S{4 * self.ids.shape[1]}").ravel()
-        order = np.argsort(words, kind="stable")
-        return self[order if group is None else order[np.argsort(group[order], kind="stable")]]
-
-    def shared(self) -> Ints:
-        """[n] how many tokens each has in common with the one before it."""
-        same = np.zeros(len(self.rows), dtype=np.int64)
-        if len(self.rows) > 1:
-            equal = self.ids[1:] == self.ids[:-1]
-            first = np.where(equal.all(1), equal.shape[1], equal.argmin(1))
-            same[1:] = np.minimum(first, np.minimum(self.lengths[1:], self.lengths[:-1]))
-        return same
-
-
 def micro_tokens(config: LearnerConfig, model: nn.Module) -> int:
     """Tokens of a micro-batch of this model."""
     parameters = list(model.parameters())
@@ -123,8 +73,8 @@ def micro_tokens(config: LearnerConfig, model: nn.Module) -> int:
 
 
 def pack(batch: Batch, rows: Tensor, budget: int, *, whole: bool = False) -> Iterator[Pack]:
-    """Micro-batches of at most `budget` nodes (or one text) covering those completions `rows` that have a sampled token. whole: no
-    group is split, whatever the budget.
+    """Micro-batches of at most `budget` nodes (or one completion) covering those completions `rows` that have a sampled token. No
+    completion is split, also where it is several texts. whole: no group is either, whatever the budget.
 
     Raises:
         DataError: a batch without tokens or prompts.
@@ -132,20 +82,30 @@ def pack(batch: Batch, rows: Tensor, budget: int, *, whole: bool = False) -> Ite
     texts = Texts.of(batch, rows)
     if not len(texts.rows):
         return
-    texts = texts.in_order(batch.group.numpy()[texts.rows] if whole else None)
+    texts = texts.in_order()
+    several, unit = texts.several, batch.group.numpy()[texts.rows] if whole else texts.first_met
+    if whole or several:
+        order = np.argsort(unit, kind="stable")
+        texts, unit = texts[order], unit[order]
     shared = texts.shared()
-    group = batch.group.numpy()[texts.rows]
     fresh = texts.lengths - shared
-    unit = np.flatnonzero(np.diff(group, prepend=-1)) if whole else np.arange(len(group))  # where a new unit begins
-    ends = np.append(unit[1:], len(group))
+
+    def laid_out(start: int, end: int) -> Pack:
+        if not several:
+            return _lay_out(batch, texts[start:end], shared[start:end])
+        some = texts[start:end].in_order()  # one completion's texts stood together, which is not where they share most
+        return _lay_out(batch, some, some.shared())
+
+    begins = np.flatnonzero(np.diff(unit, prepend=-1))
+    ends = np.append(begins[1:], len(unit))
     start, held = 0, 0
-    for first, end in zip(unit.tolist(), ends.tolist(), strict=True):
+    for first, end in zip(begins.tolist(), ends.tolist(), strict=True):
         more = int(fresh[first:end].sum())
         if first > start and held + more > budget:
-            yield _lay_out(batch, texts[start:first], shared[start:first])
+            yield laid_out(start, first)
             start, held, more = first, 0, more + int(shared[first])
         held += more
-    yield _lay_out(batch, texts[start:], shared[start:])
+    yield laid_out(start, len(unit))
 
 
 def _lay_out(batch: Batch, texts: Texts, shared: Ints) -> Pack:
@@ -158,10 +118,9 @@ def _lay_out(batch: Batch, texts: Texts, shared: Ints) -> Pack:
     depth = np.arange(paths.shape[1])
     own = (depth >= skip[:, None]) & (depth < lengths[:, None])
     ids, positions = texts.ids[new][:, : own.shape[1]][own], np.nonzero(own)[1]  # nodes are numbered in this order
-    rows = torch.from_numpy(texts.rows)
+    chosen, at = _predictors(texts, paths, batch.mask.shape[1])
+    rows = torch.from_numpy(chosen)
     mask, tokens = batch.mask[rows], batch.tokens[rows]
-    t = np.arange(mask.shape[1])
-    at = np.take_along_axis(paths, np.minimum(texts.prompts[:, None] - 1 + t, texts.lengths[:, None] - 1), 1)
     reading, index = np.unique(at[mask.numpy()], return_inverse=True)
     predictor = torch.zeros(mask.shape, dtype=torch.int64)
     predictor[mask] = torch.from_numpy(index.reshape(-1))
@@ -178,6 +137,20 @@ def _lay_out(batch: Batch, texts: Texts, shared: Ints) -> Pack:
         tree=Tree.of(kept, lengths, skip),
         routes=None if batch.experts is None else _routes(batch, texts, paths, len(ids)),
     )
+
+
+def _predictors(texts: Texts, paths: Ints, width: int) -> tuple[Ints, Ints]:
+    """([b] the completions, in the order in which their texts come first; [b, T] the node that predicts each of their tokens)."""
+    t = np.arange(width)
+    depth = np.clip(texts.offsets[:, None] - 1 + t, 0, texts.lengths[:, None] - 1)
+    at = np.take_along_axis(paths, depth, 1)
+    if not texts.several:
+        return texts.rows, at
+    first, number = np.unique(texts.first_met, return_inverse=True)
+    text, token = np.nonzero((t >= texts.spans[:, :1]) & (t < texts.spans[:, 1:]))
+    joined = np.zeros((len(first), width), dtype=np.int64)
+    joined[number.reshape(-1)[text], token] = at[text, token]
+    return texts.rows[first], joined
 
 
 def _paths(lengths: Ints, shared: Ints) -> tuple[Ints, Ints]:
@@ -198,8 +171,10 @@ def _routes(batch: Batch, texts: Texts, paths: Ints, nodes: int) -> Tensor:
     assert batch.experts is not None
     routes = batch.experts.new_full((nodes, *batch.experts.shape[2:]), -1)
     for i in reversed(range(len(texts.rows))):
-        row, size, length = int(texts.rows[i]), int(texts.prompts[i]), int(texts.lengths[i])
-        path = torch.from_numpy(paths[i, :length])
-        routes[path[size:]] = batch.experts[row, : length - size]
-        routes[path[:size]] = batch.prompt_experts[int(batch.group[row])]
+        row, length = int(texts.rows[i]), int(texts.lengths[i])
+        prompt = batch.prompt_experts[int(batch.group[row])]
+        where = (
+            torch.arange(length) if texts.places is None else torch.from_numpy(texts.places[i, :length]) + len(prompt)
+        )
+        routes[torch.from_numpy(paths[i, :length])] = torch.cat([prompt, batch.experts[row]])[where]
     return routes

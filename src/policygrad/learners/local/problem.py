@@ -100,7 +100,7 @@ class LocalGradientProblem:
                 if learning:
                     torch.autograd.backward(surrogate(out, share, psi, self.algorithm, coef))
             networks.optimizer.collect()
-            metrics = merge(metrics, {"completions/computed": Sum(float(len(part.paths)))})
+            metrics = merge(metrics, {"completions/computed": Sum(float(part.completions))})
             metrics = merge(metrics, measure(out, share, psi, self.algorithm, coef))
         offered: Metrics = {"completions/offered": Sum(float(batch.mask.any(1).sum()))}
         metrics = {"completions/computed": Sum(0.0)} | offered | networks.division.merged(metrics)

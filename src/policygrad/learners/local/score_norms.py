@@ -24,7 +24,8 @@ from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.division import Division
 from policygrad.learners.local.forward import CHUNK, Evaluator, selected_logp
-from policygrad.learners.local.packing import Pack, Texts, micro_tokens, pack
+from policygrad.learners.local.packing import Pack, micro_tokens, pack
+from policygrad.learners.local.texts import Texts
 from policygrad.models.attention import PlainAttention
 from policygrad.models.precision import at_least_float32
 
@@ -60,7 +61,14 @@ class ScoreNorms:
     def evaluate(self, batch: Batch) -> Batch:
         """The batch with `score_norm` [B]: equal completions of one prompt once, 0 where nothing was sampled."""
         nothing = torch.zeros(len(batch.mask))  # rewards are no part of a score
-        bare = Batch(mask=batch.mask, group=batch.group, reward=nothing, tokens=batch.tokens, prompts=batch.prompts)
+        bare = Batch(
+            mask=batch.mask,
+            group=batch.group,
+            reward=nothing,
+            tokens=batch.tokens,
+            prompts=batch.prompts,
+            depth=batch.depth,
+        )
         rows, stands_for = _distinct(bare)
         out = torch.zeros(len(batch.mask), dtype=torch.float64)
         for where, norms in self._norms(bare, rows):
@@ -70,7 +78,7 @@ class ScoreNorms:
     def _norms(self, batch: Batch, rows: Tensor) -> Norms:
         logits = batch.mask.shape[1] * self.evaluator.network.vocabulary
         each = max(sum(p.numel() for p in self.parameters.values()), logits)
-        size = CHUNK // each if self.together else 1
+        size = CHUNK // each if self.together and batch.depth is None else 1  # there each is one text
         return self._many(batch, rows, size) if size > 1 else self._one_by_one(batch, rows)
 
     def _one_by_one(self, batch: Batch, rows: Tensor) -> Norms:
@@ -120,7 +128,7 @@ def _columns(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     assert batch.tokens is not None
     texts, mask, t = Texts.of(batch, rows), batch.mask[rows], torch.arange(batch.mask.shape[1])
     ids = (torch.from_numpy(texts.ids.astype(np.int64)) - 1).clamp(min=0)
-    where = torch.from_numpy(texts.prompts)[:, None] - 1 + t
+    where = torch.from_numpy(texts.offsets)[:, None] - 1 + t
     return ids, ragged.masked(where, mask), ragged.masked(batch.tokens[rows], mask), mask
 
 
@@ -136,11 +144,14 @@ def alone(batch: Batch, rows: Tensor) -> Iterator[Pack]:
 
 
 def _distinct(batch: Batch) -> tuple[Tensor, Tensor]:
-    """([n] one completion of each text and mask, [B] which stands for each; one without a sampled token for itself)."""
+    """([n] one completion of each text and mask, [B] which stands for each; one without a sampled token for itself, and each where
+    some are several texts)."""
     rows = batch.mask.any(1).nonzero().squeeze(1)
-    columns = _columns(batch, rows)
     stands_for, seen = torch.arange(len(batch.mask)), dict[bytes, int]()
-    size = Texts.of(batch, rows).prompts
+    if batch.depth is not None:
+        return rows, stands_for
+    columns = _columns(batch, rows)
+    size = Texts.of(batch, rows).offsets
     for i, row in enumerate(rows.tolist()):
         key = b"".join(c[i].numpy().tobytes() for c in columns) + bytes(str(size[i]), "ascii")
         stands_for[row] = seen.setdefault(key, row)

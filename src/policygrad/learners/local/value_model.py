@@ -123,8 +123,12 @@ class ValueModel:
         width = batch.mask.shape[1]
         end = width - batch.mask.int().flip(1).argmax(1)  # what would come next has no token yet: any id stands for it
         after = cut[:, None] & (torch.arange(width + 1) == end[:, None])
-        tokens = None if batch.tokens is None else torch.nn.functional.pad(batch.tokens, (0, 1))
-        text = Batch(mask=after, group=batch.group, reward=batch.reward, tokens=tokens, prompts=batch.prompts)
+        tokens, depth = (None if x is None else torch.nn.functional.pad(x, (0, 1)) for x in (batch.tokens, batch.depth))
+        if depth is not None:  # it follows the last one that was sampled, whatever stands there
+            depth = depth.scatter(1, end[:, None], 1 + depth.gather(1, end[:, None] - 1))
+        text = Batch(
+            mask=after, group=batch.group, reward=batch.reward, tokens=tokens, prompts=batch.prompts, depth=depth
+        )
         return replace(
             batch, bootstrap=ragged.masked(required(self.evaluate(text).values, self, "values"), after).sum(1)
         )

@@ -69,6 +69,7 @@ function facts(row) {
   const tags = [...(row.t ? ["cut off"] : []), ...(row.d ? ["demonstration"] : [])];
   const said = [
     row.n === undefined ? null : `${row.n} tokens`,
+    row.b === undefined ? null : `read as ${row.b} texts`,
     row.a === undefined ? null : `advantage ${number(row.a)}`,
   ].filter(Boolean);
   return make("div", { class: "facts" },
