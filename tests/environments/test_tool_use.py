@@ -226,6 +226,13 @@ def test_the_model_s_context_ends_an_episode_and_that_is_said(tokenizer: Tokeniz
     group, _ = conversation(narrow, Sorry, ASKED, ["3"] * 9, max_tokens=20)
     assert group.trajectories[0].turn_rewards[-1] == group.trajectories[0].reward == -0.5
 
+    class Lost(Talks):
+        async def cut(self) -> float:
+            return float("nan")
+
+    with pytest.raises(pg.EngineError, match="reward = nan: give a finite number"):
+        conversation(narrow, Lost, ASKED, ["3"] * 9, max_tokens=20)
+
 
 def test_it_is_measured(tokenizer: Tokenizer) -> None:
     again = call("add", a=1, b=2)

@@ -94,8 +94,11 @@ class _Episode:
         """Nothing more can be said, so what the environment said last is left away."""
         self.over = self.truncated = True
         self.ended = TOKENS if self.left < 1 else CONTEXT
-        if isinstance(self.environment, Cut) and (worth := await _awaited(self.environment, "cut")) is not None:
-            self.rewards[-1] = (self.rewards[-1] or 0.0) + float(worth)
+        if isinstance(self.environment, Cut):
+            last = Step(reward=await _awaited(self.environment, "cut"))  # which refuses what is no number
+            self.rewards[-1] = (
+                self.rewards[-1] if last.reward is None else (self.rewards[-1] or 0.0) + float(last.reward)
+            )
 
     def _hear(self, observation: Observation, text: str, encoder: Encoder, drawn: Tensor) -> bool:
         """The next turn's context is the ids so far, the sampled ids and those of what is new, or the conversation as the template
