@@ -54,6 +54,8 @@ class EngineOptions:
     """Requests at a time: --sampler.parallel."""
     threads: int = 0
     """llama_cpp: threads; 0 = as many as there are cores."""
+    transfer: Literal["folder", "nccl"] = "folder"
+    """vllm: how the run sends weights: --sampler.transfer."""
     temperature: float = 1.0
     """check: the run's."""
     tolerance: float = 0.0
@@ -65,6 +67,10 @@ class EngineOptions:
         if (self.what == "check") is not (self.url is not None):
             raise ConfigError(
                 "a server's address is for check: policygrad engine check http://127.0.0.1:8000 --model M"
+            )
+        if self.transfer == "nccl" and self.what == "llama_cpp":
+            raise ConfigError(
+                "a server of llama.cpp takes no weights over NCCL: leave --transfer away, or take vllm or sglang"
             )
         if self.what == "llama_cpp" and self.folder is None:
             raise ConfigError(
@@ -106,6 +112,7 @@ def command(options: EngineOptions) -> tuple[dict[str, str], list[str]]:
         context=context,
         parallel=options.parallel,
         threads=options.threads or os.cpu_count() or 1,
+        nccl=options.transfer == "nccl",
     )
     return COMMANDS[options.what](start)
 

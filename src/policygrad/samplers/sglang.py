@@ -6,19 +6,25 @@ form, not against a running server: it needs a GPU (docs/engines.md).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import EngineError
 from policygrad.samplers.base import Request
 from policygrad.samplers.concurrency import Gauges
 from policygrad.samplers.drawn import Drawn
-from policygrad.samplers.engine import EngineSampler
 from policygrad.samplers.http import AwayError
+from policygrad.samplers.sending import SendingSampler
+from policygrad.samplers.sglang_transfer import SglangTransfer, weight_version
+from policygrad.samplers.transfer import Transfer
 from policygrad.weight_sync.folder import Publication, Write
 from policygrad.weight_sync.safetensors_folder import safetensors_writer
 
+if TYPE_CHECKING:
+    from policygrad.weight_sync.nccl import Opens
 
-class Sglang(EngineSampler):
+
+class Sglang(SendingSampler):
     """Servers of `sglang.launch_server`."""
 
     name = "SGLang"
@@ -32,7 +38,20 @@ class Sglang(EngineSampler):
     def writer(self) -> Write:
         return safetensors_writer(self.model, self.tokenizer.hf, head_too=False)
 
+    def transfers(self) -> Callable[..., Transfer]:
+        return SglangTransfer
+
+    def over_nccl(self) -> Opens:
+        from policygrad.weight_sync.nccl import by_store
+
+        return by_store(next(self.model.parameters()).device, self.config.urls)
+
     async def load(self, url: str, publication: Publication) -> None:
+        if self.transfer is not None:
+            known = await weight_version(self.http, url)
+            if known != publication.name or url in self.refused:
+                await self.transfer.send(self.http, url, publication, known)
+            return
         body = {
             "model_path": str(publication.path),
             "weight_version": publication.name,

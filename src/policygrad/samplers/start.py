@@ -25,6 +25,8 @@ class Start:
     """Tokens of a prompt and its completion."""
     parallel: int
     threads: int
+    nccl: bool = False
+    """Whether vLLM's is sent its weights over NCCL."""
 
 
 Words = tuple[dict[str, str], list[str]]
@@ -40,7 +42,7 @@ def llama_cpp(start: Start) -> Words:
 
 def vllm(start: Start) -> Words:
     """Development mode takes over weights; log-probabilities after the temperature; no defaults of the model's own."""
-    options = {
+    options: dict[str, object] = {
         "--served-model-name": "policy",
         "--dtype": start.dtype,
         "--max-model-len": start.context,
@@ -50,11 +52,14 @@ def vllm(start: Start) -> Words:
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
     }
+    if start.nccl:
+        options["--weight-transfer-config"] = '{"backend":"nccl"}'
     return {"VLLM_SERVER_DEV_MODE": "1"}, ["vllm", "serve", start.model, *_words(options)]
 
 
 def sglang(start: Start) -> Words:
-    """Log-probabilities after the temperature unless the environment asks for others; no defaults of the model's own."""
+    """Log-probabilities after the temperature unless the environment asks for others; no defaults of the model's own. Weights over
+    NCCL need no words."""
     options = {
         "--model-path": start.model,
         "--dtype": start.dtype,

@@ -7,21 +7,27 @@ server of that version (docs/engines.md).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import EngineError
 from policygrad.samplers.base import Request
 from policygrad.samplers.concurrency import Gauges
 from policygrad.samplers.drawn import Drawn
-from policygrad.samplers.engine import EngineSampler
+from policygrad.samplers.sending import SendingSampler
+from policygrad.samplers.transfer import Transfer
+from policygrad.samplers.vllm_transfer import VllmTransfer
 from policygrad.weight_sync.folder import Publication, Write
 from policygrad.weight_sync.safetensors_folder import safetensors_writer
+
+if TYPE_CHECKING:
+    from policygrad.weight_sync.nccl import Opens
 
 _ASKS = 10.0
 """Seconds for a question that needs no computation."""
 
 
-class Vllm(EngineSampler):
+class Vllm(SendingSampler):
     """Servers of `vllm serve`."""
 
     name = "vLLM"
@@ -31,6 +37,7 @@ class Vllm(EngineSampler):
     )
 
     gauges = Gauges("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    head_too = True  # as in `writer`
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -52,15 +59,25 @@ class Vllm(EngineSampler):
         known = told.get("weight_version") if isinstance(told, dict) else None
         if known == publication.name and url not in self.refused:
             return
-        patience = self.config.patience
         await self._control(url, "POST", "/pause?mode=keep")
         try:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(publication.path)}}
-            await self._control(url, "POST", "/collective_rpc", body, patience)
+            if self.transfer is not None:
+                await self.transfer.send(self.http, url, publication, known)
+            else:
+                body = {"method": "reload_weights", "kwargs": {"weights_path": str(publication.path)}}
+                await self._control(url, "POST", "/collective_rpc", body, self.config.patience)
             await self._control(url, "POST", "/reset_prefix_cache")
         finally:
             await self._control(url, "POST", "/resume")
         await self._control(url, "POST", "/update_weight_version", {"new_version": publication.name})
+
+    def transfers(self) -> Callable[..., Transfer]:
+        return VllmTransfer
+
+    def over_nccl(self) -> Opens:
+        from policygrad.weight_sync.nccl import by_id
+
+        return by_id(next(self.model.parameters()).device, self.config.urls)
 
     async def _control(
         self, url: str, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = _ASKS

@@ -21,7 +21,7 @@ def safetensors_writer(model: Any, tokenizer: Any, *, head_too: bool = False) ->
         EngineError: a model without a configuration, or one with adapters.
     """
     check_whole(model)
-    head = _tied_head(model) if head_too else None
+    head = tied_head(model) if head_too else None
 
     def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
         from safetensors.torch import save_file
@@ -37,7 +37,7 @@ def safetensors_writer(model: Any, tokenizer: Any, *, head_too: bool = False) ->
     return write
 
 
-def _tied_head(model: Any) -> tuple[str, str] | None:
+def tied_head(model: Any) -> tuple[str, str] | None:
     """(the head's name, that of the embeddings whose tensor it is); None where it has one of its own."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embeddings is None or head.weight is not embeddings.weight:
