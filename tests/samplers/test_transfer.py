@@ -340,7 +340,7 @@ def test_a_policy_on_the_cpu_is_refused_with_the_way_out(tokenizer: Tokenizer) -
     for name, (sampler_class, _) in KINDS.items():
         config = SamplerConfig(engine=name, urls=("http://127.0.0.1:1",), transfer="nccl")
         with pytest.raises(
-            EngineError, match=r"the policy is on the cpu: take --device cuda, or .*--sampler.transfer folder"
+            EngineError, match=r"the policy is on the cpu: take --learner.device cuda, or .*--sampler.transfer folder"
         ):
             sampler_class(Wide(len(tokenizer.hf)), tokenizer, config, Path("weights"))
 
@@ -373,3 +373,13 @@ def test_what_a_thread_raises_is_an_absence(make: Callable[..., Made], wait: Wai
     wires.opened[0].end()
     with pytest.raises(AwayError, match=r"the group with it is broken: ended"):
         wait(sent())
+
+
+def test_the_printed_command_has_what_a_server_needs_for_it(run_command: Any) -> None:
+    code, said, _ = run_command("engine", "vllm", "--transfer", "nccl", "--print")
+    assert code == 0
+    assert """--weight-transfer-config '{"backend":"nccl"}'""" in said
+    assert "VLLM_SERVER_DEV_MODE=1" in said
+    code, said, _ = run_command("engine", "vllm", "--print")
+    assert code == 0
+    assert "--weight-transfer-config" not in said

@@ -190,7 +190,7 @@ def check_device(device: torch.device, urls: Sequence[str], cards: str = _CARDS)
     way_out = "publish by a folder, --sampler.transfer folder"
     if device.type != "cuda":
         raise EngineError(
-            f"NCCL sends from a GPU, and the policy is on the {device.type}: take --device cuda, or {way_out}"
+            f"NCCL sends from a GPU, and the policy is on the {device.type}: take --learner.device cuda, or {way_out}"
         )
     found = len(os.listdir(cards)) if os.path.isdir(cards) else None
     if found == 1 and (local := next((url for url in urls if _here(url)), None)):
