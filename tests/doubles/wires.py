@@ -144,6 +144,7 @@ class VllmTaking(Taking, VllmForm):
             if not self.active:
                 return 500, {"error": {"message": "finish_weight_update called without a matching start_weight_update"}}
             self.active, self.table = False, self.got.get("table", self.table)
+            self.version = (body or {}).get("weight_version", self.version)
             return 200, {"message": "Weight update finished"}
         if path == "/shutdown_weight_transfer_engine":
             self.groups.clear()

@@ -126,6 +126,8 @@ def test_vllm_is_asked_in_its_own_words(make: Callable[..., Made], wait: Waiter)
         {"update_info": {"names": ["scale"], "dtype_names": ["float32"], "shapes": [[3, 2]]}},
         {"update_info": {"names": ["half"], "dtype_names": ["bfloat16"], "shapes": [[5]]}},
     ]
+    assert bodies(server, "/start_weight_update") == [None]
+    assert bodies(server, "/finish_weight_update") == [{"weight_version": sampler.published.name}]  # type: ignore[union-attr]
     assert bodies(server, "/init_weight_transfer_engine")[0]["init_info"]["world_size"] == 2
 
 

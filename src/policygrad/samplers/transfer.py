@@ -88,7 +88,7 @@ class Transfer(VersionFolder, ABC):
     async def begin(self, http: Http, url: str) -> None:
         """Before the first bucket."""
 
-    async def finish(self, http: Http, url: str) -> None:
+    async def finish(self, http: Http, url: str, version: str) -> None:
         """After the last."""
 
     async def recover(self, http: Http, url: str) -> None:
@@ -102,7 +102,7 @@ class Transfer(VersionFolder, ABC):
         tensors: dict[str, Tensor] = {name: own[name].detach() for name in weights.tensors}
         if self._twice is not None:
             name, other = self._twice
-            tensors.setdefault(name, tensors[other])
+            tensors.setdefault(name, own[other].detach())
         self._tensors = tensors
         name = f"v{weights.version:08d}-{uuid.uuid4().hex[:8]}"
         return Publication(name, weights.version, self.root / name, sum(tensor.nbytes for tensor in tensors.values()))
@@ -113,8 +113,8 @@ class Transfer(VersionFolder, ABC):
     # what is sent
 
     async def send(self, http: Http, url: str, publication: Publication, known: object) -> None:
-        """Returns when the server has all of the weights. One that has begun is not broken off: a server that waits for the rest of
-        a broadcast waits for ever. known: the version that it says it has, None = it does not say.
+        """Returns when the server has all of the weights. What has begun is given `ASKS` seconds more when it is broken off: a server
+        that waits for the rest of a broadcast waits for ever. known: the version that it says it has, None = it does not say.
 
         Raises:
             AwayError: it cannot be reached, fails on the way, or takes too long: it is in no group any more.
@@ -144,7 +144,7 @@ class Transfer(VersionFolder, ABC):
                 for bucket in buckets(self._tensors, self._bucket):
                     asked = self.take(http, url, bucket, joined.name, publication.name)
                     await _both(asked, partial(joined.group.send, bucket.tensors))
-                await self.finish(http, url)
+                await self.finish(http, url, publication.name)
                 joined.version = publication.name
         except TimeoutError as error:
             await self._drop(url)
@@ -189,9 +189,9 @@ async def _both(asked: Coroutine[Any, Any, None], sent: Callable[[], None]) -> N
 
 
 async def _ended(joined: Joined) -> None:
-    """What waits in the group is let go. That may take as long as it will: nobody needs it."""
-    thread = _in_thread(joined.group.end)
-    await asyncio.wait([thread], timeout=ASKS)
+    """What waits in the group is let go. Where that fails or takes long there is nothing more to do: nobody needs it."""
+    with suppress(GroupError, TimeoutError):
+        await asyncio.wait_for(_in_thread(joined.group.end), ASKS)
 
 
 def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:

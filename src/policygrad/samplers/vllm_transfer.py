@@ -47,8 +47,8 @@ class VllmTransfer(Transfer):
         told = {"names": list(bucket.names), "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
         await http.post(f"{url}/update_weights", {"update_info": told}, self._patience)
 
-    async def finish(self, http: Http, url: str) -> None:
-        await http.post(f"{url}/finish_weight_update", None, self._patience)
+    async def finish(self, http: Http, url: str, version: str) -> None:
+        await http.post(f"{url}/finish_weight_update", {"weight_version": version}, self._patience)
 
     async def recover(self, http: Http, url: str) -> None:
         with suppress(AwayError, EngineError):  # none was begun
