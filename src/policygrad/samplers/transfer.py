@@ -113,8 +113,8 @@ class Transfer(VersionFolder, ABC):
     # what is sent
 
     async def send(self, http: Http, url: str, publication: Publication, known: object) -> None:
-        """Returns when the server has all of the weights. What has begun is given `ASKS` seconds more when it is broken off: a server
-        that waits for the rest of a broadcast waits for ever. known: the version that it says it has, None = it does not say.
+        """Returns when the server has all of the weights. What has begun is given `ASKS` seconds more when it is broken off, as a
+        server that waits for the rest of a broadcast waits for ever. known: the version that it says it has, None = none.
 
         Raises:
             AwayError: it cannot be reached, fails on the way, or takes too long: it is in no group any more.
@@ -146,6 +146,7 @@ class Transfer(VersionFolder, ABC):
                     await _both(asked, partial(joined.group.send, bucket.tensors))
                 await self.finish(http, url, publication.name)
                 joined.version = publication.name
+                self._broken.discard(url)
         except TimeoutError as error:
             await self._drop(url)
             raise AwayError(f"it has not taken over the weights within {self._patience:g} seconds") from error
