@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo, Store
 
-from policygrad.weight_sync.nccl import joining, store, within
+from policygrad.weight_sync.nccl import as_sent, joining, store, within
 from policygrad.weight_sync.nccl_library import UNIQUE_ID, GroupError
 
 WAIT = timedelta(seconds=60)
@@ -49,8 +49,8 @@ class GlooGroup:
     def send(self, tensors: Sequence[Tensor]) -> None:
         assert self._group is not None
         try:
-            for tensor in tensors:
-                broadcast(self._group, tensor.detach())
+            for tensor in as_sent(tensors, torch.device("cpu")):
+                broadcast(self._group, tensor)
         except RuntimeError as error:  # gloo's: the other side is gone
             raise GroupError(str(error)) from error
 

@@ -45,7 +45,7 @@ class Wide(Bigram):
     def __init__(self, vocabulary: int) -> None:
         super().__init__(vocabulary)
         self.scale = nn.Parameter(torch.arange(6.0).view(3, 2))
-        self.half = nn.Parameter(torch.arange(5.0).to(torch.bfloat16))
+        self.narrow = nn.Parameter(torch.arange(5.0).to(torch.bfloat16))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_what_is_sent_is_what_the_server_draws_from(name: str, make: Callable[..
         assert told["publication/bytes"].value == sum(p.nbytes for p in sampler.model.parameters())
         assert server.version == sampler.published.name  # type: ignore[union-attr]
         own = dict(sampler.model.named_parameters())
-        assert list(server.got) == list(own) == ["table", "scale", "half"]
+        assert list(server.got) == list(own) == ["table", "scale", "narrow"]
         assert all(torch.equal(server.got[n], own[n]) for n in own)
     assert len(wires.opened) == 1  # one group for both
     [found] = wait(sampler.generate([Request(torch.tensor([3, 9]), (1, 2), Sampling(max_tokens=4), 4)]))
@@ -124,7 +124,7 @@ def test_vllm_is_asked_in_its_own_words(make: Callable[..., Made], wait: Waiter)
     assert bodies(server, "/update_weights") == [
         {"update_info": {"names": ["table"], "dtype_names": ["float32"], "shapes": [[size, size]]}},
         {"update_info": {"names": ["scale"], "dtype_names": ["float32"], "shapes": [[3, 2]]}},
-        {"update_info": {"names": ["half"], "dtype_names": ["bfloat16"], "shapes": [[5]]}},
+        {"update_info": {"names": ["narrow"], "dtype_names": ["bfloat16"], "shapes": [[5]]}},
     ]
     assert bodies(server, "/start_weight_update") == [None]
     assert bodies(server, "/finish_weight_update") == [{"weight_version": sampler.published.name}]  # type: ignore[union-attr]
@@ -142,7 +142,7 @@ def test_sglang_forgets_its_prefixes_and_takes_the_version_when_the_weights_are_
     assert (first["names"], first["dtypes"], first["flush_cache"]) == (["table"], ["float32"], False)
     assert (second["names"], second["shapes"]) == (["scale"], [[3, 2]])
     assert "weight_version" not in {*first, *second}
-    assert (last["names"], last["flush_cache"], last["abort_all_requests"]) == (["half"], True, False)
+    assert (last["names"], last["flush_cache"], last["abort_all_requests"]) == (["narrow"], True, False)
     assert last["weight_version"] == sampler.published.name  # type: ignore[union-attr]
     assert {body["group_name"] for body in (first, second, last)} == {wires.opened[0].name}
 
@@ -153,7 +153,7 @@ def test_all_weights_in_one_request_where_they_fit(name: str, make: Callable[...
     wait(sampler.update(publish(sampler, 0)))
     path = "/update_weights" if name == "vllm" else "/update_weights_from_distributed"
     [body] = bodies(server, path)
-    assert (body.get("update_info") or body)["names"] == ["table", "scale", "half"]
+    assert (body.get("update_info") or body)["names"] == ["table", "scale", "narrow"]
 
 
 @both
@@ -256,7 +256,7 @@ def test_a_transfer_that_is_broken_off_is_whole_all_the_same(
 
     server.got.clear()
     wait(broken_off())
-    assert torch.equal(server.got["half"], sampler.model.half)  # type: ignore[arg-type]
+    assert torch.equal(server.got["narrow"], sampler.model.narrow)  # type: ignore[arg-type]
     assert torch.equal(server.table, sampler.model.table)  # type: ignore[arg-type]
 
 
@@ -363,8 +363,10 @@ def test_other_engines_take_folders(engine: str, said: str) -> None:
         SamplerConfig(transfer="infiniband")
 
 
-def test_what_a_thread_raises_is_an_absence(make: Callable[..., Made], wait: Waiter) -> None:
-    sampler, _, wires = make("sglang")
+def test_a_group_that_breaks_while_the_server_says_nothing_is_an_absence(
+    make: Callable[..., Made], wait: Waiter
+) -> None:
+    sampler, [server], wires = make("sglang")
     assert sampler.transfer is not None
     publication = sampler.transfer.publish(publish(sampler, 0))
 
@@ -372,6 +374,7 @@ def test_what_a_thread_raises_is_an_absence(make: Callable[..., Made], wait: Wai
         await sampler.transfer.send(sampler.http, sampler.config.urls[0], publication, None)  # type: ignore[union-attr]
 
     wait(sent())
+    server.hangs = True
     wires.opened[0].end()
     with pytest.raises(AwayError, match=r"the group with it is broken: ended"):
         wait(sent())

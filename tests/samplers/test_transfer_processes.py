@@ -129,7 +129,7 @@ def test_another_process_has_the_weights_byte_for_byte(
     tmp_path: Path,
 ) -> None:
     model: Any = Bigram(len(tokenizer.hf))
-    model.half = nn.Parameter(torch.randn(7, 3).to(torch.bfloat16))
+    model.narrow = nn.Parameter(torch.randn(7, 3).to(torch.bfloat16))
     model.across = nn.Parameter(torch.arange(12.0).view(3, 4).t())  # not as it lies in memory
     config = SamplerConfig(
         engine=sampler_class.__name__.lower(), urls=(URL,), patience=60.0, transfer="nccl", parallel=4
@@ -143,12 +143,12 @@ def test_another_process_has_the_weights_byte_for_byte(
         for version in range(2):
             with torch.no_grad():
                 model.table.mul_(0.9)
-                model.half.add_(1)
+                model.narrow.add_(1)
             told = wait(sampler.update(Published(version, dict(model.named_parameters()))))
             assert told["publication/probe_max"].value < 1e-5
             assert {name: same(server.got[name], p) for name, p in model.named_parameters()} == {
                 "table": True,
-                "half": True,
+                "narrow": True,
                 "across": True,
             }
         wait(sampler.close())

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # as torch.distributed has them
 
 from policygrad.errors import EngineError
 from policygrad.weight_sync.nccl_library import GroupError, Nccl
@@ -83,7 +83,8 @@ class IdGroup:
     def join(self) -> None:
         with torch.cuda.device(self._device):
             self._communicator = self._library.join(self._id, self._size)
-            stream, one = torch.cuda.Stream(self._device), torch.zeros(1, device=self._device)
+            one = torch.zeros(1, device=self._device)
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(self._device))
             self._library.all_reduce(self._communicator, one, stream.cuda_stream)
             stream.synchronize()
@@ -142,12 +143,17 @@ def within(kept: Store, name: str, device: str) -> Store:
     return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, kept)))
 
 
+def as_sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """On the device, each element after the one before it: what is sent is memory. Copies where it has to."""
+    return [tensor.detach().to(device).contiguous() for tensor in tensors]
+
+
 def _send(library: Nccl, communicator: int, tensors: Sequence[Tensor], device: torch.device) -> None:
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))  # on which they were written
         with torch.cuda.stream(stream):
-            held = [tensor.detach().to(device).contiguous() for tensor in tensors]  # until they are sent
+            held = as_sent(tensors, device)  # until they are sent
             for tensor in held:
                 library.broadcast(communicator, tensor, stream.cuda_stream)
         stream.synchronize()
