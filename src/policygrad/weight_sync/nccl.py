@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # as torch.distributed has them
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from policygrad.errors import EngineError
 from policygrad.weight_sync.nccl_library import GroupError, Nccl
