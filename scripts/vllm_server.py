@@ -17,13 +17,18 @@ START = 300.0
 
 
 @contextmanager
-def serving(venv: str, folder: Path, without: tuple[str, ...] = (), parallel: int = 16) -> Iterator[str]:
+def serving(
+    venv: str, folder: Path, without: tuple[str, ...] = (), parallel: int = 16, lora: str = ""
+) -> Iterator[str]:
     """Its address, while it serves the embedded model. venv: the virtual environment that has bin/vllm. folder: for its log.
-    without: options that are left away, with their value. VLLM_ARGS in the environment are further words."""
+    without: options that are left away, with their value. lora: of the adapters that it is sent; "" = whole weights. VLLM_ARGS in
+    the environment are further words."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment, words = command(EngineOptions("vllm", model="tiny", port=port, context=512, parallel=parallel))
+    environment, words = command(
+        EngineOptions("vllm", model="tiny", port=port, context=512, parallel=parallel, lora=lora)
+    )
     for option in without:
         at = words.index(option)
         words = [*words[:at], *words[at + 2 :]]

@@ -1,7 +1,7 @@
 """SGLang: its native `/generate`, ids in and out, and `/update_weights_from_disk`.
 
 Source: sgl-project/sglang 0.5, python/sglang/srt/managers/io_struct.py and docs of the native API. Checked against answers of that
-form, not against a running server: it needs a GPU (docs/engines.md).
+form, not against a running server: it needs a GPU (docs/engines.md). Adapters alone: `sglang_adapters`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from policygrad.samplers.concurrency import Gauges
 from policygrad.samplers.drawn import Drawn
 from policygrad.samplers.engine import EngineSampler
 from policygrad.samplers.http import AwayError
+from policygrad.samplers.sglang_adapters import drop, take
 from policygrad.weight_sync.folder import Publication, Write
 from policygrad.weight_sync.safetensors_folder import safetensors_writer
 
@@ -28,11 +29,21 @@ class Sglang(EngineSampler):
     )
 
     gauges = Gauges("sglang:num_queue_reqs", "sglang:token_usage")
+    takes_adapters = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.names: dict[str, str] = {}  # of the adapter of now, by address
 
     def writer(self) -> Write:
         return safetensors_writer(self.model, self.tokenizer.hf, head_too=False)
 
     async def load(self, url: str, publication: Publication) -> None:
+        if self.adapter:
+            before = self.names.pop(url, "")
+            await take(self.http, url, publication, self.config.patience, before)
+            self.names[url] = publication.name
+            return
         body = {
             "model_path": str(publication.path),
             "weight_version": publication.name,
@@ -43,6 +54,12 @@ class Sglang(EngineSampler):
         if not (isinstance(told, dict) and told.get("success")):
             said = told.get("message") if isinstance(told, dict) else told
             raise EngineError(f"{url} did not take over {publication.path}: {said}")
+
+    async def close(self) -> None:
+        if self.adapter and self.published is not None:
+            for url in self.names:
+                await drop(self.http, url, self.published.name)
+        await super().close()
 
     async def draw(self, url: str, request: Request, seed: int) -> Drawn:
         sampling = request.sampling
@@ -67,6 +84,8 @@ class Sglang(EngineSampler):
             "return_logprob": True,
             "stream": False,
         }
+        if self.adapter:
+            body["lora_path"] = self.names.get(url)
         answer = await self.http.post(f"{url}/generate", body)
         try:
             about = answer["meta_info"]
@@ -76,7 +95,8 @@ class Sglang(EngineSampler):
             tokens = [int(token) for token in answer["output_ids"]]
             if [int(entry[1]) for entry in entries] != tokens[: len(entries)]:
                 raise EngineError(f"{url} gives log-probabilities of other tokens than it has drawn")
-            return Drawn(tokens, [entry[0] for entry in entries], about.get("weight_version"))
+            weights = None if self.adapter else about.get("weight_version")  # of what the server began with
+            return Drawn(tokens, [entry[0] for entry in entries], weights)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise EngineError(
                 f"{url} does not answer as SGLang does ({type(error).__name__} {error}): is it one?"
