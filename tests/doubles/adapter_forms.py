@@ -33,6 +33,9 @@ class OneLayer(nn.Module):
 
     def get_output_embeddings(self) -> None: ...
 
+    def enable_input_require_grads(self) -> None:
+        """PEFT asks for it of a model that says nothing of its embeddings."""
+
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
         return SimpleNamespace(logits=self.layer(F.one_hot(input_ids, self.layer.in_features).float()))
 

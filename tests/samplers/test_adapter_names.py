@@ -244,6 +244,7 @@ def test_an_adapter_that_is_more_than_b_a_is_not_sent_alone(
     options: dict[str, Any], reason: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     model = one_layer(len(tokenizer.hf), **options)
+    model.config = {"model_type": "custom"}  # a whole model has one
     config = SamplerConfig(engine="vllm", urls=(URL,))
     assert not Vllm(model, tokenizer, config, tmp_path).adapter
     with pytest.raises(EngineError, match=rf"adapters have {reason}, which .*--sampler.publish whole"):
@@ -263,6 +264,7 @@ def test_a_model_without_adapters_or_with_two_is_not_sent_alone(tokenizer: Token
 def test_whole_is_whole_also_where_there_is_an_adapter(make: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert make("vllm")[0].adapter
     model = one_layer(len(tokenizer.hf))
+    model.config = {"model_type": "custom"}
     for name, (kind, _) in KINDS.items():
         config = SamplerConfig(engine=name, urls=(URL,), publish="whole")
         assert not kind(model, tokenizer, config, tmp_path).adapter

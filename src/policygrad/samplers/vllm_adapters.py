@@ -2,7 +2,8 @@
 
 Source: vllm-project/vllm 0.32, vllm/entrypoints/serve/lora (both routes, there with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 only) and
 vllm/entrypoints/openai/models/serving.py (what they check and answer; `/v1/models` lists adapters with their folder, as `root`). A
-completion is asked of the adapter as `model`, and its answer names it there again.
+completion is asked of the adapter as `model`, and its answer names it there again. What is unloaded may stay in the engine's memory
+until another is loaded in its place (vllm-project/vllm, issue 54839): with --max-loras 1 that is the next one.
 """
 
 from __future__ import annotations
