@@ -90,16 +90,17 @@ def test_adapters_are_taken_over_and_it_agrees_to_1e_4_nats_after_each(url: str,
 
 def test_greedy_answers_are_those_of_the_model_with_its_adapter(url: str, tmp_path: Path, wait: Waiter) -> None:
     sampler = made(url, tmp_path)
-    request = Request(torch.tensor([5, 70, 300, 40]), (1,), Sampling(temperature=0.0, max_tokens=12), 12)
-    answers = list[list[int]]()
+    greedy, answers = Sampling(temperature=0.0, max_tokens=12), list[list[list[int]]]()
+    asked = [Request(torch.tensor([5, 70 + i, 300, 40]), (1, i), greedy, 12) for i in range(8)]
     for version, spread in ((0, 0.0), (1, 0.3)):
         wait(sampler.update(learnt(sampler, version, spread)))
-        [found] = wait(sampler.generate([request]))
-        ids = torch.cat([request.tokens, found.tokens])[None]
-        with torch.no_grad():
-            best = sampler.model(input_ids=ids).logits[0, len(request.tokens) - 1 : -1].argmax(-1)
-        assert found.tokens.tolist() == best.tolist()
-        answers.append(found.tokens.tolist())
+        found = wait(sampler.generate(asked))
+        for request, generation in zip(asked, found, strict=True):
+            ids = torch.cat([request.tokens, generation.tokens])[None]
+            with torch.no_grad():
+                best = sampler.model(input_ids=ids).logits[0, len(request.tokens) - 1 : -1].argmax(-1)
+            assert generation.tokens.tolist() == best.tolist()
+        answers.append([generation.tokens.tolist() for generation in found])
     assert answers[0] != answers[1]
     wait(sampler.close())
 
