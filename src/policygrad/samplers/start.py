@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from policygrad.errors import ConfigError
@@ -74,7 +74,7 @@ def vllm(start: Start) -> Words:
 
 def sglang(start: Start) -> Words:
     """Log-probabilities after the temperature unless the environment asks for others; no defaults of the model's own."""
-    options = {
+    options: dict[str, object] = {
         "--model-path": start.model,
         "--dtype": start.dtype,
         "--context-length": start.context,
@@ -92,7 +92,7 @@ def sglang(start: Start) -> Words:
     return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}, words
 
 
-def _words(options: dict[str, object]) -> list[str]:
+def _words(options: Mapping[str, object]) -> list[str]:
     return [word for name, value in options.items() for word in (name, str(value))]
 
 
