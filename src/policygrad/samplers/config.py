@@ -22,6 +22,9 @@ ROOM = 4096
 STARTED_BY_HAND = ("vllm", "sglang")
 """Engines of which no server is started here."""
 BY_FOLDER, NCCL = "folder", "nccl"
+AUTO, WHOLE, ADAPTER = "auto", "whole", "adapter"
+TAKE_ADAPTERS = ("vllm", "sglang")
+"""Engines whose servers take adapters by name."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,9 @@ class SamplerConfig:
     """Where weights are published, under a path that the servers know by the same name."""
     transfer: str = BY_FOLDER
     """How weights get to servers: by a folder, or from GPU to GPU: nccl (vllm, sglang, each on GPUs of its own)."""
+    publish: str = AUTO
+    """What servers are sent: adapter = a run's LoRA adapter alone (vllm, sglang); whole = all weights, adapters in them; auto = the
+    adapter where that can be."""
     parallel: int = 16
     """Requests that a server is given at a time; 0 = as many as its queue and its cache bear (vllm, sglang)."""
     piece: int = 0
@@ -69,6 +75,17 @@ class SamplerConfig:
         if self.engine == LOCAL and self.piece:
             raise ConfigError(
                 f"sampler.piece is of an engine's servers, and sampler.engine is local: --sampler.engine {'|'.join(ENGINES)}"
+            )
+        if self.publish not in (AUTO, WHOLE, ADAPTER):
+            raise ConfigError(f"sampler.publish must be {AUTO}, {WHOLE} or {ADAPTER}, not {self.publish!r}")
+        if self.publish != AUTO and self.engine == LOCAL:
+            raise ConfigError(
+                f"sampler.publish is of an engine's servers, and sampler.engine is local: --sampler.engine {'|'.join(ENGINES)}"
+            )
+        if self.publish == ADAPTER and self.engine not in TAKE_ADAPTERS:
+            raise ConfigError(
+                f"sampler.publish {ADAPTER} is for {' and '.join(TAKE_ADAPTERS)}, and {self.engine} takes whole models: "
+                f"--sampler.publish {WHOLE}"
             )
         if self.engine in STARTED_BY_HAND and not self.urls:
             raise ConfigError(
