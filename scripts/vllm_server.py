@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from policygrad.commands.engine import EngineOptions, command
 
@@ -17,13 +18,22 @@ START = 300.0
 
 
 @contextmanager
-def serving(venv: str, folder: Path, without: tuple[str, ...] = (), parallel: int = 16) -> Iterator[str]:
+def serving(
+    venv: str,
+    folder: Path,
+    without: tuple[str, ...] = (),
+    parallel: int = 16,
+    transfer: Literal["folder", "nccl"] = "folder",
+    lora: str = "",
+) -> Iterator[str]:
     """Its address, while it serves the embedded model. venv: the virtual environment that has bin/vllm. folder: for its log.
-    without: options that are left away, with their value. VLLM_ARGS in the environment are further words."""
+    without: options that are left away, with their value. transfer: how it gets weights. lora: of the adapters that it is sent;
+    "" = whole weights. VLLM_ARGS in the environment are further words."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment, words = command(EngineOptions("vllm", model="tiny", port=port, context=512, parallel=parallel))
+    told = EngineOptions("vllm", model="tiny", port=port, context=512, parallel=parallel, transfer=transfer, lora=lora)
+    environment, words = command(told)
     for option in without:
         at = words.index(option)
         words = [*words[:at], *words[at + 2 :]]

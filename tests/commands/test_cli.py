@@ -305,6 +305,8 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("engine check", "policygrad engine check http://127.0.0.1:8000 --model M"),
         ("engine check http://127.0.0.1:1", "http://127.0.0.1:1 does not answer"),
         ("engine llama_cpp --print", "--folder DIR"),
+        ("engine llama_cpp --folder x --transfer nccl", "a server of llama.cpp takes no weights over NCCL"),
+        ("train --sampler.engine llama_cpp --sampler.transfer nccl", "or --sampler.transfer folder"),
         ("engine vllm --dtype fp16", "--dtype must be fp32 or bf16"),
         ("train --sampler.engine llama", "sampler.engine must be one of local, llama_cpp, vllm, sglang"),
         ("train --sampler.urls http://a", "name theirs, --sampler.engine"),

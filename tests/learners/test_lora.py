@@ -18,9 +18,10 @@ from policygrad.errors import ConfigError, ModelError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models import adapters, four_bits
-from policygrad.models.adapters import adapt, adapters_of, merged, untouched
+from policygrad.models.adapters import adapt, adapters_of, untouched
 from policygrad.models.loading import load_model
 from policygrad.models.lora import Lora, parse
+from policygrad.models.merging import merged
 from policygrad.models.replica import own, replica
 
 pytest.importorskip("peft")

@@ -189,12 +189,11 @@ def test_pieces_are_of_servers() -> None:
         SamplerConfig(piece=3)
 
 
-def test_a_model_with_adapters_is_refused(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    model = load_model(str(random_model), dtype="fp32", device="cpu")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
-    with pytest.raises(EngineError, match="train without LoRA"):
-        Vllm(adapted, tokenizer, SamplerConfig(engine="vllm", urls=(URL,)), tmp_path)
+def test_weights_in_four_bits_are_not_published_whole(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model: Any = load_model(str(random_model), dtype="fp32", device="cpu")
+    model.is_quantized = True  # as transformers marks one
+    with pytest.raises(EngineError, match=r"four bits cannot be published whole.*--sampler.publish adapter"):
+        Vllm(model, tokenizer, SamplerConfig(engine="vllm", urls=(URL,)), tmp_path)
 
 
 def test_an_answer_that_was_recorded_from_vllm(make: Any, wait: Waiter) -> None:

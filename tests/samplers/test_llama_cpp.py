@@ -20,6 +20,7 @@ import torch
 import policygrad as pg
 from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
+from policygrad.models.lora import Lora
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import RewardPool
 from policygrad.rewards.begun import Begun
@@ -102,6 +103,21 @@ def test_an_architecture_is_written_so_that_the_server_agrees_to_1e_4_nats(
         (verdict,) = sampler.verdicts.values()
         assert verdict.tokens > 300
         assert verdict.difference < 1e-4
+    finally:
+        wait(sampler.close())
+
+
+def test_a_model_with_an_adapter_is_given_as_a_whole_one(tokenizer: Tokenizer, tmp_path: Path, wait: Waiter) -> None:
+    pytest.importorskip("peft")
+    model = load_model("tiny", dtype="fp32", device="cpu", lora=Lora(rank=4))
+    sampler = LlamaCpp(model, tokenizer, CONFIG, tmp_path)
+    try:
+        for version in range(2):
+            own = dict(model.named_parameters())
+            with torch.no_grad():
+                for name in (name for name in own if "lora_B" in name):
+                    own[name].add_(0.1 * torch.sin(torch.arange(own[name].numel()).float()).view_as(own[name]))
+            assert wait(sampler.update(Published(version, own)))["publication/probe_max"].value < 1e-4
     finally:
         wait(sampler.close())
 

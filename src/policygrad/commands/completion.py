@@ -27,7 +27,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.lab.experiments import EXPERIMENTS
 from policygrad.planning.devices import DEVICES
 from policygrad.rewards import known_rewards
-from policygrad.samplers.config import ENGINES, LOCAL
+from policygrad.samplers.config import ADAPTER, AUTO, ENGINES, LOCAL, WHOLE
 from policygrad.tasks import EMBEDDED
 from policygrad.trackers.services import SERVICES
 from policygrad.training.config.parts import part_names
@@ -164,6 +164,7 @@ def script(shell: str) -> str:
         "--track": list(SERVICES),
         "--optimizer.schedule": ["constant", "linear", "cosine"],
         "--sampler.engine": [LOCAL, *ENGINES],
+        "--sampler.publish": [AUTO, WHOLE, ADAPTER],
     }
     fish = shell == "fish"
     each = (

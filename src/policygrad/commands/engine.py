@@ -14,7 +14,8 @@ import tyro
 
 from policygrad.commands.describe import paragraphs
 from policygrad.errors import ConfigError, EngineError
-from policygrad.samplers.config import SamplerConfig
+from policygrad.models.lora import base_of, described, parse
+from policygrad.samplers.config import TAKE_ADAPTERS, SamplerConfig
 
 HELP = (
     "A server that completions are drawn by: ENGINE is llama_cpp, vllm or sglang, whose program is started here, or with --print "
@@ -52,8 +53,12 @@ class EngineOptions:
     """Tokens of a prompt and its completion, at most as many as the model reads."""
     parallel: int = 16
     """Requests at a time: --sampler.parallel."""
+    lora: Annotated[str, tyro.conf.arg(metavar="rank=…")] = ""
+    """vllm, sglang: the run's --learner.lora, whose adapter is sent alone; empty = whole weights are."""
     threads: int = 0
     """llama_cpp: threads; 0 = as many as there are cores."""
+    transfer: Literal["folder", "nccl"] = "folder"
+    """vllm: how the run sends weights: --sampler.transfer."""
     temperature: float = 1.0
     """check: the run's."""
     tolerance: float = 0.0
@@ -65,6 +70,16 @@ class EngineOptions:
         if (self.what == "check") is not (self.url is not None):
             raise ConfigError(
                 "a server's address is for check: policygrad engine check http://127.0.0.1:8000 --model M"
+            )
+        if self.transfer == "nccl" and self.what == "llama_cpp":
+            raise ConfigError(
+                "a server of llama.cpp takes no weights over NCCL: leave --transfer away, or take vllm or sglang"
+            )
+        if self.lora and self.what not in TAKE_ADAPTERS:
+            raise ConfigError(f"--lora is for servers of {' and '.join(TAKE_ADAPTERS)}: leave it out for {self.what}")
+        if (lora := parse(self.lora)) is not None and lora.bits is not None:
+            raise ConfigError(
+                "--lora: bits are the learner's, and a server's weights are as its own options say: leave bits out"
             )
         if self.what == "llama_cpp" and self.folder is None:
             raise ConfigError(
@@ -95,7 +110,10 @@ def command(options: EngineOptions) -> tuple[dict[str, str], list[str]]:
     from policygrad.models.loading import resolve
     from policygrad.samplers.start import COMMANDS, Start
 
-    model = resolve(options.model)
+    model, lora = resolve(options.model), parse(options.lora)
+    base = base_of(model)
+    if base is not None and options.what in TAKE_ADAPTERS:  # an adapter's folder, and servers begin with what it adapts
+        model, lora = base, lora or described(model)
     context = min(options.context, _reads(model) or options.context)
     start = Start(
         model=model,
@@ -106,6 +124,8 @@ def command(options: EngineOptions) -> tuple[dict[str, str], list[str]]:
         context=context,
         parallel=options.parallel,
         threads=options.threads or os.cpu_count() or 1,
+        nccl=options.transfer == "nccl",
+        lora=lora,
     )
     return COMMANDS[options.what](start)
 
@@ -118,16 +138,17 @@ def _reads(model: str) -> int | None:
 
 
 def _check(options: EngineOptions) -> int:
-    from policygrad.models.loading import load_model
+    from policygrad.models.loading import load_model, resolve
     from policygrad.models.tokenizer import load_tokenizer
     from policygrad.training.engines import engine_sampler, recognised
 
     url = str(options.url).rstrip("/")
     name = asyncio.run(recognised(url))
     config = SamplerConfig(engine=name, urls=(url,), parallel=options.parallel, tolerance=options.tolerance)
-    model = load_model(options.model, dtype=options.dtype)
+    named = base_of(resolve(options.model)) or options.model  # an adapter is sent to it, beside what it draws from now
+    model = load_model(named, dtype=options.dtype)
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = load_tokenizer(options.model, model)
+        tokenizer = load_tokenizer(named, model)
         sampler = engine_sampler(config, model, tokenizer, Path(folder) / "weights", options.temperature)
 
         async def probed() -> str:
@@ -138,5 +159,5 @@ def _check(options: EngineOptions) -> int:
                 await sampler.close()
             return f"{found.tokens} tokens, log-probabilities within {found.difference:.2g} nats of the model's own"
 
-        print(f"{sampler.name} at {url} draws from {options.model}: {asyncio.run(probed())}")
+        print(f"{sampler.name} at {url} draws from {named}: {asyncio.run(probed())}")
     return 0

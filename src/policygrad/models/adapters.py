@@ -16,6 +16,8 @@ from policygrad.errors import ConfigError, ModelError
 from policygrad.models.lora import ALPHA, RANK, TARGETS, Lora
 
 WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Of names in an adapter's file, and in a model of PEFT's own."""
 _EXTRA = "policygrad[lora]"
 
 
@@ -111,7 +113,7 @@ def _targets(model: nn.Module, targets: str) -> str | list[str]:
 def only_they_train(model: nn.Module) -> None:
     """The active adapters train, in float32 also beside bf16 weights, and the base does not."""
     model.requires_grad_(False)
-    for module in _tuned(model):
+    for module in tuned(model):
         module.set_adapter(module.active_adapters if hasattr(module, "active_adapters") else module.active_adapter)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lora_" in name and parameter.dtype in (torch.bfloat16, torch.float16):
@@ -127,7 +129,7 @@ def as_in_file(model: nn.Module, folder: str) -> None:
         name.replace(f".{adapter}.", "."): name for adapter in adapters_of(model) for name in own if "lora_" in name
     }
     for name, tensor in load_file(file).items() if file.is_file() else ():
-        target = own.get(names.get(name.removeprefix("base_model.model."), ""))
+        target = own.get(names.get(name.removeprefix(PREFIX), ""))
         if target is not None and target.shape == tensor.shape:
             target.copy_(tensor)
 
@@ -175,42 +177,18 @@ def untouched(model: nn.Module) -> bool:
 def switch(model: nn.Module, on: bool) -> None:
     """Lets the model speak with its adapters, or without; what trains stays as it is."""
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
-    for module in _tuned(model):
+    for module in tuned(model):
         module.enable_adapters(on)
     for name, p in model.named_parameters():
         p.requires_grad_(trained[name])
 
 
-def _tuned(model: nn.Module) -> Iterator[Any]:
+def tuned(model: nn.Module) -> Iterator[Any]:
     """PEFT's own modules: layers with adapters, and what trains whole."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
     return (m for m in model.modules() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper))
-
-
-def merged(model: nn.Module) -> nn.Module:
-    """The model with its adapters in its weights, W + (α/r)·B·A for W, and no longer one of PEFT's; in place.
-
-    Raises:
-        ModelError: a sum that is not finite.
-    """
-    for module in list(_tuned(model)):
-        name = next(name for name, found in model.named_modules() if found is module)
-        above, _, last = name.rpartition(".")
-        if hasattr(module, "get_base_layer"):
-            try:
-                module.merge(safe_merge=True)
-            except ValueError as error:
-                raise ModelError(f"{name} cannot be merged: {error}") from error
-            plain = module.get_base_layer()
-        else:
-            plain = module.modules_to_save[module.active_adapters[0]]
-        setattr(model.get_submodule(above), last, plain)
-    model._hf_peft_config_loaded = False  # type: ignore[assignment]
-    model._weight_conversions = None  # type: ignore[assignment]  # of an adapter's names, by which saving would go
-    del model.peft_config
-    return model
 
 
 def shared_with(model: nn.Module) -> set[int]:
@@ -219,7 +197,7 @@ def shared_with(model: nn.Module) -> set[int]:
         return set()
     beside = {
         id(p)
-        for module in _tuned(model)
+        for module in tuned(model)
         for name, p in module.named_parameters()
         if not name.startswith(("base_layer.", "original_module."))
     }

@@ -21,6 +21,10 @@ ROOM = 4096
 """Tokens of a request at a server that is started here, unless more is asked for: memory for them is taken `parallel` times."""
 STARTED_BY_HAND = ("vllm", "sglang")
 """Engines of which no server is started here."""
+BY_FOLDER, NCCL = "folder", "nccl"
+AUTO, WHOLE, ADAPTER = "auto", "whole", "adapter"
+TAKE_ADAPTERS = ("vllm", "sglang")
+"""Engines whose servers take adapters by name."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,11 @@ class SamplerConfig:
         tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: weights in the run's folder, or a temporary one)"),
     ] = None
     """Where weights are published, under a path that the servers know by the same name."""
+    transfer: str = BY_FOLDER
+    """How weights get to servers: by a folder, or from GPU to GPU: nccl (vllm, sglang, each on GPUs of its own)."""
+    publish: str = AUTO
+    """What servers are sent: adapter = a run's LoRA adapter alone (vllm, sglang); whole = all weights, adapters in them; auto = the
+    adapter where that can be."""
     parallel: int = 16
     """Requests that a server is given at a time; 0 = as many as its queue and its cache bear (vllm, sglang)."""
     piece: int = 0
@@ -67,11 +76,23 @@ class SamplerConfig:
             raise ConfigError(
                 f"sampler.piece is of an engine's servers, and sampler.engine is local: --sampler.engine {'|'.join(ENGINES)}"
             )
+        if self.publish not in (AUTO, WHOLE, ADAPTER):
+            raise ConfigError(f"sampler.publish must be {AUTO}, {WHOLE} or {ADAPTER}, not {self.publish!r}")
+        if self.publish != AUTO and self.engine == LOCAL:
+            raise ConfigError(
+                f"sampler.publish is of an engine's servers, and sampler.engine is local: --sampler.engine {'|'.join(ENGINES)}"
+            )
+        if self.publish == ADAPTER and self.engine not in TAKE_ADAPTERS:
+            raise ConfigError(
+                f"sampler.publish {ADAPTER} is for {' and '.join(TAKE_ADAPTERS)}, and {self.engine} takes whole models: "
+                f"--sampler.publish {WHOLE}"
+            )
         if self.engine in STARTED_BY_HAND and not self.urls:
             raise ConfigError(
                 f"sampler.engine {self.engine} needs servers: start one as `policygrad engine {self.engine} --print` says, "
                 "and name it, --sampler.urls http://127.0.0.1:8000"
             )
+        self._check_transfer()
         if odd := [url for url in self.urls if not url.startswith(("http://", "https://"))]:
             raise ConfigError(f"sampler.urls are addresses such as http://127.0.0.1:8080, not {odd[0]!r}")
         if len(set(self.urls)) != len(self.urls):
@@ -89,6 +110,15 @@ class SamplerConfig:
             raise ConfigError(
                 "sampler.timeout and sampler.patience must be above 0, sampler.tolerance and sampler.heartbeat at least 0, "
                 "and all finite"
+            )
+
+    def _check_transfer(self) -> None:
+        if self.transfer not in (BY_FOLDER, NCCL):
+            raise ConfigError(f"sampler.transfer must be {BY_FOLDER} or {NCCL}, not {self.transfer!r}")
+        if self.transfer == NCCL and self.engine not in STARTED_BY_HAND:
+            raise ConfigError(
+                f"sampler.transfer {NCCL} is for servers of {' and '.join(STARTED_BY_HAND)}, and sampler.engine is {self.engine}: "
+                f"take one of these, or --sampler.transfer {BY_FOLDER}"
             )
 
     def room(self, reads: int | None, max_tokens: int = 0) -> int:

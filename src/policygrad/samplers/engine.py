@@ -23,6 +23,7 @@ from policygrad.errors import EngineError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards.waits import Phase, nobody
 from policygrad.samplers import concurrency, probe
+from policygrad.samplers.adapter_names import by_name
 from policygrad.samplers.asking import attended, repeating, together
 from policygrad.samplers.base import Generation, Request, Watch
 from policygrad.samplers.config import SamplerConfig
@@ -31,6 +32,7 @@ from policygrad.samplers.http import AwayError, Http
 from policygrad.samplers.pieces import in_pieces
 from policygrad.samplers.seeds import seeds
 from policygrad.samplers.servers import Server, Servers
+from policygrad.weight_sync.adapter_folder import adapter_writer
 from policygrad.weight_sync.base import Published
 from policygrad.weight_sync.folder import Publication, VersionFolder, Write
 from policygrad.weight_sync.in_process import put_weights
@@ -51,6 +53,8 @@ class EngineSampler(ABC):
     """A question that is answered at once, whatever else a server is at."""
     gauges: ClassVar[concurrency.Gauges | None] = None
     """What its servers say of their queue and their cache, at /metrics; None = nothing."""
+    takes_adapters: ClassVar[bool] = False
+    """Whether its servers take adapters by name: `load` is given one then, where `adapter` is true."""
 
     def __init__(
         self,
@@ -67,14 +71,10 @@ class EngineSampler(ABC):
         Raises:
             EngineError: a model that the engine cannot be given.
         """
-        self.model, self.tokenizer, self.config, self.temperature, self.tell = (
-            model,
-            tokenizer,
-            config,
-            temperature,
-            tell,
-        )
-        self.versions = VersionFolder(folder, self.writer())
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.temperature, self.tell = temperature, tell
+        self.adapter = by_name(config.publish, model, self.name, self.takes_adapters)
+        self.versions = VersionFolder(folder, adapter_writer(model) if self.adapter else self.writer())
         self.http = Http(config.timeout)
         self.published: Publication | None = None
         self.in_flight = config.piece > 0
@@ -95,7 +95,7 @@ class EngineSampler(ABC):
 
     @abstractmethod
     def writer(self) -> Write:
-        """How weights are written for it."""
+        """How whole weights are written for it."""
 
     @abstractmethod
     async def draw(self, url: str, request: Request, seed: int) -> Drawn:

@@ -1,24 +1,31 @@
 """SGLang: its native `/generate`, ids in and out, and `/update_weights_from_disk`.
 
 Source: sgl-project/sglang 0.5, python/sglang/srt/managers/io_struct.py and docs of the native API. Checked against answers of that
-form, not against a running server: it needs a GPU (docs/engines.md).
+form, not against a running server: it needs a GPU (docs/engines.md). Adapters alone: `sglang_adapters`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import EngineError
 from policygrad.samplers.base import Request
 from policygrad.samplers.concurrency import Gauges
 from policygrad.samplers.drawn import Drawn
-from policygrad.samplers.engine import EngineSampler
 from policygrad.samplers.http import AwayError
+from policygrad.samplers.sending import SendingSampler
+from policygrad.samplers.sglang_adapters import drop, take
+from policygrad.samplers.sglang_transfer import SglangTransfer, weight_version
+from policygrad.samplers.transfer import Transfer
 from policygrad.weight_sync.folder import Publication, Write
 from policygrad.weight_sync.safetensors_folder import safetensors_writer
 
+if TYPE_CHECKING:
+    from policygrad.weight_sync.nccl import Opens
 
-class Sglang(EngineSampler):
+
+class Sglang(SendingSampler):
     """Servers of `sglang.launch_server`."""
 
     name = "SGLang"
@@ -28,11 +35,34 @@ class Sglang(EngineSampler):
     )
 
     gauges = Gauges("sglang:num_queue_reqs", "sglang:token_usage")
+    takes_adapters = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.names: dict[str, str] = {}  # of the adapter of now, by address
 
     def writer(self) -> Write:
         return safetensors_writer(self.model, self.tokenizer.hf, head_too=False)
 
+    def transfers(self) -> Callable[..., Transfer]:
+        return SglangTransfer
+
+    def over_nccl(self) -> Opens:
+        from policygrad.weight_sync.nccl import by_store
+
+        return by_store(next(self.model.parameters()).device, self.config.urls)
+
     async def load(self, url: str, publication: Publication) -> None:
+        if self.adapter:
+            before = self.names.pop(url, "")
+            await take(self.http, url, publication, self.config.patience, before)
+            self.names[url] = publication.name
+            return
+        if self.transfer is not None:
+            known = await weight_version(self.http, url)
+            if known != publication.name or url in self.refused:
+                await self.transfer.send(self.http, url, publication, known)
+            return
         body = {
             "model_path": str(publication.path),
             "weight_version": publication.name,
@@ -43,6 +73,12 @@ class Sglang(EngineSampler):
         if not (isinstance(told, dict) and told.get("success")):
             said = told.get("message") if isinstance(told, dict) else told
             raise EngineError(f"{url} did not take over {publication.path}: {said}")
+
+    async def close(self) -> None:
+        if self.adapter and self.published is not None:
+            for url in self.names:
+                await drop(self.http, url, self.published.name)
+        await super().close()
 
     async def draw(self, url: str, request: Request, seed: int) -> Drawn:
         sampling = request.sampling
@@ -67,6 +103,8 @@ class Sglang(EngineSampler):
             "return_logprob": True,
             "stream": False,
         }
+        if self.adapter:
+            body["lora_path"] = self.names.get(url)
         answer = await self.http.post(f"{url}/generate", body)
         try:
             about = answer["meta_info"]
@@ -76,7 +114,8 @@ class Sglang(EngineSampler):
             tokens = [int(token) for token in answer["output_ids"]]
             if [int(entry[1]) for entry in entries] != tokens[: len(entries)]:
                 raise EngineError(f"{url} gives log-probabilities of other tokens than it has drawn")
-            return Drawn(tokens, [entry[0] for entry in entries], about.get("weight_version"))
+            weights = None if self.adapter else about.get("weight_version")  # of what the server began with
+            return Drawn(tokens, [entry[0] for entry in entries], weights)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise EngineError(
                 f"{url} does not answer as SGLang does ({type(error).__name__} {error}): is it one?"

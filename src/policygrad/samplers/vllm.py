@@ -2,26 +2,33 @@
 
 Source: vllm-project/vllm 0.32, vllm/entrypoints/openai/completion/protocol.py (`prompt` as ids, `logprobs`, `return_token_ids`,
 `seed`) and vllm/entrypoints/rl/online/api_router.py (`/pause`, `/resume`, `/weight_info`, `/update_weight_version`); tried with a
-server of that version (docs/engines.md).
+server of that version (docs/engines.md). Adapters alone: `vllm_adapters`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import EngineError
 from policygrad.samplers.base import Request
 from policygrad.samplers.concurrency import Gauges
 from policygrad.samplers.drawn import Drawn
-from policygrad.samplers.engine import EngineSampler
+from policygrad.samplers.sending import SendingSampler
+from policygrad.samplers.transfer import Transfer
+from policygrad.samplers.vllm_adapters import drop, take
+from policygrad.samplers.vllm_transfer import VllmTransfer
 from policygrad.weight_sync.folder import Publication, Write
 from policygrad.weight_sync.safetensors_folder import safetensors_writer
+
+if TYPE_CHECKING:
+    from policygrad.weight_sync.nccl import Opens
 
 _ASKS = 10.0
 """Seconds for a question that needs no computation."""
 
 
-class Vllm(EngineSampler):
+class Vllm(SendingSampler):
     """Servers of `vllm serve`."""
 
     name = "vLLM"
@@ -31,10 +38,12 @@ class Vllm(EngineSampler):
     )
 
     gauges = Gauges("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    head_too = True  # as in `writer`
+    takes_adapters = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.names: dict[str, str] = {}  # of the model, by address
+        self.names: dict[str, str] = {}  # of the model, or of its adapter of now, by address
 
     def writer(self) -> Write:
         # a reload of tied embeddings leaves the head as it was (vLLM 0.32): it is given twice
@@ -48,19 +57,39 @@ class Vllm(EngineSampler):
             raise EngineError(f"{url}/v1/models lists no model: is it a server of vLLM?") from error
 
     async def load(self, url: str, publication: Publication) -> None:
+        if self.adapter:
+            await take(self.http, url, publication, self.config.patience, again=url in self.refused)
+            self.names[url] = publication.name
+            return
         told = await self._control(url, "GET", "/weight_info")
         known = told.get("weight_version") if isinstance(told, dict) else None
         if known == publication.name and url not in self.refused:
             return
-        patience = self.config.patience
         await self._control(url, "POST", "/pause?mode=keep")
         try:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(publication.path)}}
-            await self._control(url, "POST", "/collective_rpc", body, patience)
+            if self.transfer is not None:
+                await self.transfer.send(self.http, url, publication, known)
+            else:
+                body = {"method": "reload_weights", "kwargs": {"weights_path": str(publication.path)}}
+                await self._control(url, "POST", "/collective_rpc", body, self.config.patience)
             await self._control(url, "POST", "/reset_prefix_cache")
         finally:
             await self._control(url, "POST", "/resume")
         await self._control(url, "POST", "/update_weight_version", {"new_version": publication.name})
+
+    def transfers(self) -> Callable[..., Transfer]:
+        return VllmTransfer
+
+    def over_nccl(self) -> Opens:
+        from policygrad.weight_sync.nccl import by_id
+
+        return by_id(next(self.model.parameters()).device, self.config.urls)
+
+    async def close(self) -> None:
+        if self.adapter and self.published is not None:
+            for url in self.names:
+                await drop(self.http, url, self.published.name)
+        await super().close()
 
     async def _control(
         self, url: str, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = _ASKS
@@ -103,7 +132,7 @@ class Vllm(EngineSampler):
             tokens, logp = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             if tokens is None:
                 raise EngineError(f"{url} gives no token ids: vLLM 0.11 or later does (return_token_ids)")
-            return Drawn(tokens, logp)
+            return Drawn(tokens, logp, str(answer["model"]) if self.adapter else None)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise EngineError(
                 f"{url} does not answer as vLLM does ({type(error).__name__} {error}): is it one?"

@@ -14,12 +14,12 @@ from policygrad.checkpoint import format as checkpoints
 from policygrad.checkpoint.disk import is_full
 from policygrad.checkpoint.model_folder import write_model
 from policygrad.errors import ConfigError, EngineError, ModelError, RunError
-from policygrad.models.adapters import merged
 from policygrad.models.byte_pairs import byte_pairs
 from policygrad.models.classifier import labels, load_classifier
 from policygrad.models.classifier import load_tokenizer as classifier_tokenizer
 from policygrad.models.loading import load_model, resolve
 from policygrad.models.lora import base_of, parse
+from policygrad.models.merging import merged
 from policygrad.models.precision import DTYPES
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.models.trust import FLAG

@@ -11,7 +11,7 @@ from torch import Tensor
 from policygrad.errors import EngineError
 from policygrad.weight_sync.folder import Write
 from policygrad.weight_sync.gguf_weights import add_weights, package, rows, unfit, writing
-from policygrad.weight_sync.safetensors_folder import check_whole
+from policygrad.weight_sync.safetensors_folder import check_whole, without_adapters
 
 FILE = "model.gguf"
 _ENDS = ("eos", "eot", "eom")
@@ -32,7 +32,7 @@ def gguf_writer(model: Any, end: frozenset[int]) -> Write:
     def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
         with writing(folder / FILE, model) as writer:
             _vocabulary(writer, rows(model), end)
-            add_weights(writer, model, tensors)
+            add_weights(writer, model, dict(without_adapters(model, tensors)))
 
     return write
 

@@ -1,0 +1,213 @@
+"""Weights from a GPU of this process into a server's: a group of 1 + n processes with each server, n its GPUs, and this one rank 0.
+
+A group per server, not one for all: a group is as alive as the least of its processes, and servers go and come back one by one. The
+price is that the weights leave this machine once for each server.
+
+vLLM's processes are given NCCL's unique id; SGLang's are torch process groups, which look for it in a store that rank 0 keeps.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from policygrad.errors import EngineError
+from policygrad.weight_sync.nccl_library import GroupError, Nccl
+
+_CARDS = "/proc/driver/nvidia/gpus"
+"""The driver's list of this machine's GPUs, whatever CUDA_VISIBLE_DEVICES lets a process see."""
+_PORTS = {"http": 80, "https": 443}
+
+
+class Group(Protocol):
+    """This process and those of one server. What blocks is called in a thread of its own, and may be ended from another."""
+
+    def invitation(self) -> Mapping[str, Any]:
+        """What the server is told, to join."""
+        ...
+
+    def join(self) -> None:
+        """Returns when the server may be sent weights. Raises GroupError."""
+        ...
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcasts them one after another; returns when they are sent. Raises GroupError."""
+        ...
+
+    def end(self) -> None:
+        """Nobody waits in `join` or `send` any more, and what was taken is freed."""
+        ...
+
+
+Opens = Callable[[int, str, str], Group]
+"""(processes, this machine's address, a name that no other group has) → a group that is yet to be joined."""
+
+
+def by_id(device: torch.device, urls: Sequence[str]) -> Opens:
+    """Groups with servers of vLLM. Raises EngineError where this machine cannot form any."""
+    check_device(device, urls)
+    library = Nccl()
+    return lambda size, address, name: IdGroup(size, device, library)
+
+
+def by_store(device: torch.device, urls: Sequence[str]) -> Opens:
+    """Groups with servers of SGLang. Raises EngineError where this machine cannot form any."""
+    check_device(device, urls)
+    library = Nccl()
+    return lambda size, address, name: StoreGroup(size, address, name, device, library)
+
+
+class IdGroup:
+    """For vLLM: its worker makes the communicator from the id at once, and sums one number over it, so that all have to.
+
+    Source: vllm-project/vllm 0.32, vllm/distributed/weight_transfer/nccl_common.py (`nccl_unique_id_b64`).
+    """
+
+    def __init__(self, size: int, device: torch.device, library: Nccl) -> None:
+        self._size, self._device, self._library = size, device, library
+        self._id, self._communicator = library.unique_id(), 0
+
+    def invitation(self) -> Mapping[str, Any]:
+        encoded = base64.b64encode(self._id).decode()
+        return {"nccl_unique_id_b64": encoded, "rank_offset": 1, "world_size": self._size, "packed": False}
+
+    def join(self) -> None:
+        with torch.cuda.device(self._device):
+            self._communicator = self._library.join(self._id, self._size)
+            one = torch.zeros(1, device=self._device)
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._library.all_reduce(self._communicator, one, stream.cuda_stream)
+            stream.synchronize()
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        _send(self._library, self._communicator, tensors, self._device)
+
+    def end(self) -> None:
+        _end(self._library, self._communicator)
+        self._communicator = 0
+
+
+class StoreGroup:
+    """For SGLang: its process group looks for the id in rank 0's store, when it first has to send or receive.
+
+    Source: sgl-project/sglang 0.5, python/sglang/srt/model_executor/model_runner.py (`init_weights_update_group`), and pytorch,
+    torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`broadcastUniqueNCCLID`).
+    """
+
+    def __init__(self, size: int, address: str, name: str, device: torch.device, library: Nccl) -> None:
+        self._size, self._address, self._name, self._device, self._library = size, address, name, device, library
+        self._store, self._id, self._communicator = store(address), library.unique_id(), 0
+
+    def invitation(self) -> Mapping[str, Any]:
+        return joining(self._store, self._size, self._address, self._name, "nccl")
+
+    def join(self) -> None:
+        within(self._store, self._name, "cuda").set("0", self._id)  # type: ignore[arg-type]  # bytes are taken too
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        if not self._communicator:
+            with torch.cuda.device(self._device):
+                self._communicator = self._library.join(self._id, self._size)
+        _send(self._library, self._communicator, tensors, self._device)
+
+    def end(self) -> None:
+        _end(self._library, self._communicator)
+        self._communicator = 0
+
+
+def store(address: str, seconds: float = 60.0) -> TCPStore:
+    """Kept by this process, at a free port."""
+    wait = timedelta(seconds=seconds)
+    return TCPStore(address, 0, None, is_master=True, timeout=wait, wait_for_workers=False)
+
+
+def joining(kept: TCPStore, size: int, address: str, name: str, backend: str) -> Mapping[str, Any]:
+    """What SGLang's `/init_weights_update_group` is told."""
+    there: dict[str, Any] = {"master_address": address, "master_port": kept.port}
+    return there | {"rank_offset": 1, "world_size": size, "group_name": name, "backend": backend}
+
+
+def within(kept: Store, name: str, device: str) -> Store:
+    """The part of a store in which torch's process group of this name looks: `_new_process_group_helper`, on a store that SGLang
+    has given the name already."""
+    return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, kept)))
+
+
+def as_sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """On the device, each element after the one before it: what is sent is memory. Copies where it has to."""
+    return [tensor.detach().to(device).contiguous() for tensor in tensors]
+
+
+def _send(library: Nccl, communicator: int, tensors: Sequence[Tensor], device: torch.device) -> None:
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))  # on which they were written
+        with torch.cuda.stream(stream):
+            held = as_sent(tensors, device)  # until they are sent
+            for tensor in held:
+                library.broadcast(communicator, tensor, stream.cuda_stream)
+        stream.synchronize()
+
+
+def _end(library: Nccl, communicator: int) -> None:
+    if communicator:
+        library.abort(communicator)
+
+
+def own_address(url: str) -> str:
+    """This machine's address as a server sees it, by the way there; nothing is sent.
+
+    Raises:
+        GroupError: there is no way there.
+    """
+    return _ends(url)[0]
+
+
+def _ends(url: str) -> tuple[str, str]:
+    """(this machine's address, the server's)."""
+    parts = urlsplit(url)
+    try:
+        family, *_, there = socket.getaddrinfo(
+            parts.hostname, parts.port or _PORTS.get(parts.scheme, 80), type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(there)
+            return str(probe.getsockname()[0]), str(there[0])
+    except OSError as error:
+        raise GroupError(f"there is no way to {url}: {error}") from error
+
+
+def check_device(device: torch.device, urls: Sequence[str], cards: str = _CARDS) -> None:
+    """Whether this process and servers at these addresses can have a GPU each.
+
+    Raises:
+        EngineError: the weights are not on a GPU, or a server on this machine would need the only one.
+    """
+    way_out = "publish by a folder, --sampler.transfer folder"
+    if device.type != "cuda":
+        raise EngineError(
+            f"NCCL sends from a GPU, and the policy is on the {device.type}: take --learner.device cuda, or {way_out}"
+        )
+    found = len(os.listdir(cards)) if os.path.isdir(cards) else None
+    if found == 1 and (local := next((url for url in urls if _here(url)), None)):
+        raise EngineError(
+            f"NCCL takes a GPU for this process and others for the server at {local}, and this machine has one: {way_out}"
+        )
+
+
+def _here(url: str) -> bool:
+    try:
+        own, there = _ends(url)
+    except GroupError:
+        return False  # it may come to be known; the group says so
+    return own == there

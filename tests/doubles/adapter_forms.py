@@ -1,0 +1,149 @@
+"""Servers that take adapters by name, in the form that vLLM and SGLang document, and a model of one linear layer to put one on.
+
+Forms and words: vLLM 0.32, vllm/entrypoints/openai/models/serving.py; SGLang 0.5, python/sglang/srt/managers/
+{io_struct,tokenizer_control_mixin}.py and python/sglang/srt/lora/lora_manager.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from doubles.http_engines import FormServer, SglangForm, VllmForm
+
+
+class OneLayer(nn.Module):
+    """A language model that looks at one token: logits [V] = the layer's column of it."""
+
+    def __init__(self, vocabulary: int, spread: float = 3.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(vocabulary, vocabulary, bias=False)
+        made = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(0))
+        self.layer.weight = nn.Parameter(spread * made)
+
+    def get_input_embeddings(self) -> None: ...
+
+    def get_output_embeddings(self) -> None: ...
+
+    def enable_input_require_grads(self) -> None:
+        """PEFT asks for it of a model that says nothing of its embeddings."""
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.layer(F.one_hot(input_ids, self.layer.in_features).float()))
+
+
+def adapted(table: Tensor, folder: str) -> Tensor:
+    """The logits [V, V] under the adapter in a folder, as PEFT names what is in it."""
+    said = json.loads((Path(folder) / "adapter_config.json").read_text())
+    found = load_file(Path(folder) / "adapter_model.safetensors")
+    a, b = (found.pop(f"base_model.model.layer.lora_{part}.weight") for part in "AB")
+    assert not found
+    assert said["target_modules"] == ["layer"]
+    return table + said["lora_alpha"] / said["r"] * (b @ a).T
+
+
+class Adapters(FormServer):
+    """enabled: with --enable-lora. most: the rank that it has room for."""
+
+    enabled, most = True, 8
+
+    def __init__(self, table: Tensor, end: frozenset[int]) -> None:
+        super().__init__(table, end)
+        self.adapters: dict[str, tuple[str, Tensor]] = {}
+        """By name, the folder and the logits."""
+
+    def under(self, name: str, path: str, body: Any) -> Any:
+        """What is told with the adapter's logits in the place of the model's own."""
+        own = self.table
+        self.table = self.adapters[name][1]
+        try:
+            return super().tell(path, body)
+        finally:
+            self.table = own
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        self.adapters[name] = (folder, adapted(self.table, folder))
+
+
+class VllmAdapters(Adapters, VllmForm):
+    """updating: with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
+
+    updating = True
+
+    def tell(self, path: str, body: Any) -> Any:
+        if path == "/v1/completions" and body["model"] != "served":
+            if body["model"] not in self.adapters:
+                return _error(404, f"The model `{body['model']}` does not exist.")
+            return self.under(body["model"], path, body)
+        if path == "/v1/models":
+            cards = [{"id": name, "root": at, "parent": "served"} for name, (at, _) in self.adapters.items()]
+            return {"object": "list", "data": [{"id": "served", "root": "/served", "parent": None}, *cards]}
+        if path == "/v1/load_lora_adapter" and self.updating:
+            return self._load(body["lora_name"], body["lora_path"])
+        if path == "/v1/unload_lora_adapter" and self.updating:
+            if body["lora_name"] not in self.adapters:
+                return _error(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
+            del self.adapters[body["lora_name"]]
+            return httpx.Response(200, text="Success: LoRA adapter removed successfully.")
+        return super().tell(path, body)
+
+    def _load(self, name: str, folder: str) -> httpx.Response:
+        rank = json.loads((Path(folder) / "adapter_config.json").read_text())["r"]
+        if not self.enabled:
+            return _error(500, "LoRA is not enabled. Use --enable-lora to enable LoRA.")
+        if rank > self.most:
+            return _error(500, f"LoRA rank {rank} is greater than max_lora_rank {self.most}.")
+        if name in self.adapters:
+            return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        self.load_adapter(name, folder)
+        return httpx.Response(200, text=f"Success: LoRA adapter '{name}' added successfully.")
+
+
+class SglangAdapters(Adapters, SglangForm):
+    """It does not list what it has but in its answers to loading."""
+
+    def tell(self, path: str, body: Any) -> Any:
+        if path == "/generate" and body.get("lora_path") is not None:
+            if body["lora_path"] not in self.adapters:
+                return _error(400, f"Got LoRA adapter that has never been loaded: {body['lora_path']}")
+            return self.under(body["lora_path"], path, body)
+        if path == "/load_lora_adapter":
+            return self._load(body["lora_name"], body["lora_path"])
+        if path == "/unload_lora_adapter":
+            if self.adapters.pop(body["lora_name"], None) is None:
+                return self._told(f"LoRA with name {body['lora_name']} does not exist")
+            return self._told()
+        return super().tell(path, body)
+
+    def _load(self, name: str, folder: str) -> httpx.Response:
+        rank = json.loads((Path(folder) / "adapter_config.json").read_text())["r"]
+        if not self.enabled:
+            return self._told("LoRA is not enabled. Please set `--enable-lora` to enable LoRA.")
+        if rank > self.most:
+            return self._told(
+                f"LoRA adapter {name} with rank {rank} is incompatible with the current LoRA memory pool configuration."
+            )
+        if name in self.adapters:
+            return self._told(f"LoRA with name {name} already exists")
+        self.load_adapter(name, folder)
+        return self._told()
+
+    def _told(self, error: str | None = None) -> httpx.Response:
+        loaded = {
+            name: {"lora_id": "1", "lora_name": name, "lora_path": at, "pinned": False}
+            for name, (at, _) in self.adapters.items()
+        }
+        told = {"success": error is None, "error_message": error, "loaded_adapters": loaded}
+        return httpx.Response(200 if error is None else 400, json=told)
+
+
+def _error(status: int, message: str) -> httpx.Response:
+    return httpx.Response(status, json={"error": {"message": message, "type": "Error", "param": None, "code": status}})

@@ -1,0 +1,71 @@
+"""Groups of real processes, over gloo instead of NCCL: this process's side. The other is `receiver.py`."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo, Store
+
+from policygrad.weight_sync.nccl import as_sent, joining, store, within
+from policygrad.weight_sync.nccl_library import UNIQUE_ID, GroupError
+
+WAIT = timedelta(seconds=60)
+
+
+def gloo(kept: Store, rank: int, size: int) -> ProcessGroup:
+    """All of a group's processes have to call it."""
+    found = ProcessGroup(kept, rank, size)
+    found._register_backend(
+        torch.device("cpu"), ProcessGroup.BackendType.GLOO, ProcessGroupGloo(kept, rank, size, WAIT)
+    )
+    return found
+
+
+def broadcast(group: ProcessGroup, tensor: Tensor) -> None:
+    """From rank 0, in place."""
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([tensor], options).wait()
+
+
+class GlooGroup:
+    """As SGLang's process group is formed: name, store, prefixes."""
+
+    def __init__(self, size: int, address: str, name: str) -> None:
+        self._size, self._address, self._name = size, address, name
+        self._store, self._group = store(address), None  # type: ProcessGroup | None
+
+    def invitation(self) -> Mapping[str, Any]:
+        return joining(self._store, self._size, self._address, self._name, "gloo")
+
+    def join(self) -> None:
+        self._group = gloo(within(self._store, self._name, "cpu"), 0, self._size)
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        assert self._group is not None
+        try:
+            for tensor in as_sent(tensors, torch.device("cpu")):
+                broadcast(self._group, tensor)
+        except RuntimeError as error:  # gloo's: the other side is gone
+            raise GroupError(str(error)) from error
+
+    def end(self) -> None:
+        self._group = None
+
+
+class GlooIdGroup(GlooGroup):
+    """As vLLM's communicator is formed: from 128 bytes that say where, and with one number that is summed at once."""
+
+    def invitation(self) -> Mapping[str, Any]:
+        where = f"{self._address}:{self._store.port}".encode().ljust(UNIQUE_ID, b"\0")
+        told = {"nccl_unique_id_b64": base64.b64encode(where).decode(), "rank_offset": 1, "world_size": self._size}
+        return told | {"packed": False}
+
+    def join(self) -> None:
+        self._group = gloo(self._store, 0, self._size)
+        self._group.allreduce([torch.zeros(1)]).wait()

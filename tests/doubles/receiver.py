@@ -1,0 +1,62 @@
+"""A server's process of a group, over gloo: it takes orders as lines of JSON, and says what it has received, byte for byte.
+
+    {"engine": "sglang", "invitation": …}   {"engine": "vllm", "invitation": …}   {"names": …, "dtypes": …, "shapes": …}
+
+It forms its side in the way of the engine: SGLang's by torch's own helper on a store that it is told of, vLLM's by an id.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroup, TCPStore, rendezvous
+from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
+
+from doubles.gloo import WAIT, broadcast, gloo
+
+
+def sglang(told: Mapping[str, Any]) -> ProcessGroup:
+    """The group that torch makes of a rendezvous over TCP and a name."""
+    where = f"tcp://{told['master_address']}:{told['master_port']}"
+    kept, rank, size = next(rendezvous(where, told["rank_offset"], told["world_size"], timeout=WAIT))
+    named, backend = PrefixStore(told["group_name"], kept), Backend(told["backend"])
+    found, _ = _new_process_group_helper(size, rank, [], backend, named, group_name=told["group_name"], timeout=WAIT)
+    return found
+
+
+def vllm(told: Mapping[str, Any]) -> ProcessGroup:
+    """The group of an id, over which a number is summed before anything else."""
+    unique_id = base64.b64decode(told["nccl_unique_id_b64"], validate=True)
+    assert len(unique_id) == 128
+    host, _, port = unique_id.rstrip(b"\0").decode().rpartition(":")
+    kept = TCPStore(host, int(port), told["world_size"], is_master=False, timeout=WAIT)
+    found = gloo(kept, told["rank_offset"], told["world_size"])
+    one = torch.ones(1)
+    found.allreduce([one]).wait()
+    assert one.item() == 1.0  # the learner's is 0
+    return found
+
+
+def main() -> None:
+    group: ProcessGroup | None = None
+    for line in sys.stdin:
+        told, said = json.loads(line), list[str]()
+        if "engine" in told:
+            group = {"sglang": sglang, "vllm": vllm}[told["engine"]](told["invitation"])
+        else:
+            assert group is not None
+            for dtype, shape in zip(told["dtypes"], told["shapes"], strict=True):
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+                broadcast(group, tensor)
+                raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+                said.append(base64.b64encode(raw).decode())
+        print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()

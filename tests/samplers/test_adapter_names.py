@@ -1,0 +1,283 @@
+"""Adapters alone, by the name of their version: what is said to vLLM and SGLang and heard, in the form that they document.
+
+A real vLLM is asked by tests/samplers/test_vllm_adapters.py, where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from doubles.adapter_forms import Adapters, OneLayer, SglangAdapters, VllmAdapters
+from policygrad.errors import ConfigError, EngineError
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.engine import EngineSampler
+from policygrad.samplers.http import Http
+from policygrad.samplers.sglang import Sglang
+from policygrad.samplers.vllm import Vllm
+from policygrad.waiting import Waiter
+from policygrad.weight_sync.base import Published
+
+peft = pytest.importorskip("peft")
+URL = "http://engine:8000"
+KINDS: dict[str, tuple[type[EngineSampler], type[Adapters]]] = {
+    "vllm": (Vllm, VllmAdapters),
+    "sglang": (Sglang, SglangAdapters),
+}
+ASKED = Request(torch.tensor([3, 9]), (1, 2), Sampling(temperature=0.7, max_tokens=6), 6)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(random_model: Path) -> Tokenizer:
+    return load_tokenizer(str(random_model), load_model(str(random_model), dtype="fp32", device="cpu"))
+
+
+def one_layer(vocabulary: int, **options: Any) -> Any:
+    """The model with an adapter of rank 3, that adds nothing yet. options: of PEFT's LoraConfig."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(**({"r": 3, "lora_alpha": 6, "target_modules": ["layer"]} | options))
+    return peft.get_peft_model(OneLayer(vocabulary), config).eval()
+
+
+@pytest.fixture
+def make(tokenizer: Tokenizer, tmp_path: Path) -> Callable[[str], tuple[EngineSampler, Any]]:
+    def made(name: str) -> tuple[EngineSampler, Any]:
+        sampler_class, form = KINDS[name]
+        model = one_layer(len(tokenizer.hf))
+        config = SamplerConfig(engine=name, urls=(URL,), patience=5.0)
+        sampler = sampler_class(model, tokenizer, config, tmp_path / "weights")
+        server = form(model.get_base_model().layer.base_layer.weight.T, tokenizer.end)
+        sampler.http = Http(5.0, server.transport)
+        return sampler, server
+
+    return made
+
+
+@pytest.fixture
+def wait() -> Iterator[Waiter]:
+    with Waiter() as waiter:
+        yield waiter
+
+
+def learnt(sampler: EngineSampler, version: int) -> Published:
+    """An adapter that is not what the server has."""
+    generator = torch.Generator().manual_seed(version)
+    own = dict(sampler.model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in own.items():
+            if "lora_B" in name:
+                parameter.copy_(10 * torch.randn(parameter.shape, generator=generator))
+    return Published(version, own)
+
+
+def own_logp(sampler: EngineSampler, found: Any) -> torch.Tensor:
+    ids = torch.cat([ASKED.tokens, found.tokens])[None]
+    with torch.no_grad():
+        logits = sampler.model(input_ids=ids).logits[0, len(ASKED.tokens) - 1 : -1] / ASKED.sampling.temperature
+    return logits.log_softmax(-1).gather(-1, found.tokens[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_adapter_alone_is_taken_over_by_the_name_of_its_version(name: str, make: Any, wait: Waiter) -> None:
+    sampler, server = make(name)
+    base = server.table.clone()
+    for version in (4, 5):
+        told = wait(sampler.update(learnt(sampler, version)))
+        assert told["publication/probe_max"].value < 1e-4
+        assert list(server.adapters) == [sampler.published.name]
+        assert sampler.published.name.startswith(f"v0000000{version}-")
+        assert told["publication/bytes"].value < 0.1 * base.numel() * base.element_size()
+    assert torch.equal(server.table, base)
+    [found] = wait(sampler.generate([ASKED]))
+    assert found.version == 5
+    assert torch.allclose(found.logp, own_logp(sampler, found), atol=1e-5)
+    plain = (base[torch.cat([ASKED.tokens[-1:], found.tokens[:-1]])] / 0.7).log_softmax(-1)
+    assert not torch.allclose(found.logp, plain.gather(-1, found.tokens[:, None])[:, 0], atol=1e-2)
+    assert [p.name for p in sampler.versions.root.iterdir() if p.is_dir()] == [sampler.published.name]
+    files = {p.name for p in sampler.published.path.iterdir()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "field"), [("vllm", "completions", "model"), ("sglang", "generate", "lora_path")]
+)
+def test_every_request_says_the_name_and_none_of_the_weights_endpoints_is_asked(
+    name: str, path: str, field: str, make: Any, wait: Waiter
+) -> None:
+    sampler, server = make(name)
+    for version in (0, 1):
+        server.asked.clear()
+        wait(sampler.update(learnt(sampler, version)))
+        assert {body[field] for at, body in server.asked if at.endswith(path)} == {sampler.published.name}
+        assert not {"/collective_rpc", "/update_weights_from_disk", "/weight_info"} & {*server.paths}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_adapter_that_adds_nothing_is_the_base_and_another_base_is_noticed(
+    name: str, make: Any, wait: Waiter
+) -> None:
+    sampler, server = make(name)
+    untouched = Published(0, dict(sampler.model.named_parameters()))
+    assert wait(sampler.update(untouched))["publication/probe_max"].value < 1e-4
+    sampler, server = make(name)
+    server.table *= 0.9
+    with pytest.raises(EngineError, match="it has other weights"):
+        wait(sampler.update(untouched))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_killed_run_left_is_dropped_and_what_others_have_is_not(name: str, make: Any, wait: Waiter) -> None:
+    sampler, server = make(name)
+    root = sampler.versions.root
+    server.adapters["v00000007-00000000"] = (str(root / "v00000007-00000000"), server.table)
+    server.adapters["somebodys"] = (str(root.parent / "elsewhere" / "somebodys"), server.table)
+    wait(sampler.update(learnt(sampler, 0)))
+    assert {*server.adapters} == {"somebodys", sampler.published.name}
+    wait(sampler.close())
+    assert {*server.adapters} == {"somebodys"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_server_that_has_lost_its_adapter_is_given_it_again(name: str, make: Any, wait: Waiter) -> None:
+    """Started again, say: no completion is drawn from its own weights instead."""
+    sampler, server = make(name)
+    wait(sampler.update(learnt(sampler, 3)))
+    server.adapters.clear()
+    [found] = wait(sampler.generate([ASKED]))
+    assert list(server.adapters) == [sampler.published.name]
+    assert found.version == 3
+    assert torch.allclose(found.logp, own_logp(sampler, found), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_server_that_draws_with_another_adapter_of_that_name_is_given_it_again(
+    name: str, make: Any, wait: Waiter
+) -> None:
+    sampler, server = make(name)
+    wait(sampler.update(learnt(sampler, 3)))
+    [(said, (folder, right))] = server.adapters.items()
+    sampler.servers.all[0].ready = False
+    server.adapters[said] = (folder, 0.5 * right)
+    [found] = wait(sampler.generate([ASKED]))
+    assert torch.equal(server.adapters[said][1], right)
+    assert torch.allclose(found.logp, own_logp(sampler, found), atol=1e-5)
+
+
+def test_an_answer_of_vllms_under_another_name_is_not_used(make: Any, wait: Waiter) -> None:
+    sampler, server = make("vllm")
+    wait(sampler.update(learnt(sampler, 3)))
+    tell, odd = server.tell, ["v00000002-00000000"]
+
+    def told(path: str, body: Any) -> Any:
+        answer = tell(path, body)
+        if path == "/v1/completions" and odd:
+            answer["model"] = odd.pop()
+        return answer
+
+    server.tell = told
+    [found] = wait(sampler.generate([ASKED]))
+    assert not odd
+    assert found.version == 3
+    assert wait(sampler.update(learnt(sampler, 4)))["publication/asked_again"].value == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "way_out"),
+    [
+        ("vllm", {"updating": False}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        ("vllm", {"enabled": False}, "--enable-lora"),
+        ("vllm", {"most": 2}, "LoRA rank 3 is greater than max_lora_rank 2.*--max-lora-rank"),
+        ("sglang", {"enabled": False}, "--enable-lora"),
+        ("sglang", {"most": 2}, "with rank 3 is incompatible.*--max-lora-rank and --lora-target-modules"),
+    ],
+)
+def test_a_server_that_does_not_take_it_is_refused_at_once_with_what_is_missing(
+    name: str, missing: dict[str, Any], way_out: str, make: Any, wait: Waiter
+) -> None:
+    sampler, server = make(name)
+    for key, value in missing.items():
+        setattr(server, key, value)
+    with pytest.raises(EngineError, match=rf"does not take the adapter: .*{way_out}.*--sampler.publish whole"):
+        wait(sampler.update(learnt(sampler, 0)))
+    assert len([path for path in server.paths if path.endswith("/load_lora_adapter")]) == 1
+
+
+def test_an_error_of_vllms_that_says_nothing_is_one_of_a_server_that_is_away(make: Any, wait: Waiter) -> None:
+    import httpx
+
+    sampler, server = make("vllm")
+    tell, times = server.tell, [1, 2]
+
+    def told(path: str, body: Any) -> Any:
+        if path == "/v1/load_lora_adapter" and times:
+            times.pop()
+            return httpx.Response(503, text="Service Unavailable")
+        return tell(path, body)
+
+    server.tell = told
+    wait(sampler.update(learnt(sampler, 0)))
+    assert not times
+    assert list(server.adapters) == [sampler.published.name]
+
+
+# what is chosen
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "lora_only"}, "bias"),
+        ({"use_rslora": True}, "use_rslora"),
+        ({"alpha_pattern": {"layer": 3}}, "alpha_pattern"),
+    ],
+)
+def test_an_adapter_that_is_more_than_b_a_is_not_sent_alone(
+    options: dict[str, Any], reason: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model = one_layer(len(tokenizer.hf), **options)
+    model.config = {"model_type": "custom"}  # a whole model has one
+    config = SamplerConfig(engine="vllm", urls=(URL,))
+    assert not Vllm(model, tokenizer, config, tmp_path).adapter
+    with pytest.raises(EngineError, match=rf"adapters have {reason}, which .*--sampler.publish whole"):
+        Vllm(model, tokenizer, replace(config, publish="adapter"), tmp_path)
+
+
+def test_a_model_without_adapters_or_with_two_is_not_sent_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    config = SamplerConfig(engine="vllm", urls=(URL,), publish="adapter")
+    with pytest.raises(EngineError, match=r"has no adapters, which --learner.lora puts in"):
+        Vllm(OneLayer(len(tokenizer.hf)), tokenizer, config, tmp_path)
+    model = one_layer(len(tokenizer.hf))
+    model.add_adapter("second", peft.LoraConfig(target_modules=["layer"]))
+    with pytest.raises(EngineError, match="has 2 adapters"):
+        Vllm(model, tokenizer, config, tmp_path)
+
+
+def test_whole_is_whole_also_where_there_is_an_adapter(make: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert make("vllm")[0].adapter
+    model = one_layer(len(tokenizer.hf))
+    model.config = {"model_type": "custom"}
+    for name, (kind, _) in KINDS.items():
+        config = SamplerConfig(engine=name, urls=(URL,), publish="whole")
+        assert not kind(model, tokenizer, config, tmp_path).adapter
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"publish": "whole"}, "sampler.engine is local"),
+        ({"engine": "llama_cpp", "publish": "adapter"}, "llama_cpp takes whole models: --sampler.publish whole"),
+        ({"engine": "vllm", "urls": (URL,), "publish": "lora"}, "must be auto, whole or adapter, not 'lora'"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SamplerConfig(**options)

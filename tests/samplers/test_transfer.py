@@ -1,0 +1,391 @@
+"""Weights that are sent to servers: what they are asked, in which order, and what is left when one goes away in the middle.
+
+The servers answer in the form of vLLM 0.32 and SGLang 0.5; the groups are wires of this process (a real group of two processes:
+test_transfer_processes.py; two GPUs: test_transfer_gpus.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import nn
+
+from doubles.engine import Bigram
+from doubles.wires import SglangTaking, Taking, VllmTaking, Wires
+from policygrad.errors import ConfigError, EngineError
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.samplers import transfer
+from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.http import AwayError, Http
+from policygrad.samplers.sending import SendingSampler
+from policygrad.samplers.sglang import Sglang
+from policygrad.samplers.vllm import Vllm
+from policygrad.waiting import Waiter
+from policygrad.weight_sync.base import Published
+
+KINDS: dict[str, tuple[type[SendingSampler], type[Taking]]] = {
+    "vllm": (Vllm, VllmTaking),
+    "sglang": (Sglang, SglangTaking),
+}
+both = pytest.mark.parametrize("name", KINDS)
+Made = tuple[SendingSampler, list[Any], Wires]
+
+
+class Wide(Bigram):
+    """With weights that it does not read, of other shapes and another type."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self.scale = nn.Parameter(torch.arange(6.0).view(3, 2))
+        self.narrow = nn.Parameter(torch.arange(5.0).to(torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(random_model: Path) -> Tokenizer:
+    return load_tokenizer(str(random_model), load_model(str(random_model), dtype="fp32", device="cpu"))
+
+
+@pytest.fixture
+def make(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., Made]:
+    def made(name: str, servers: int = 1, patience: float = 20.0, bucket: int = 30) -> Made:
+        sampler_class, form = KINDS[name]
+        wires = Wires()
+        wired: type[SendingSampler] = type(f"Wired{name}", (sampler_class,), {"opens": wires})
+        model = Wide(len(tokenizer.hf))
+        urls = tuple(f"http://127.0.0.1:{9000 + i}" for i in range(servers))
+        config = SamplerConfig(engine=name, urls=urls, patience=patience, transfer="nccl", parallel=4)
+        sampler = wired(model, tokenizer, config, tmp_path / "weights")
+        assert sampler.transfer is not None
+        sampler.transfer._bucket = bucket  # each of the model's tensors is a bucket of its own
+        there = {url: form(model.table, tokenizer.end, wires) for url in urls}
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            return await there[f"http://{request.url.netloc.decode()}"].answer(request)
+
+        sampler.http = Http(20.0, httpx.MockTransport(answer))
+        return sampler, list(there.values()), wires
+
+    return made
+
+
+@pytest.fixture
+def wait() -> Iterator[Waiter]:
+    with Waiter() as waiter:
+        yield waiter
+
+
+def publish(sampler: SendingSampler, version: int) -> Published:
+    """Weights that are not what the servers have."""
+    with torch.no_grad():
+        sampler.model.table.mul_(0.9)  # type: ignore[union-attr, operator]
+    return Published(version, dict(sampler.model.named_parameters()))
+
+
+def bodies(server: Taking, path: str) -> list[Any]:
+    return [body for asked, body in server.asked if asked == path]
+
+
+@both
+def test_what_is_sent_is_what_the_server_draws_from(name: str, make: Callable[..., Made], wait: Waiter) -> None:
+    sampler, [server], wires = make(name)
+    for version in (4, 5):
+        told = wait(sampler.update(publish(sampler, version)))
+        assert told["publication/probe_max"].value < 1e-5
+        assert told["publication/bytes"].value == sum(p.nbytes for p in sampler.model.parameters())
+        assert server.version == sampler.published.name  # type: ignore[union-attr]
+        own = dict(sampler.model.named_parameters())
+        assert list(server.got) == list(own) == ["table", "scale", "narrow"]
+        assert all(torch.equal(server.got[n], own[n]) for n in own)
+    assert len(wires.opened) == 1  # one group for both
+    [found] = wait(sampler.generate([Request(torch.tensor([3, 9]), (1, 2), Sampling(max_tokens=4), 4)]))
+    assert found.version == 5
+    assert not sampler.versions.root.exists()
+    wait(sampler.close())
+    assert wires.opened[0].ended
+    assert not server.groups
+
+
+def test_vllm_is_asked_in_its_own_words(make: Callable[..., Made], wait: Waiter) -> None:
+    sampler, [server], _ = make("vllm")
+    wait(sampler.update(publish(sampler, 0)))
+    told = ["/start_weight_update", *["/update_weights"] * 3, "/finish_weight_update"]
+    joins = ["/get_world_size", "/init_weight_transfer_engine"]
+    after = ["/reset_prefix_cache", "/resume", "/update_weight_version"]
+    assert server.paths == ["/v1/models", "/weight_info", "/pause?mode=keep", *joins, *told, *after]
+    size = len(sampler.model.table)  # type: ignore[arg-type]
+    assert bodies(server, "/update_weights") == [
+        {"update_info": {"names": ["table"], "dtype_names": ["float32"], "shapes": [[size, size]]}},
+        {"update_info": {"names": ["scale"], "dtype_names": ["float32"], "shapes": [[3, 2]]}},
+        {"update_info": {"names": ["narrow"], "dtype_names": ["bfloat16"], "shapes": [[5]]}},
+    ]
+    assert bodies(server, "/start_weight_update") == [None]
+    assert bodies(server, "/finish_weight_update") == [{"weight_version": sampler.published.name}]  # type: ignore[union-attr]
+    assert bodies(server, "/init_weight_transfer_engine")[0]["init_info"]["world_size"] == 2
+
+
+def test_sglang_forgets_its_prefixes_and_takes_the_version_when_the_weights_are_whole(
+    make: Callable[..., Made], wait: Waiter
+) -> None:
+    sampler, [server], wires = make("sglang")
+    wait(sampler.update(publish(sampler, 0)))
+    told = ["/init_weights_update_group", *["/update_weights_from_distributed"] * 3]
+    assert server.paths == ["/model_info", "/server_info", *told]
+    first, second, last = bodies(server, "/update_weights_from_distributed")
+    assert (first["names"], first["dtypes"], first["flush_cache"]) == (["table"], ["float32"], False)
+    assert (second["names"], second["shapes"]) == (["scale"], [[3, 2]])
+    assert "weight_version" not in {*first, *second}
+    assert (last["names"], last["flush_cache"], last["abort_all_requests"]) == (["narrow"], True, False)
+    assert last["weight_version"] == sampler.published.name  # type: ignore[union-attr]
+    assert {body["group_name"] for body in (first, second, last)} == {wires.opened[0].name}
+
+
+@both
+def test_all_weights_in_one_request_where_they_fit(name: str, make: Callable[..., Made], wait: Waiter) -> None:
+    sampler, [server], _ = make(name, bucket=2**29)
+    wait(sampler.update(publish(sampler, 0)))
+    path = "/update_weights" if name == "vllm" else "/update_weights_from_distributed"
+    [body] = bodies(server, path)
+    assert (body.get("update_info") or body)["names"] == ["table", "scale", "narrow"]
+
+
+@both
+def test_the_group_has_all_processes_of_a_server(name: str, make: Callable[..., Made], wait: Waiter) -> None:
+    sampler, [server], wires = make(name)
+    server.workers = 4
+    wait(sampler.update(publish(sampler, 0)))
+    assert wires.opened[0].size == 5
+
+
+@both
+def test_a_server_that_is_lost_in_the_middle_does_not_keep_the_others(
+    name: str, make: Callable[..., Made], wait: Waiter
+) -> None:
+    sampler, [first, second], wires = make(name, servers=2)
+    wait(sampler.update(publish(sampler, 0)))
+    first.lost = 1  # after the table
+    wait(sampler.update(publish(sampler, 1)))
+    assert [server.ready for server in sampler.servers.all] == [False, True]
+    assert torch.equal(second.table, sampler.model.table)  # type: ignore[arg-type]
+    lost = next(wire for wire in wires.opened if wire.name not in second.groups)
+    assert lost.ended
+
+    async def back() -> None:
+        first.begin()
+        server = sampler.servers.all[0]
+        if server.task is None or server.task.done():
+            sampler.servers._recover(server)
+        assert server.task is not None
+        await server.task
+
+    wait(back())
+    assert [server.ready for server in sampler.servers.all] == [True, True]
+    assert torch.equal(first.table, sampler.model.table)  # type: ignore[arg-type]
+    assert len({wire.name for wire in wires.opened}) >= 3  # a new one
+    wait(sampler.close())
+
+
+@both
+def test_one_that_never_takes_the_weights_is_given_up(name: str, make: Callable[..., Made], wait: Waiter) -> None:
+    sampler, [server], wires = make(name, patience=0.2)
+    server.hangs = True
+    with pytest.raises(EngineError, match=r"no server has answered for 0.2 seconds"):
+        wait(sampler.update(publish(sampler, 0)))
+    assert all(wire.ended for wire in wires.opened)
+    wait(sampler.close())
+
+
+@both
+def test_one_that_was_started_again_joins_a_new_group(name: str, make: Callable[..., Made], wait: Waiter) -> None:
+    sampler, [server], wires = make(name)
+    wait(sampler.update(publish(sampler, 0)))
+    server.begin()
+    wait(sampler.update(publish(sampler, 1)))
+    assert [wire.ended for wire in wires.opened] == [True, False]
+    assert list(server.groups) == [wires.opened[1].name]
+    assert torch.equal(server.table, sampler.model.table)  # type: ignore[arg-type]
+
+
+def test_one_in_the_middle_of_an_update_finishes_that_before_it_joins_again(
+    make: Callable[..., Made], wait: Waiter
+) -> None:
+    sampler, [server], wires = make("vllm")
+    wait(sampler.update(publish(sampler, 0)))
+    wires.opened[0].end()  # the learner's side of it breaks: the server is in the middle, and is there
+    told = wait(sampler.update(publish(sampler, 1)))
+    assert told["publication/probe_max"].value < 1e-5
+    assert "/shutdown_weight_transfer_engine" in server.paths
+    assert len(wires.opened) == 2
+
+
+@both
+def test_a_transfer_that_is_broken_off_is_whole_all_the_same(
+    name: str, make: Callable[..., Made], wait: Waiter
+) -> None:
+    """A server that waits for the rest of a broadcast waits for ever."""
+    sampler, [server], _ = make(name)
+    wait(sampler.update(publish(sampler, 0)))
+    weights = publish(sampler, 1)
+    assert sampler.transfer is not None
+    publication = sampler.transfer.publish(weights)
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+    take = server.take
+
+    async def slow(*args: Any) -> None:
+        begun.set()
+        await goes_on.wait()
+        await take(*args)
+
+    async def broken_off() -> None:
+        server.take = slow
+        sent = asyncio.ensure_future(
+            sampler.transfer.send(sampler.http, sampler.config.urls[0], publication, server.version)  # type: ignore[union-attr]
+        )
+        await begun.wait()
+        sent.cancel()
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await sent
+
+    server.got.clear()
+    wait(broken_off())
+    assert torch.equal(server.got["narrow"], sampler.model.narrow)  # type: ignore[arg-type]
+    assert torch.equal(server.table, sampler.model.table)  # type: ignore[arg-type]
+
+
+def test_one_that_hangs_is_not_waited_for_by_whoever_breaks_it_off(
+    make: Callable[..., Made], wait: Waiter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "ASKS", 0.1)
+    sampler, [server], wires = make("sglang")
+    server.hangs = True
+    publication = sampler.transfer.publish(publish(sampler, 1))  # type: ignore[union-attr]
+
+    async def broken_off() -> None:
+        sent = asyncio.ensure_future(
+            sampler.transfer.send(sampler.http, sampler.config.urls[0], publication, None)  # type: ignore[union-attr]
+        )
+        while not bodies(server, "/update_weights_from_distributed"):
+            await asyncio.sleep(0)
+        sent.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sent
+
+    wait(broken_off())
+    assert wires.opened[0].ended
+
+
+def test_vllm_without_its_flag_is_refused_with_it(make: Callable[..., Made], wait: Waiter) -> None:
+    sampler, [server], wires = make("vllm")
+    server.configured = False
+    with pytest.raises(
+        EngineError, match=r"--weight-transfer-config '\{\"backend\":\"nccl\"\}'.*--sampler.transfer folder"
+    ):
+        wait(sampler.update(publish(sampler, 0)))
+    assert wires.opened[0].ended
+
+
+@pytest.mark.parametrize("many", [{"dp_size": 2}, {"pp_size": 4}])
+def test_sglang_with_other_kinds_of_processes_is_refused(
+    many: dict[str, int], make: Callable[..., Made], wait: Waiter
+) -> None:
+    sampler, [server], _ = make("sglang")
+    server.many = many
+    [(kind, count)] = many.items()
+    with pytest.raises(EngineError, match=rf"{kind} {count}, with which SGLang takes no weights over NCCL"):
+        wait(sampler.update(publish(sampler, 0)))
+
+
+def test_data_parallel_attention_of_sglang_is_among_its_tensor_parallel_processes(
+    make: Callable[..., Made], wait: Waiter
+) -> None:
+    sampler, [server], wires = make("sglang")
+    server.many, server.workers = {"dp_size": 2, "enable_dp_attention": True}, 2
+    wait(sampler.update(publish(sampler, 0)))
+    assert wires.opened[0].size == 3
+
+
+def test_somebody_else_who_answers_there_is_named(make: Callable[..., Made], wait: Waiter) -> None:
+    sampler, [server], _ = make("vllm")
+    server.transferred = _strange
+    with pytest.raises(EngineError, match=r"is it a server of vLLM 0.32"):
+        wait(sampler.update(publish(sampler, 0)))
+
+
+async def _strange(path: str, body: Any) -> tuple[int, Any]:
+    return 200, {"size": 1} if path == "/get_world_size" else None
+
+
+def test_a_tied_head_is_sent_a_second_time_to_vllm(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = load_model(str(random_model), dtype="fp32", device="cpu")
+    own = dict(model.named_parameters())
+    for sampler_class, names in ((Vllm, [*own, "lm_head.weight"]), (Sglang, [*own])):
+        wired = type("Wired", (sampler_class,), {"opens": Wires()})
+        config = SamplerConfig(engine=sampler_class.__name__.lower(), urls=("http://a:1",), transfer="nccl")
+        sampler = wired(model, tokenizer, config, tmp_path)
+        found = sampler.transfer.publish(Published(0, own))
+        sent = sampler.transfer._tensors
+        assert list(sent) == names
+        assert found.bytes == sum(tensor.nbytes for tensor in sent.values())
+        assert all(sent[name].data_ptr() == own[name].data_ptr() for name in own)  # as they lie
+    assert "lm_head.weight" not in own
+
+
+def test_a_policy_on_the_cpu_is_refused_with_the_way_out(tokenizer: Tokenizer) -> None:
+    for name, (sampler_class, _) in KINDS.items():
+        config = SamplerConfig(engine=name, urls=("http://127.0.0.1:1",), transfer="nccl")
+        with pytest.raises(
+            EngineError, match=r"the policy is on the cpu: take --learner.device cuda, or .*--sampler.transfer folder"
+        ):
+            sampler_class(Wide(len(tokenizer.hf)), tokenizer, config, Path("weights"))
+
+
+def test_adapters_are_not_sent(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = load_model(str(random_model), dtype="fp32", device="cpu")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    config = SamplerConfig(engine="vllm", urls=("http://127.0.0.1:1",), transfer="nccl")
+    with pytest.raises(EngineError, match=r"adapters"):
+        Vllm(adapted, tokenizer, config, tmp_path)
+
+
+@pytest.mark.parametrize(("engine", "said"), [("llama_cpp", "is llama_cpp"), ("local", "is local")])
+def test_other_engines_take_folders(engine: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"sampler.engine {said}: take one of these, or --sampler.transfer folder"):
+        SamplerConfig(engine=engine, transfer="nccl")
+    with pytest.raises(ConfigError, match=r"sampler.transfer must be folder or nccl, not 'infiniband'"):
+        SamplerConfig(transfer="infiniband")
+
+
+def test_a_group_that_breaks_while_the_server_says_nothing_is_an_absence(
+    make: Callable[..., Made], wait: Waiter
+) -> None:
+    sampler, [server], wires = make("sglang")
+    assert sampler.transfer is not None
+    publication = sampler.transfer.publish(publish(sampler, 0))
+
+    async def sent() -> None:
+        await sampler.transfer.send(sampler.http, sampler.config.urls[0], publication, None)  # type: ignore[union-attr]
+
+    wait(sent())
+    server.hangs = True
+    wires.opened[0].end()
+    with pytest.raises(AwayError, match=r"the group with it is broken: ended"):
+        wait(sent())
+
+
+def test_the_printed_command_has_what_a_server_needs_for_it(run_command: Any) -> None:
+    code, said, _ = run_command("engine", "vllm", "--transfer", "nccl", "--print")
+    assert code == 0
+    assert """--weight-transfer-config '{"backend":"nccl"}'""" in said
+    assert "VLLM_SERVER_DEV_MODE=1" in said
+    code, said, _ = run_command("engine", "vllm", "--print")
+    assert code == 0
+    assert "--weight-transfer-config" not in said

@@ -1,0 +1,67 @@
+"""A real vLLM on a second GPU, whose weights come over NCCL. Where there are two GPUs and a vLLM: `make test-vllm`.
+
+POLICYGRAD_VLLM names a virtual environment of its own with vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import load_tokenizer
+from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.vllm import Vllm
+from policygrad.waiting import Waiter
+from policygrad.weight_sync.base import Published
+from vllm_server import START, serving
+
+VENV = os.environ.get("POLICYGRAD_VLLM", "")
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        GPUS < 2, reason=f"NCCL needs a GPU for the learner and one for the server, and here are {GPUS}"
+    ),
+    pytest.mark.skipif(not VENV, reason="POLICYGRAD_VLLM names no environment with vLLM"),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """On the first GPU, before the server is told that it sees the second alone."""
+    return load_model("tiny", dtype="fp32", device="cuda:0")
+
+
+@pytest.fixture
+def url(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with serving(VENV, tmp_path, transfer="nccl") as found:
+        yield found
+
+
+def test_weights_come_over_nccl_again_and_again_and_after_a_new_group(url: str, model: Any, tmp_path: Path) -> None:
+    """The embedded model's head is tied. What was not taken over moves log-probabilities by more than the probe allows."""
+    config = SamplerConfig(engine="vllm", urls=(url,), patience=START, transfer="nccl", tolerance=1e-2)
+    sampler = Vllm(model, load_tokenizer("tiny", model), config, tmp_path / "weights")
+    with Waiter() as wait:
+        for version in range(4):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    waves = torch.sin(torch.arange(parameter.numel(), device=parameter.device).float() + version)
+                    parameter.mul_(1 + 0.2 * waves.view_as(parameter))
+            if version == 2:
+                assert sampler.transfer is not None
+                wait(sampler.transfer.close(sampler.http))
+            wait(sampler.update(Published(version, dict(model.named_parameters()))))
+        asked = [Request(torch.tensor([5, 70, 300]), (1, i), Sampling(max_tokens=8), 8) for i in range(40)]
+        found = wait(sampler.generate(asked))
+        assert {g.version for g in found} == {3}
+        wait(sampler.close())
+    assert not (tmp_path / "weights").exists()

@@ -1,0 +1,187 @@
+"""Weights that are broadcast to another process: a real group of two, over gloo in the place of NCCL.
+
+The other process forms its side of the group, and receives, as an engine's does (doubles/receiver.py); HTTP is in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from doubles.engine import Bigram
+from doubles.gloo import GlooGroup, GlooIdGroup
+from doubles.wires import SglangTaking, Taking, VllmTaking, WireGroup, Wires
+from policygrad.models.loading import load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.http import Http
+from policygrad.samplers.sending import SendingSampler
+from policygrad.samplers.sglang import Sglang
+from policygrad.samplers.vllm import Vllm
+from policygrad.waiting import Waiter
+from policygrad.weight_sync.base import Published
+
+pytestmark = pytest.mark.slow
+URL = "http://127.0.0.1:9000"
+TESTS = Path(__file__).parents[1]
+
+
+class Process:
+    """The receiver, asked line by line."""
+
+    def __init__(self) -> None:
+        paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+        self.process = subprocess.Popen(
+            [sys.executable, str(TESTS / "doubles" / "receiver.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+
+    async def ask(self, **told: Any) -> list[bytes]:
+        return await asyncio.to_thread(self._ask, json.dumps(told))
+
+    def _ask(self, line: str) -> list[bytes]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return [base64.b64decode(said) for said in json.loads(self.process.stdout.readline())]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def over(form: type[Taking]) -> type[Taking]:
+    """The form of an engine's server, whose process in the group is `process`. kills: it dies when it is to take something, and the
+    one after it is there at once."""
+    engine = "vllm" if form is VllmTaking else "sglang"
+
+    class Over(form):  # type: ignore[valid-type, misc]
+        process: Process
+        kills: Process | None = None
+        joined: asyncio.Future[list[bytes]] | None = None
+
+        def join(self, invitation: Mapping[str, Any]) -> None:
+            self.groups[invitation.get("group_name", "one")] = WireGroup(0, 2, "")
+            self.joined = asyncio.ensure_future(self.process.ask(engine=engine, invitation=dict(invitation)))
+
+        async def transferred(self, path: str, body: Any) -> tuple[int, Any]:
+            told: tuple[int, Any] = await super().transferred(path, body)
+            if self.joined is not None:
+                await self.joined
+                self.joined = None
+            return told
+
+        async def take(self, wire: WireGroup, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+            if self.kills is not None:
+                self.process.end()
+                self.process, self.kills = self.kills, None
+                self.begin()
+                raise httpx.ReadError("the connection is gone")
+            raw = await self.process.ask(names=names, dtypes=dtypes, shapes=shapes)
+            for name, dtype, shape, said in zip(names, dtypes, shapes, raw, strict=True):
+                self.got[name] = torch.frombuffer(bytearray(said), dtype=getattr(torch, dtype)).reshape(shape)
+
+    return Over
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    found = Process()
+    yield found
+    found.end()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(random_model: Path) -> Tokenizer:
+    return load_tokenizer(str(random_model), load_model(str(random_model), dtype="fp32", device="cpu"))
+
+
+def same(found: Tensor, own: Tensor) -> bool:
+    bits = (found.dtype, found.shape) == (own.dtype, own.shape)
+    return bits and torch.equal(found.reshape(-1).view(torch.uint8), own.detach().reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("sampler_class", "form", "group"), [(Sglang, SglangTaking, GlooGroup), (Vllm, VllmTaking, GlooIdGroup)]
+)
+def test_another_process_has_the_weights_byte_for_byte(
+    sampler_class: type[SendingSampler],
+    form: type[Taking],
+    group: type[GlooGroup],
+    process: Process,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+) -> None:
+    model: Any = Bigram(len(tokenizer.hf))
+    model.narrow = nn.Parameter(torch.randn(7, 3).to(torch.bfloat16))
+    model.across = nn.Parameter(torch.arange(12.0).view(3, 4).t())  # not as it lies in memory
+    config = SamplerConfig(
+        engine=sampler_class.__name__.lower(), urls=(URL,), patience=60.0, transfer="nccl", parallel=4
+    )
+    sampler = type("Over", (sampler_class,), {"opens": group})(model, tokenizer, config, tmp_path / "weights")
+    sampler.transfer._bucket = 64
+    server: Any = over(form)(model.table, tokenizer.end, Wires())
+    server.process = process
+    sampler.http = Http(60.0, server.transport)
+    with Waiter() as wait:
+        for version in range(2):
+            with torch.no_grad():
+                model.table.mul_(0.9)
+                model.narrow.add_(1)
+            told = wait(sampler.update(Published(version, dict(model.named_parameters()))))
+            assert told["publication/probe_max"].value < 1e-5
+            assert {name: same(server.got[name], p) for name, p in model.named_parameters()} == {
+                "table": True,
+                "narrow": True,
+                "across": True,
+            }
+        wait(sampler.close())
+
+
+@pytest.mark.parametrize(
+    ("sampler_class", "form", "group"), [(Sglang, SglangTaking, GlooGroup), (Vllm, VllmTaking, GlooIdGroup)]
+)
+def test_a_process_that_is_killed_in_the_middle_leaves_the_learner_and_its_successor_joins(
+    sampler_class: type[SendingSampler],
+    form: type[Taking],
+    group: type[GlooGroup],
+    process: Process,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+) -> None:
+    model: Any = Bigram(len(tokenizer.hf))
+    config = SamplerConfig(
+        engine=sampler_class.__name__.lower(), urls=(URL,), patience=60.0, transfer="nccl", parallel=4
+    )
+    sampler = type("Over", (sampler_class,), {"opens": group})(model, tokenizer, config, tmp_path / "weights")
+    server: Any = over(form)(model.table, tokenizer.end, Wires())
+    server.process, successor = process, Process()
+    sampler.http = Http(60.0, server.transport)
+    try:
+        with Waiter() as wait:
+            wait(sampler.update(Published(0, dict(model.named_parameters()))))
+            server.kills = successor
+            with torch.no_grad():
+                model.table.mul_(0.9)
+            wait(sampler.update(Published(1, dict(model.named_parameters()))))
+            assert server.process is successor
+            assert same(server.got["table"], model.table)
+            wait(sampler.close())
+    finally:
+        successor.end()

@@ -1,0 +1,156 @@
+"""A real vLLM that is sent adapters alone, by the name of their version. Where there is one: `make test-vllm`.
+
+POLICYGRAD_VLLM names a virtual environment of its own with vLLM 0.32, as for tests/samplers/test_vllm.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+import policygrad as pg
+from policygrad.errors import EngineError
+from policygrad.models.loading import load_model
+from policygrad.models.lora import Lora
+from policygrad.models.tokenizer import load_tokenizer
+from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.vllm import Vllm
+from policygrad.waiting import Waiter
+from policygrad.weight_sync.base import Published
+from vllm_server import START, serving
+
+pytest.importorskip("peft")
+VENV = os.environ.get("POLICYGRAD_VLLM", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.skipif(not VENV, reason="POLICYGRAD_VLLM names no environment with vLLM"),
+]
+RANK = 6
+"""The server has room for 8."""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(VENV, tmp_path_factory.mktemp("vllm"), lora=f"rank={RANK}") as found:
+        yield found
+
+
+@pytest.fixture
+def wait() -> Iterator[Waiter]:
+    with Waiter() as waiter:
+        yield waiter
+
+
+def made(url: str, folder: Path, rank: int = RANK) -> Vllm:
+    model = load_model("tiny", dtype="fp32", device="cpu", lora=Lora(rank=rank, alpha=12.0))
+    config = SamplerConfig(engine="vllm", urls=(url,), patience=START)
+    return Vllm(model, load_tokenizer("tiny", model), config, folder / "weights")
+
+
+def learnt(sampler: Vllm, version: int, spread: float) -> Published:
+    generator, own = torch.Generator().manual_seed(version), dict(sampler.model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in own.items():
+            if "lora_B" in name:
+                parameter.copy_(spread * torch.randn(parameter.shape, generator=generator))
+    return Published(version, own)
+
+
+def adapters(url: str) -> list[str]:
+    cards = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
+    return [card["id"] for card in cards if card.get("parent")]
+
+
+def test_adapters_are_taken_over_and_it_agrees_to_1e_4_nats_after_each(url: str, tmp_path: Path, wait: Waiter) -> None:
+    """The first adds nothing: the server's own weights are the learner's. Those after it change what is drawn."""
+    sampler, drawn = made(url, tmp_path), list[Any]()
+    asked = [Request(torch.tensor([5, 70, 300]), (1, i), Sampling(max_tokens=8), 8) for i in range(40)]
+    for version, spread in enumerate((0.0, 0.05, 0.2, 0.05)):
+        told = wait(sampler.update(learnt(sampler, version, spread)))
+        assert told["publication/probe_max"].value < 1e-4
+        assert told["publication/bytes"].value < 200_000
+        assert sampler.published is not None
+        assert adapters(url) == [sampler.published.name]
+        found = wait(sampler.generate(asked))
+        assert {g.version for g in found} == {version}
+        drawn.append([g.tokens.tolist() for g in found])
+    assert all(one != other for one, other in pairwise(drawn))
+    wait(sampler.close())
+    assert adapters(url) == []
+
+
+def test_greedy_answers_are_those_of_the_model_with_its_adapter(url: str, tmp_path: Path, wait: Waiter) -> None:
+    sampler = made(url, tmp_path)
+    greedy, answers = Sampling(temperature=0.0, max_tokens=12), list[list[list[int]]]()
+    asked = [Request(torch.tensor([5, 70 + i, 300, 40]), (1, i), greedy, 12) for i in range(8)]
+    for version, spread in ((0, 0.0), (1, 0.3)):
+        wait(sampler.update(learnt(sampler, version, spread)))
+        found = wait(sampler.generate(asked))
+        for request, generation in zip(asked, found, strict=True):
+            ids = torch.cat([request.tokens, generation.tokens])[None]
+            with torch.no_grad():
+                best = sampler.model(input_ids=ids).logits[0, len(request.tokens) - 1 : -1].argmax(-1)
+            assert generation.tokens.tolist() == best.tolist()
+        answers.append([generation.tokens.tolist() for generation in found])
+    assert answers[0] != answers[1]
+    wait(sampler.close())
+
+
+def test_a_rank_that_it_has_no_room_for_is_refused_with_the_flag(url: str, tmp_path: Path, wait: Waiter) -> None:
+    sampler = made(url, tmp_path, rank=16)
+    with pytest.raises(EngineError, match=r"does not take the adapter: .*--max-lora-rank.*--sampler.publish whole"):
+        wait(sampler.update(learnt(sampler, 0, 0.1)))
+    wait(sampler.close())
+
+
+def test_an_adapter_that_it_was_made_to_forget_is_given_to_it_again(url: str, tmp_path: Path, wait: Waiter) -> None:
+    sampler = made(url, tmp_path)
+    wait(sampler.update(learnt(sampler, 5, 0.2)))
+    assert sampler.published is not None
+    body = {"lora_name": sampler.published.name}
+    assert httpx.post(f"{url}/v1/unload_lora_adapter", json=body, trust_env=False).status_code == 200
+    [found] = wait(sampler.generate([Request(torch.tensor([5, 70]), (1,), Sampling(max_tokens=8), 8)]))
+    assert found.version == 5
+    assert adapters(url) == [sampler.published.name]
+    wait(sampler.close())
+
+
+def test_a_run_learns_its_adapter(url: str, tmp_path: Path) -> None:
+    run = pg.Run(
+        sampler=SamplerConfig(engine="vllm", urls=(url,), patience=START),
+        learner=pg.LearnerConfig(lora=f"rank={RANK}"),
+        steps=5,
+        prompts_per_step=32,
+        evaluation=pg.Evaluation(problems=48, samples=2),
+        output=str(tmp_path / "run"),
+    )
+    found = pg.train(run, display=False)
+    assert found.before is not None
+    assert found.after is not None
+    assert found.after - found.before > 0.1
+
+
+@pytest.mark.parametrize(
+    ("lora", "without", "words"),
+    [
+        ("", (), "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        (f"rank={RANK}", ("--enable-lora",), "--enable-lora"),
+    ],
+)
+def test_what_is_left_away_for_adapters_is_named(
+    lora: str, without: tuple[str, ...], words: str, tmp_path: Path, wait: Waiter
+) -> None:
+    with serving(VENV, tmp_path, without, lora=lora) as url:
+        sampler = made(url, tmp_path)
+        with pytest.raises(EngineError, match=words):
+            wait(sampler.update(learnt(sampler, 0, 0.0)))
+        wait(sampler.close())
