@@ -42,8 +42,8 @@ class SamplerConfig:
     ] = None
     """Where weights are published, under a path that the servers know by the same name."""
     publish: str = AUTO
-    """What servers are sent: adapter = a run's LoRA adapter alone (vllm, sglang); whole = all weights, adapters in them; auto = the
-    adapter where that can be."""
+    """adapter = servers are sent a run's LoRA adapter alone (vllm, sglang); whole = all weights, adapters in them.
+    auto = the adapter where that can be, else all weights."""
     parallel: int = 16
     """Requests that a server is given at a time; 0 = as many as its queue and its cache bear (vllm, sglang)."""
     piece: int = 0
