@@ -45,8 +45,8 @@ class SamplerConfig:
     transfer: str = BY_FOLDER
     """How weights get to servers: by a folder, or from GPU to GPU: nccl (vllm, sglang, each on GPUs of its own)."""
     publish: str = AUTO
-    """What servers are sent: adapter = a run's LoRA adapter alone (vllm, sglang); whole = all weights, adapters in them; auto = the
-    adapter where that can be."""
+    """adapter = servers are sent a run's LoRA adapter alone (vllm, sglang); whole = all weights, adapters in them.
+    auto = the adapter where that can be, else all weights."""
     parallel: int = 16
     """Requests that a server is given at a time; 0 = as many as its queue and its cache bear (vllm, sglang)."""
     piece: int = 0
