@@ -347,12 +347,13 @@ def test_a_policy_on_the_cpu_is_refused_with_the_way_out(tokenizer: Tokenizer) -
             sampler_class(Wide(len(tokenizer.hf)), tokenizer, config, Path("weights"))
 
 
-def test_adapters_go_by_a_folder(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    model = Wide(len(tokenizer.hf))
-    model.peft_config = {"default": object()}
+def test_adapters_are_not_sent(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = load_model(str(random_model), dtype="fp32", device="cpu")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
     config = SamplerConfig(engine="vllm", urls=("http://127.0.0.1:1",), transfer="nccl")
     with pytest.raises(EngineError, match=r"adapters"):
-        Vllm(model, tokenizer, config, tmp_path)
+        Vllm(adapted, tokenizer, config, tmp_path)
 
 
 @pytest.mark.parametrize(("engine", "said"), [("llama_cpp", "is llama_cpp"), ("local", "is local")])
