@@ -115,6 +115,18 @@ def test_the_first_parameter_with_a_bad_gradient_is_named() -> None:
     assert "every number in it is finite: their squares are not" in stepped({"1.weight": 3e38, "0.weight": 3e38})
 
 
+def test_a_trust_region_names_it_too(go: Callable[..., str]) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(model: nn.Module) -> None:
+        model.get_parameter(name).register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([2, 3]), NAN))
+
+    said = go(spoil, algorithm=pg.algorithm("trpo"), lr=None)
+    assert (
+        f"norm is nan at update 1, first in {name} (64 of 2048 numbers are not finite): the weights were left" in said
+    )
+
+
 def test_clipping_is_torch_s_own_to_the_bit() -> None:
     torch.manual_seed(0)
     model, twin = nn.Linear(7, 5), nn.Linear(7, 5)

@@ -26,6 +26,8 @@ class Ahead:
     rollouts: tuple[Rollout, ...]
     position: int
     carried: tuple[Group, ...]
+    tokens: int = 0
+    """Sampled for all steps up to the last of them."""
 
     @property
     def next(self) -> tuple[int, int, tuple[Group, ...]]:
@@ -34,12 +36,13 @@ class Ahead:
 
     def and_then(self, rollout: Rollout) -> Ahead:
         """With the one after them."""
-        return Ahead(self.step, (*self.rollouts, rollout), rollout.position, rollout.surplus)
+        tokens = self.tokens + rollout.sampled
+        return Ahead(self.step, (*self.rollouts, rollout), rollout.position, rollout.surplus, tokens)
 
     def taken(self) -> tuple[Rollout, Ahead]:
         """(this step's, those of the steps after it)."""
         first, *rest = self.rollouts
-        return first, Ahead(self.step + 1, tuple(rest), self.position, self.carried)
+        return first, Ahead(self.step + 1, tuple(rest), self.position, self.carried, self.tokens)
 
 
 class Producer:
@@ -72,7 +75,7 @@ class Producer:
                 self._changed.wait()
         self._raise()
         if self._thread is None:
-            while len(self.finished.rollouts) < count:
+            while not self.finished.rollouts or self._lacks(count):
                 self._next(collect)
         with self._changed:
             rollout, self.finished = self.finished.taken()
@@ -86,7 +89,7 @@ class Producer:
         """
         with self._changed:
             self._wanted, self._collect = count, collect
-            if self._thread is None and len(self.finished.rollouts) < count:
+            if self._thread is None and self._lacks(count):
                 self._thread = threading.Thread(target=computing(self._work), daemon=True, name="rollout")
                 self._thread.start()
         try:
@@ -133,10 +136,14 @@ class Producer:
 
     def _goes_on(self) -> bool:
         with self._changed:
-            more = len(self.finished.rollouts) < self._wanted
+            more = self._lacks(self._wanted)
             if not more:
                 self._thread = None  # from here on `beside` begins another one
             return more
+
+    def _lacks(self, count: int) -> bool:
+        """Whether there are fewer than these, and a step for another one."""
+        return len(self.finished.rollouts) < count and not self._over(self.finished)
 
     def _next(self, collect: Collect) -> None:
         """One more is collected, from where the last one ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from policygrad.core.metrics import Mean, Metrics
+from policygrad.errors import NumericsError
 from policygrad.learners.local.curvature import Curvature
+from policygrad.learners.local.optimizer import first_bad
 from policygrad.learners.local.problem import LocalAdaptiveProblem
 
 
@@ -26,10 +29,25 @@ class LocalProblem(LocalAdaptiveProblem):
         return self._of(groups[order[: max(1, round(share * len(groups)))]])
 
     def gradient(self) -> tuple[Tensor, Metrics]:
-        """[P] of the surrogate objective; 0 while the policy stands still."""
+        """[P] of the surrogate objective; 0 while the policy stands still.
+
+        Raises:
+            NumericsError: it is not finite; the weights are as they were.
+        """
         metrics: Metrics = {"value_pretraining": Mean(1.0)} if self.pretraining else self.policy()
         gradient = self.networks.optimizer.take_gradient()
+        self._check(gradient)
         return gradient if self.pretraining else -gradient, metrics
+
+    def _check(self, gradient: Tensor) -> None:
+        """Raises NumericsError by the first parameter whose gradient is not finite. No product with F would be, either."""
+        square, optimizer = float(self.inner(gradient, gradient)), self.networks.optimizer
+        if not math.isfinite(square):
+            where = first_bad(optimizer.split(gradient), optimizer.masters)
+            raise NumericsError(
+                f"the gradient's norm is {math.sqrt(square)} at update {optimizer.taken + 1}{where}: the weights were left as they "
+                "were. Use learner.dtype fp32, or a smaller TrustRegion.delta, or go on from an earlier checkpoint"
+            )
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """⟨a, b⟩ [] of two vectors [P], or of those that processes have shares of."""
