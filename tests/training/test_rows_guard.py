@@ -1,4 +1,4 @@
-"""The guard of fine-tuning and reward models: a spike is said, and skipped, rolled back or stopped at; what is no number is named."""
+"""The guard of fine-tuning and reward models: a spike is said, skipped, rolled back or stopped at; what is no number is named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kind(request: pytest.FixtureRequest, random_model: Path, tmp_path: Path) -> 
     how: dict[str, Any] = {"model": str(random_model), "batch_size": 4, "lr": 1e-3, "guard": GUARD}
     how |= {"output": str(tmp_path / "run"), "checkpoint": pg.Checkpointing(every=2, keep=9)}
     asked = [{"prompt": f"{i} + {i} =\n"} for i in range(32)]
-    held = [{"prompt": f"{i} + 0 =\n"} for i in range(4)]
+    held = [{"prompt": f"{i} + 40 =\n"} for i in range(4)]
     answers = {"sft": ("completion",), "reward-model": ("chosen", "rejected")}[request.param]
     files = {}
     for name, prompts in (("data", asked[:24]), ("held_out", held)):
