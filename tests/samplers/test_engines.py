@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -550,6 +551,21 @@ def test_a_version_may_have_folders_of_its_own(tokenizer: Tokenizer, tmp_path: P
     files = [path for path in found.path.rglob("*") if path.is_file()]
     assert any(path.parent != found.path for path in files)
     assert found.bytes == sum(path.stat().st_size for path in files)
+
+
+def test_a_mount_that_lets_nobody_change_modes_takes_weights_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(tensors: Any, folder: Path) -> None:
+        (folder / "weights").write_bytes(b"four")
+        os.chmod(folder / "weights", 0o400 | 0o200)
+
+    def refused(path: Path, mode: int) -> None:
+        raise PermissionError("not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refused)
+    published = VersionFolder(tmp_path / "weights", write).publish(Published(1, {}))
+    assert (published.bytes, published.path.is_dir()) == (4, True)
 
 
 def test_what_cannot_be_written_leaves_the_version_before(tmp_path: Path) -> None:
