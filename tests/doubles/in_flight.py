@@ -50,10 +50,11 @@ class InFlight:
         """By step, the keys of what was asked for, in its order."""
         self.drawn: dict[tuple[int, ...], Generation] = {}
         """By key."""
-        self.begun: dict[int, threading.Event] = defaultdict(threading.Event)
+        steps = range(last + 2)  # made at once: several threads look
+        self.begun = {step: threading.Event() for step in steps}
         """By step, whether its rollout has its first tokens: then the one before it is whole."""
-        self._begun: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
-        self._updated: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._begun = {step: asyncio.Event() for step in steps}
+        self._updated = {step: asyncio.Event() for step in steps}
 
     async def update(self, weights: Published) -> None:
         if self.alone < weights.version + 1 <= self.last:
