@@ -129,6 +129,10 @@ def soak_section(found: dict[str, Any] | None) -> str:
         "## The soak\n\nOne run that is never killed and is watched, the same again with SIGKILL at random moments of every phase,"
         " and a comparison of what they leave, bit for bit:"
     )
+    command += (
+        "\n\nIn parts: with `--minutes 50` it ends with exit code 75 as long as there is more to do, and the same command goes on, "
+        "with the same code only."
+    )
     if found is None:
         return f"{head}\n\n{command}\n\nIts figures have not been taken yet; they will stand here."
     said = [

@@ -553,6 +553,19 @@ def test_a_version_may_have_folders_of_its_own(tokenizer: Tokenizer, tmp_path: P
     assert found.bytes == sum(path.stat().st_size for path in files)
 
 
+def test_what_is_published_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
+    """safetensors gives its own 0600, which a server of another user could not read."""
+
+    def write(tensors: Any, folder: Path) -> None:
+        (folder / "weights").touch(0o600)
+
+    published = VersionFolder(tmp_path / "weights", write).publish(Published(1, {}))
+    (tmp_path / "any").touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "any", published.path / "weights")}
+    assert len(modes) == 1
+    assert [path.name for path in published.path.iterdir()] == ["weights"]
+
+
 def test_a_mount_that_lets_nobody_change_modes_takes_weights_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

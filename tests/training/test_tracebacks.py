@@ -17,6 +17,7 @@ from doubles.files import write_rows
 from doubles.models import changed_copy
 from policygrad.errors import ConfigError, DataError, ModelError
 from policygrad.learners.config import OptimizerConfig
+from policygrad.models.classifier import load_classifier
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.rewards import Reward, resolve
@@ -130,6 +131,17 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer(random_model: Path, tmp_pa
     for train, config in ((pg.train_sft, pg.SFTConfig), (pg.train_reward_model, pg.RewardModelConfig)):
         with pytest.raises(ModelError, match=says):
             train(config(data=data, model=str(folder), output=str(tmp_path / "run")), display=False)  # type: ignore[operator]
+
+
+def test_an_encoder_with_a_decoder_as_a_reward_model(tmp_path: Path) -> None:
+    from transformers import BartConfig, BartForSequenceClassification
+
+    sizes = {"d_model": 8, "vocab_size": 30, "max_position_embeddings": 32}
+    sizes |= {f"{side}_{what}": 1 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    BartForSequenceClassification(BartConfig(**sizes, num_labels=1)).save_pretrained(tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"\(bart\) is an encoder with a decoder"):
+        load_classifier(str(tmp_path))
 
 
 def test_an_encoder_with_a_decoder_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,11 @@ def load_classifier(
         raise cannot_load(f"the reward model {path!r}", error, "config.json and safetensors") from error
     finally:
         logging.set_verbosity(before)
+    if model.config.is_encoder_decoder:
+        raise ModelError(
+            f"the reward model {path!r} ({model.config.model_type}) is an encoder with a decoder, which reads a text twice: take an "
+            "encoder or a decoder alone"
+        )
     body = f"{model.base_model_prefix}."
     head = lambda name: not name.startswith(body) or ".pooler." in name  # noqa: E731
     check_complete(model, info, f"the reward model {path!r}", new=head if new_head else lambda name: False)
