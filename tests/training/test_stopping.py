@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -72,7 +73,7 @@ PHASES: dict[str, tuple[Callable[[signal.Signals], dict[str, Any]], int]] = {
 """What to give to a run, and the steps that are then saved."""
 
 
-CASES = [(phase, s) for phase in PHASES for s in (ALL if phase == "loading" else ALL[1:2])]
+CASES = [(phase, s) for i, phase in enumerate(PHASES) for s in (ALL if phase == "loading" else [ALL[i % 3]])]
 
 
 @pytest.mark.parametrize(("phase", "number"), CASES)
@@ -105,6 +106,34 @@ def test_while_saving_the_checkpoint_is_finished_and_the_run_stops(run: pg.Run, 
     assert result.steps == 1  # the second time it is packed: for its first checkpoint
     pg.train(run, resume=folder, display=False)
     assert same(weights(whole), weights(folder))
+
+
+class Here:
+    """A reward that no process can be sent, so that it runs in this one; it sends a signal at its `at`-th call."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.lock, self.left = threading.Lock(), at
+        self.__name__ = "here"
+
+    def __call__(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        self.left -= 1
+        if self.left == 0:
+            send(signal.SIGINT)
+        return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+@pytest.mark.filterwarnings("ignore:reward 'here' cannot be sent")
+def test_while_rewards_are_computed_too(run: pg.Run, tmp_path: Path) -> None:
+    run = replace(run, evaluation=pg.Evaluation(problems=0), steps=3)
+    alone = Here()
+    whole = pg.train(replace(run, reward=(alone,), output=str(tmp_path / "whole")), display=False).output
+    each, folder = -alone.left // 3, tmp_path / "run"
+    assert each >= 1
+    stopped = pg.train(replace(run, reward=(Here(each + 1),), output=str(folder)), display=False)
+    assert (stopped.steps, stopped.model, stopped.interrupted) == (1, None, True)
+    pg.train(replace(run, reward=(Here(),)), resume=folder, display=False)
+    assert same(weights(whole), weights(folder))
+    assert untimed(whole / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
 
 
 def test_sampling_ends_between_two_tokens(run: pg.Run, tmp_path: Path) -> None:
