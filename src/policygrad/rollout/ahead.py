@@ -49,11 +49,13 @@ class Producer:
     """Collects rollouts one after the other: here, or in a thread while a step is trained on. `finished` are those that are whole.
 
     One that a later step is drawn for begins no sooner than `beside` has been told of it, so that it is at most as many steps old
-    as were asked for: none is ever dropped for its age, and where enough wait, nothing is drawn.
+    as were asked for: none is ever dropped for its age, and where enough wait, nothing is drawn. Nor is one begun for which there is
+    no step: between the last one being taken and `beside` saying that no more are wanted, a thread may look for work.
     """
 
-    def __init__(self, finished: Ahead) -> None:
-        self.finished = finished
+    def __init__(self, finished: Ahead, over: Callable[[Ahead], bool] = lambda finished: False) -> None:
+        """over: whether the run ends with the last of these, so that none comes after it."""
+        self.finished, self._over = finished, over
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._collect: Collect | None = None
