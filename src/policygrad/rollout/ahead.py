@@ -49,7 +49,7 @@ class Producer:
     """Collects rollouts one after the other: here, or in a thread while a step is trained on. `finished` are those that are whole.
 
     One that a later step is drawn for begins no sooner than `beside` has been told of it, so that it is at most as many steps old
-    as were asked for: none is ever dropped for its age, and where enough wait, nothing is drawn. Nor is one begun for which there is
+    as were asked for: none is ever dropped for its age, and where enough wait, nothing is drawn. None is begun for which there is
     no step: between the last one being taken and `beside` saying that no more are wanted, a thread may look for work.
     """
 
