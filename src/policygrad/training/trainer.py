@@ -297,7 +297,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         step = done.step
         scored = self.resources.scored
         values = values_of(done, scored)
-        for text, kind in notes_of(done, values, self._waiting):
+        for text, kind in notes_of(done, values, self._waiting, getattr(self.learner, "not_finite", "")):
             self.note(text, kind)
         self._waiting = "value_pretraining" in values
         values |= self._guarding.judge(step, values, without_spread(done, values))

@@ -117,6 +117,11 @@ class RankedLearner:
         return self._learner.version
 
     @property
+    def not_finite(self) -> str:
+        """As `LocalLearner.not_finite`."""
+        return self._learner.not_finite
+
+    @property
     def lr(self) -> float | None:
         """As `LocalLearner.lr`."""
         return self._learner.lr

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from policygrad.core.metrics import Mean, Metrics
-from policygrad.errors import NumericsError
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.optimizer import first_bad
 from policygrad.learners.local.problem import LocalAdaptiveProblem
@@ -29,25 +28,13 @@ class LocalProblem(LocalAdaptiveProblem):
         return self._of(groups[order[: max(1, round(share * len(groups)))]])
 
     def gradient(self) -> tuple[Tensor, Metrics]:
-        """[P] of the surrogate objective; 0 while the policy stands still.
-
-        Raises:
-            NumericsError: it is not finite; the weights are as they were.
-        """
+        """[P] of the surrogate objective; 0 while the policy stands still. Where it is not finite, the optimiser says."""
         metrics: Metrics = {"value_pretraining": Mean(1.0)} if self.pretraining else self.policy()
-        gradient = self.networks.optimizer.take_gradient()
-        self._check(gradient)
+        optimizer = self.networks.optimizer
+        gradient = optimizer.take_gradient()
+        finite = math.isfinite(float(self.inner(gradient, gradient)))
+        optimizer.not_finite = "" if finite else first_bad(optimizer.split(gradient), optimizer.masters)
         return gradient if self.pretraining else -gradient, metrics
-
-    def _check(self, gradient: Tensor) -> None:
-        """Raises NumericsError by the first parameter whose gradient is not finite. No product with F would be, either."""
-        square, optimizer = float(self.inner(gradient, gradient)), self.networks.optimizer
-        if not math.isfinite(square):
-            where = first_bad(optimizer.split(gradient), optimizer.masters)
-            raise NumericsError(
-                f"the gradient's norm is {math.sqrt(square)} at update {optimizer.taken + 1}{where}: the weights were left as they "
-                "were. Use learner.dtype fp32, or a smaller TrustRegion.delta, or go on from an earlier checkpoint"
-            )
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """⟨a, b⟩ [] of two vectors [P], or of those that processes have shares of."""
