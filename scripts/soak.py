@@ -1,22 +1,24 @@
 """The soak: one long run that is never killed and is watched, one that is killed again and again; docs/results/soak.json.
 
-python scripts/soak.py [--steps 2000] [--kills 200] [--folder DIR] [-- further options of `policygrad train`]
+python scripts/soak.py [--steps 2000] [--kills 200] [--minutes N] [--folder DIR] [-- further options of `policygrad train`]
 
 1. `policygrad train` as it is, never killed. Every few steps: resident memory of trainer and reward workers, open descriptors,
-   processes, files. After a warm-up they have to stay as they are, memory within 2 %.
-2. The same with SIGKILL at random moments: while it starts, loads, measures, samples, judges, learns, saves. Each time it is
-   taken up again by --resume. No process may stay behind, and no more steps be lost than there are between two checkpoints.
+   threads, processes, files. After a warm-up they have to stay as they are, memory within 2 %.
+2. The same with SIGKILL at random moments: while it starts, loads, measures, samples, judges, learns, saves; of many kills some
+   must have fallen into each. Each time it is taken up again by --resume. No process may stay behind, no more steps be lost than
+   there are between two checkpoints, and the newest checkpoint has to be whole, not one that is passed over in silence.
 3. At the end weights and optimiser are bit for bit those of the first run; metrics (times aside) and completions are equal,
-   every step is there once, and there are the same files.
+   every step is there once, and there are the same files. Neither run has printed a traceback.
 
-What the folder holds already is not done again, so the script may be stopped and started at will (the first run alone begins
-anew). Exit code 1: something that is promised does not hold, and the file says what. On Linux.
+In parts: what the folder holds already is not done again, so the script may be stopped and started at will, and --minutes stops it
+by itself with exit code 75. The first run is one process, which is what it is for: it is done in one go, or begins anew. Parts have
+to be of the same options and the same code. What did not hold once is not forgotten by going on. Exit code 1: something that is
+promised does not hold, and the file says what. On Linux.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -24,7 +26,6 @@ import random
 import shlex
 import shutil
 import signal
-import statistics
 import sys
 import time
 from collections import Counter
@@ -34,19 +35,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-
+import soaked
+from soaked import ENOUGH, PARTS, course, differences, logged, missed, rows, saved, unfinished, unsteady
 from watched import Watched, adopt, held, left_behind
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "soak.json"
-GROWTH = 0.02
-"""By how much memory may change, as a share."""
-PARTS = 5
-"""Of the watched run, whose medians are compared."""
-ENOUGH = 10
-"""Looks in each part; of fewer a median says nothing, and nothing is judged."""
 LEAVES = 20.0
 """Seconds after which what a killed run has started must have ended."""
 SAVE = 0.02
@@ -55,8 +49,18 @@ STUCK = 1800.0
 """Seconds without a step after which a run counts as hanging."""
 
 
+PAUSED = 75
+"""Exit code of a part that is over, and not the last."""
+AIMED = 0.04
+"""The share of kills that are aimed at a held-out evaluation, which few steps have."""
+
+
 class Broken(Exception):
     """A promise that does not hold, so that nothing further can be seen."""
+
+
+class Paused(Exception):
+    """The time of this part is up."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,13 @@ class Moment:
     saving: bool = False
 
 
-def moment(draw: random.Random, at: int, steps: int, kills_left: int, pace: Pace) -> Moment:
+def moment(draw: random.Random, at: int, steps: int, kills_left: int, pace: Pace, evaluated: int) -> Moment:
     """A moment to kill a run that goes on from step `at`: within what it starts with, within a step, or after the last one; a
-    fifth of them while it saves, which takes so little of a step that few would fall there. The steps that are left are spread
-    over the kills that are left, so that the kills cover the whole run."""
+    fifth of them while it saves, which takes so little of a step that few would fall there, and some while it evaluates, every
+    `evaluated` steps. The steps that are left are spread over the kills that are left, so that the kills cover the whole run."""
     ahead, share, saving = draw.randint(0, 2 * (steps - at) // max(kills_left, 1)), draw.random(), draw.random() < 0.2
+    if draw.random() < AIMED and at < steps:
+        return Moment(min(steps, (at // evaluated + 1) * evaluated), share * min(pace.step, pace.end))
     if saving:
         return Moment(min(at + ahead, steps) if ahead else None, share * SAVE, saving)
     if at >= steps:
@@ -94,111 +100,22 @@ def moment(draw: random.Random, at: int, steps: int, kills_left: int, pace: Pace
     return Moment(at + ahead, share * pace.step)
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    """JSON Lines; the last line may be torn."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def logged(folder: Path) -> int:
-    """The last step in a run's log; 0 without one. It reads the file's end only, as it is asked many times a second."""
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 2**16))
-        lines = file.read().split(b"\n")[:-1]
-    return int(json.loads(lines[-1])["step"]) if lines else 0
-
-
-def saved(folder: Path) -> int:
-    """The step of the newest checkpoint; 0 without one."""
-    return max((int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdigit()), default=0)
-
-
-def unfinished(run: Path) -> set[tuple[str, int]]:
-    """What is being written in a run's folder, or was when it was killed."""
-    found = set()
-    for path in (*run.glob(".tmp-*"), *run.glob("checkpoints/.tmp-*")):
-        with contextlib.suppress(OSError):  # it is whole, and has its name
-            found.add((path.name, path.stat().st_ino))
-    return found
-
-
-def untimed(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics without what a clock decides."""
-    return [{k: v for k, v in row.items() if "time" not in k and "per_second" not in k} for row in found]
-
-
-def files(folder: Path) -> set[str]:
-    """Of a run, by their names in its folder."""
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-
-def same_bits(a: Path, b: Path) -> bool:
-    """Whether two safetensors files hold the same names, and the same bits under them."""
-    one, other = load_file(a), load_file(b)
-    return one.keys() == other.keys() and all(
-        (one[k].dtype, one[k].shape) == (other[k].dtype, other[k].shape)
-        and torch.equal(one[k].contiguous().view(torch.uint8), other[k].contiguous().view(torch.uint8))
-        if one[k].dim()
-        else torch.equal(one[k], other[k])
-        for k in one
-    )
-
-
-def differences(whole: Path, pieces: Path, steps: int) -> list[str]:
-    """In what a run that was killed again and again is another than the one that never was; empty: in nothing."""
-    found = []
-    if odd := files(whole) ^ files(pieces):
-        return [f"files that only one of the runs has: {', '.join(sorted(odd)[:5])}"]
-    for name in ("model/model.safetensors", f"checkpoints/step-{steps:06d}/tensors.safetensors"):
-        if not same_bits(whole / name, pieces / name):
-            found.append(f"{name} differs")
-    for name in ("metrics.jsonl", "completions.jsonl"):
-        one, other = untimed(rows(whole / name)), untimed(rows(pieces / name))
-        if one != other:
-            line = next((i for i, (a, b) in enumerate(zip(one, other, strict=False), 1) if a != b), "the last")
-            found.append(f"{name} differs from line {line} on ({len(one)} and {len(other)} lines)")
-    done = [row["step"] for row in rows(pieces / "metrics.jsonl") if "reward" in row]
-    if done != list(range(1, steps + 1)):
-        found.append(f"not every step is logged once: {len(done)} lines, {len({*done})} steps")
-    ends = [json.loads((folder / "result.json").read_text()) for folder in (whole, pieces)]
-    odd = {k for k in ends[0] if k not in ("seconds", "peak_memory_mib") and ends[0][k] != ends[1].get(k)}
-    return found + [f"result.json differs in {k}" for k in sorted(odd)]
-
-
-def course(values: Sequence[float]) -> dict[str, float]:
-    """What a quantity did after the warm-up, a tenth of the run: medians of its fifths, how far they are apart as a share of the
-    least, how much the last is above the first."""
-    after = values[max(1, len(values) // 10) :]
-    size = len(after) / PARTS
-    medians = [statistics.median_low(after[round(i * size) : round((i + 1) * size)]) for i in range(PARTS)]
-    apart = (max(medians) - min(medians)) / max(min(medians), 1e-9)
-    return {
-        "first": medians[0],
-        "last": medians[-1],
-        "least": min(after),
-        "largest": max(after),
-        "apart": apart,
-        "growth": medians[-1] / max(medians[0], 1e-9) - 1,
-    }
-
-
-def unsteady(courses: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """What did not stay as it was: memory by more than 2 %, numbers of things at all."""
-    found = []
-    for name, seen in courses.items():
-        if seen["apart"] > (GROWTH if name.endswith("_mib") else 0.0):
-            found.append(f"{name} is not constant: {seen['first']:.1f} at first, {seen['last']:.1f} at last")
-    return found
-
-
 class Soak:
     """Two runs in a folder, and what is known of them."""
 
-    def __init__(self, folder: Path, steps: int, kills: int, seed: int, every: int, watch: int, options: Sequence[str]):
-        """every: steps between checkpoints. watch: steps between two looks at the first run. options: further ones of train."""
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        kills: int,
+        seed: int,
+        every: int,
+        watch: int,
+        options: Sequence[str],
+        minutes: float | None = None,
+    ):
+        """every: steps between checkpoints. watch: steps between two looks at the first run. options: further ones of train.
+        minutes: after which no further kill is begun."""
         self.folder, self.steps, self.kills, self.seed, self.every, self.watch = (
             folder,
             steps,
@@ -207,6 +124,7 @@ class Soak:
             every,
             watch,
         )
+        self.evaluated = max(1, steps // 20)
         given = [
             "--steps",
             steps,
@@ -215,11 +133,12 @@ class Soak:
             "--checkpoint.every",
             every,
             "--evaluation.every",
-            max(1, steps // 20),
+            self.evaluated,
         ]
         self.words = [*map(str, given), *options]
         self.whole, self.pieces = folder / "whole", folder / "pieces"
         self.began = time.monotonic()
+        self.over = None if minutes is None else self.began + 60 * minutes
 
     def launch(self, run: Path) -> Watched:
         """The command in this folder: anew, or on with what is there."""
@@ -272,7 +191,8 @@ class Soak:
         def look(at: int) -> None:
             times.setdefault(at, time.monotonic() - process.began)
             if at and at % self.watch == 0:
-                seen.append({"step": at, **held(process.process.pid, self.whole)})
+                temporary = sum(path.is_file() for path in (self.folder / "tmp" / "whole").rglob("*"))
+                seen.append({"step": at, **held(process.process.pid, self.whole), "temporary": temporary})
             if at and at % max(1, self.steps // 20) == 0:
                 told = "".join(f"  {k} {v:.0f}" for k, v in seen[-1].items() if k != "step") if seen else ""
                 self.say(f"never killed: step {at}/{self.steps}{told}")
@@ -295,6 +215,8 @@ class Soak:
         kept, lives = self.folder / "kills.jsonl", 0
         found = rows(kept)
         while len(found) < self.kills:
+            if self.over is not None and time.monotonic() > self.over:
+                raise Paused(f"{len(found)} of {self.kills} kills are done")
             lives += 1
             if lives > 3 * self.kills + 10:
                 raise Broken(f"{len(found)} kills in {lives} attempts: the run ends before it is killed")
@@ -315,7 +237,7 @@ class Soak:
         """From a start to a kill; None when it ended by itself before that."""
         at = max(logged(self.pieces), saved(self.pieces))
         draw = random.Random(f"{self.seed} {number} {at}")
-        when = moment(draw, at, self.steps, self.kills - number + 1, pace)
+        when = moment(draw, at, self.steps, self.kills - number + 1, pace, self.evaluated)
         old = unfinished(self.pieces)
         process = self.launch(self.pieces)
         try:
@@ -337,13 +259,10 @@ class Soak:
         if there := left_behind(LEAVES):
             raise Broken(f"kill {number} ({phase}) left processes: {'; '.join(there)}")
         line = {"kill": number, "phase": phase, "step": logged(self.pieces), "saved": saved(self.pieces)}
-        if line["step"] - line["saved"] > self.every:
-            raise Broken(f"kill {number} ({phase}) lost {line['step'] - line['saved']} steps")
-        if before and line["saved"] < before[-1]["saved"]:
-            raise Broken(
-                f"kill {number} ({phase}): checkpoints went back from {before[-1]['saved']} to {line['saved']}"
-            )
-        return line | {"gone_after": round(time.monotonic() - clock, 3)}
+        gone = round(time.monotonic() - clock, 3)
+        if text := soaked.wrong(line, before, self.every, soaked.damaged(self.pieces)):
+            raise Broken(text)
+        return line | {"gone_after": gone}
 
     def _progress(self, line: Mapping[str, Any], found: Sequence[Any], pace: Pace) -> None:
         left = (self.steps - line["saved"]) * pace.step + (self.kills - len(found)) * (pace.start + pace.step)
@@ -361,6 +280,7 @@ class Soak:
             "steps": self.steps,
             "checkpoint_every": self.every,
             "looks_every": self.watch,
+            "code": soaked.code(),
         }
         try:
             found = self.watched()
@@ -378,6 +298,10 @@ class Soak:
             phases = dict(Counter(line["phase"] for line in kills).most_common())
             said |= {"kills": len(kills), "phases": phases, "slowest_to_be_gone": gone}
             broken = (unsteady(courses) if judged else []) + differences(self.whole, self.pieces, self.steps)
+            broken += missed(phases, len(kills))
+            for run in (self.whole, self.pieces):
+                if "Traceback" in (self.folder / f"{run.name}.log").read_text(errors="replace"):
+                    broken.append(f"{run.name} has printed a traceback, see {run.name}.log")
             left = [
                 {path.name for path in (self.folder / "tmp" / run.name).iterdir()} for run in (self.whole, self.pieces)
             ]
@@ -385,7 +309,15 @@ class Soak:
                 broken.append(f"temporary files stayed: {', '.join(sorted(odd)[:5])}")
         except Broken as error:
             broken = [str(error)]
-        return said | {"broken": broken}
+        return said | {"broken": self._ever(broken)}
+
+    def _ever(self, broken: Sequence[str]) -> list[str]:
+        """With what did not hold in a part before."""
+        kept = self.folder / "broken.json"
+        before = json.loads(kept.read_text()) if kept.exists() else []
+        found = [*before, *(text for text in broken if text not in before)]
+        kept.write_text(json.dumps(found))
+        return found
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -398,18 +330,25 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the run, and of the moments of the kills")
     parser.add_argument("--every", type=int, default=2, help="steps between checkpoints")
     parser.add_argument("--watch", type=int, default=10, help="steps between two looks at the run that is never killed")
+    parser.add_argument(
+        "--minutes", type=float, help="begin no further kill after so many, and say so with exit code 75"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="where both runs go")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(given[:cut])
     adopt()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command goes on"))  # and its run ends with it
-    soak = Soak(args.folder, args.steps, args.kills, args.seed, args.every, args.watch, given[cut + 1 :])
-    asked, known = json.dumps(soak.words), args.folder / "asked.json"
+    soak = Soak(args.folder, args.steps, args.kills, args.seed, args.every, args.watch, given[cut + 1 :], args.minutes)
+    asked, known = json.dumps([soak.words, soaked.code()]), args.folder / "asked.json"
     args.folder.mkdir(parents=True, exist_ok=True)
     if known.exists() and known.read_text() != asked:
-        sys.exit(f"{args.folder} holds a soak with other options: another --folder, or delete it")
+        sys.exit(f"{args.folder} holds a soak with other options or of other code: another --folder, or delete it")
     known.write_text(asked)
-    said = soak.report()
+    try:
+        said = soak.report()
+    except Paused as pause:
+        print(f"{pause}; the same command goes on", flush=True)
+        return PAUSED
     args.results.parent.mkdir(parents=True, exist_ok=True)
     args.results.write_text(json.dumps(said, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({k: v for k, v in said.items() if k != "versions"}, indent=1))

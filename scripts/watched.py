@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import IO
 
 LAUNCH = """
-import faulthandler, os, signal, sys
+import ctypes, faulthandler, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 told = sys.argv.pop(1)
 faulthandler.register(signal.SIGUSR1, file=open(told + ".new", "w"), all_threads=False)
 os.rename(told + ".new", told)
 from policygrad.cli import main
 sys.exit(main())
 """
-"""The command line as it is; asked by SIGUSR1, it writes where it stands."""
+"""The command line as it is; asked by SIGUSR1, it writes where it stands. It ends with whoever watches it (PR_SET_PDEATHSIG), or it
+would hold its folder when that one is started again."""
 PATIENCE = 0.1
 """Seconds that a process has to say where it stands. One that waits for the disk does not: "in the kernel"."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -149,13 +151,20 @@ def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+def threads(pid: int) -> int:
+    """Of a process."""
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
 def held(pid: int, folder: Path) -> dict[str, float]:
-    """What a run has at this moment: resident memory of trainer and workers [MiB], descriptors, processes, files."""
+    """What a run has at this moment: resident memory of trainer and workers [MiB], the trainer's descriptors and threads,
+    processes, files."""
     workers = below(pid)
     return {
         "trainer_mib": memory(pid),
         "workers_mib": sum(map(memory, workers)),
         "descriptors": descriptors(pid),
+        "threads": threads(pid),
         "processes": 1 + len(workers),
         "files": sum(path.is_file() for path in folder.rglob("*")),
     }

@@ -7,7 +7,7 @@ from pages.described import section
 from pages.markdown import page, table
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.roles import ROLES
-from policygrad.training.config.guard import Guard
+from policygrad.training.config.guard import Guard, RowsGuard
 from policygrad.training.result import Result
 
 PAGES = {
@@ -21,7 +21,7 @@ PAGES = {
     "supervised": (
         "Fine-tuning and reward models",
         "Demonstrations and preferences, before reinforcement: [the whole path](../rlhf.md).",
-        "train_sft SFTConfig sft train_reward_model RewardModelConfig",
+        "train_sft SFTConfig sft train_reward_model RewardModelConfig RowsGuard",
     ),
     "equation": (
         "The equation",
@@ -74,7 +74,7 @@ PAGES = {
     ),
 }
 """File -> its title, what stands on top, and its names; a field of an algorithm stands for all parts that go into it."""
-OTHERS = {"Guard": Guard, "Result": Result}
+OTHERS = {"Guard": Guard, "RowsGuard": RowsGuard, "Result": Result}
 """What public names hold or return, by its own."""
 CONSTANTS = {"ALGORITHMS", *(name.upper() for name in ALGORITHMS)}
 """Public names with pages of their own."""

@@ -26,9 +26,6 @@ NOT = """## What is not promised
   that its server gives.
 - **GPUs.** Nothing here has been run on one. Checks stand before what would fail on a device; the tests see them on a CPU. Bit
   for bit holds on a CPU in fp32 alone, with as many threads and the same torch.
-- **The guard** watches `train` only. `sft` and `reward-model` refuse gradients that are not finite, and nothing more.
-- **An adapter on the hub that has only a `.bin`.** Weights are asked for as safetensors and folders are looked into; what becomes
-  of such an adapter is left to the libraries that fetch it.
 - **Crafted files outside of `checkpoints/`.** Logs and configuration in a folder from somebody else are parsed, and code that
   they name needs leave; what else they say is believed.
 - **Walls that are virtual machines.** Reward workers are processes: [what they hold back](rewards-isolation.md), and what not; a
@@ -132,6 +129,10 @@ def soak_section(found: dict[str, Any] | None) -> str:
         "## The soak\n\nOne run that is never killed and is watched, the same again with SIGKILL at random moments of every phase,"
         " and a comparison of what they leave, bit for bit:"
     )
+    command += (
+        "\n\nIn parts: with `--minutes 50` it ends with exit code 75 as long as there is more to do, and the same command goes on, "
+        "with the same code only."
+    )
     if found is None:
         return f"{head}\n\n{command}\n\nIts figures have not been taken yet; they will stand here."
     said = [
@@ -152,11 +153,17 @@ def soak_section(found: dict[str, Any] | None) -> str:
         (
             names.get(name, name),
             *(f"{seen[key]:.1f}".removesuffix(".0") for key in ("first", "last", "least", "largest")),
+            f"{100 * seen['apart']:.2f}",
         )
         for name, seen in found.get("held", {}).items()
     ]
-    told = "Medians of the first and the last fifth of the run never killed, after a tenth of warm-up, and extremes:"
-    held = [told, table(("", "at first", "at last", "least", "largest"), rows)] if rows else []
+    few = "" if found.get("judged") else "; these looks are too few for a judgement"
+    told = (
+        "Medians of the first and the last fifth of the run never killed, after a tenth of warm-up, extremes, and how far the "
+        f"medians of its fifths are apart{few}:"
+    )
+    columns = ("", "at first", "at last", "least", "largest", "apart [%]")
+    held = [told, table(columns, rows)] if rows else []
     return "\n\n".join([head, command, *said, *held])
 
 

@@ -124,6 +124,24 @@ def test_a_state_that_was_sealed_without_a_part_of_it(small: pg.Run, tmp_path: P
     assert same(weights(whole), weights(tmp_path / "run"))
 
 
+@pytest.mark.parametrize(
+    ("lost", "reason"), [("adam/", "moments of the optimiser"), ("rng/torch", "lacks the random state")]
+)
+def test_of_fine_tuning_too(random_model: Path, tmp_path: Path, lost: str, reason: str) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} =\n", "completion": str(i)} for i in range(6)])
+    config = pg.SFTConfig(
+        data=data, model=str(random_model), batch_size=2, checkpoint=pg.Checkpointing(every=1, keep=2)
+    )
+    whole = pg.train_sft(replace(config, output=str(tmp_path / "whole")), display=False).output
+    pg.train_sft(replace(config, output=str(tmp_path / "sft")), stop_after=2, display=False)
+    without(tmp_path / "sft" / "checkpoints" / "step-000002", lambda n: n.startswith(lost), told=True)
+    record = Record()
+    pg.train_sft(resume=tmp_path / "sft", display=record)
+    assert reason in record.said
+    assert "using the one before it, step-000001" in record.said
+    assert same(weights(whole), weights(tmp_path / "sft"))
+
+
 def test_a_tensor_of_another_shape_is_refused(random_model: Path, tmp_path: Path) -> None:
     """`copy_` would broadcast it."""
     data = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} =\n", "completion": str(i)} for i in range(6)])

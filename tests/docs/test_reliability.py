@@ -19,6 +19,15 @@ def test_every_item_of_what_may_go_wrong_is_there() -> None:
     assert len(faults) == len(set(faults)) > 90
 
 
+def test_what_is_bitwise_and_what_is_code_is_written_down() -> None:
+    root = reliability.TESTS.parent
+    readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
+    assert "Bitwise those of a run that never stopped or failed are" in readme
+    assert "metrics; not its times, and not what a GPU's kernels, an engine, a reward or an environment" in readme
+    isolation = (root / "docs" / "rewards-isolation.md").read_text(encoding="utf-8")
+    assert "## A run folder with parts of one's own is code" in isolation
+
+
 MODULE = """
 import pytest
 CASES = {"one": 1, "two": 2}

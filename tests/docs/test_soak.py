@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 import soak
+import soaked
 import watched
 from doubles.files import write_rows
 from pages import reliability
+from policygrad.checkpoint import format as checkpoint
 
 PACE = soak.Pace(start=8.0, step=1.5, end=6.0)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
@@ -27,7 +29,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_kills_cover_the_run_and_all_that_a_run_does() -> None:
     at, found = 0, list[soak.Moment]()
     for number in range(200):
-        when = soak.moment(random.Random(f"0 {number}"), at, 2000, 200 - number, PACE)
+        when = soak.moment(random.Random(f"0 {number}"), at, 2000, 200 - number, PACE, 100)
         assert when.seconds >= 0
         assert when.step is None or at < when.step <= 2000 or at == 2000
         assert when.seconds <= PACE.start + max(PACE.step, PACE.end)
@@ -36,13 +38,14 @@ def test_kills_cover_the_run_and_all_that_a_run_does() -> None:
     assert at > 1900
     assert 15 < sum(when.saving for when in found) < 70
     assert any(when.step is None and when.seconds < PACE.start / 2 for when in found)  # while it starts and loads
+    assert sum(when.step in range(100, 2000, 100) and when.seconds < PACE.step for when in found) > 2  # it evaluates
     assert any(when.step is not None and 0 < when.step < 2000 and when.seconds < PACE.step for when in found)
 
 
 def test_a_moment_is_the_seeds() -> None:
-    one, again, other = (soak.moment(random.Random(seed), 10, 100, 10, PACE) for seed in ("a", "a", "b"))
+    one, again, other = (soak.moment(random.Random(seed), 10, 100, 10, PACE, 5) for seed in ("a", "a", "b"))
     assert one == again != other
-    done = soak.moment(random.Random(1), 100, 100, 3, PACE)
+    done = soak.moment(random.Random(1), 100, 100, 3, PACE, 5)
     assert done.step is None
     assert done.seconds <= PACE.start + PACE.end
 
@@ -95,7 +98,7 @@ def test_what_a_run_is_at_is_read_off_its_stack(text: str, phase: str) -> None:
     ],
 )
 def test_what_is_not_constant_is_found(name: str, values: list[float], found: bool) -> None:
-    said = soak.unsteady({name: soak.course(values)})
+    said = soaked.unsteady({name: soaked.course(values)})
     assert [text.split()[0] for text in said] == [name] * found
 
 
@@ -121,7 +124,7 @@ def nudged(folder: Path) -> None:
 
 
 def doubled(folder: Path) -> None:
-    rows = soak.rows(folder / "metrics.jsonl")
+    rows = soaked.rows(folder / "metrics.jsonl")
     write_rows(folder / "metrics.jsonl", [*rows, rows[-1]])
 
 
@@ -139,20 +142,79 @@ def doubled(folder: Path) -> None:
 )
 def test_what_differs_is_found(tmp_path: Path, harm: Callable[[Path], object], says: str) -> None:
     one, other = made(tmp_path / "one"), made(tmp_path / "other")
-    assert soak.differences(one, other, 2) == []
+    assert soaked.differences(one, other, 2) == []
     harm(other)
-    assert any(says in text for text in soak.differences(one, other, 2))
+    assert any(says in text for text in soaked.differences(one, other, 2))
+
+
+KILL = {"kill": 3, "phase": "saving", "step": 9, "saved": 8}
+
+
+@pytest.mark.parametrize(
+    ("line", "before", "said", "says"),
+    [
+        ({}, [{"saved": 8}], [], None),
+        ({"step": 10}, [], [], None),  # as many as there are between two checkpoints
+        ({"step": 11}, [], [], "kill 3 (saving) lost 3 steps"),
+        ({}, [{"saved": 10}], [], "kill 3 (saving): checkpoints went back from 10 to 8"),
+        (
+            {},
+            [],
+            ["step-000008 is damaged"],
+            "kill 3 (saving) left a checkpoint that is not whole: step-000008 is damaged",
+        ),
+    ],
+)
+def test_what_a_kill_may_not_cost_is_found(
+    line: dict[str, int], before: list[dict[str, int]], said: list[str], says: str | None
+) -> None:
+    assert soaked.wrong(KILL | line, before, 2, said) == says
+
+
+def test_a_checkpoint_that_would_be_passed_over_is_found(tmp_path: Path) -> None:
+    assert soaked.damaged(tmp_path) == []
+    for step in (1, 2):
+        checkpoint.save(tmp_path / "checkpoints", step, {"w": torch.ones(3)}, {"a": step}, keep=2)
+    assert soaked.damaged(tmp_path) == []
+    state = tmp_path / "checkpoints" / "step-000002" / "state.json"
+    state.write_bytes(state.read_bytes()[:-1])
+    assert "step-000002" in soaked.damaged(tmp_path)[0]
+    (tmp_path / "checkpoints" / "step-000001" / "manifest.json").unlink()
+    assert soaked.damaged(tmp_path)
+
+
+def test_many_kills_have_to_fall_into_every_phase() -> None:
+    assert soaked.missed(soaked.PHASES, 200) == []
+    assert soaked.missed(["saving", "logging"], 99) == []  # of few, none may by chance
+    assert soaked.missed(soaked.PHASES[1:], 200) == ["no kill fell into: starting"]
+
+
+def test_what_did_not_hold_once_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(one: soak.Soak) -> dict[str, Any]:
+        raise soak.Broken(said.pop())
+
+    said = ["again", "once", "once"]
+    monkeypatch.setattr(soak.Soak, "watched", broken)
+    words = ["--folder", str(tmp_path / "soak"), "--results", str(tmp_path / "soak.json"), "--steps", "9"]
+    monkeypatch.setattr(soak, "adopt", lambda: None)
+    monkeypatch.setattr(soak.signal, "signal", lambda *_: None)
+    for found in (["once"], ["once"], ["once", "again"]):
+        assert soak.main(words) == 1
+        assert json.loads((tmp_path / "soak.json").read_text())["broken"] == found
+    monkeypatch.setattr(soaked, "code", lambda: "other")
+    with pytest.raises(SystemExit, match="of other code"):
+        soak.main(words)
 
 
 def test_the_log_is_read_from_its_end(tmp_path: Path) -> None:
-    assert soak.logged(tmp_path) == 0
+    assert soaked.logged(tmp_path) == 0
     long = [{"step": k, "x": "y" * 1000} for k in range(200)]
     write_rows(tmp_path / "metrics.jsonl", long)
-    assert soak.logged(tmp_path) == 199
+    assert soaked.logged(tmp_path) == 199
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 200, "x')  # being written
-    assert soak.logged(tmp_path) == 199
-    assert len(soak.rows(tmp_path / "metrics.jsonl")) == 200
+    assert soaked.logged(tmp_path) == 199
+    assert len(soaked.rows(tmp_path / "metrics.jsonl")) == 200
 
 
 @linux
@@ -179,10 +241,19 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
     words = ["--steps", "6", "--kills", "2", "--watch", "1", "--folder", str(tmp_path / "soak")]
     results = tmp_path / "soak.json"
     script = Path(soak.__file__)
-    command = [sys.executable, str(script), *words, "--results", str(results), "--", *few]
+    command = [sys.executable, str(script), *words, "--results", str(results)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert child.returncode == 0, child.stdout + child.stderr
+
+    def part(*more: str) -> int:
+        child = subprocess.run(
+            [*command, *more, "--", *few], env=environment, capture_output=True, text=True, check=False
+        )
+        assert "Traceback" not in child.stderr, child.stdout + child.stderr
+        return child.returncode
+
+    assert part("--minutes", "0") == soak.PAUSED  # the first run alone
+    assert not results.exists()
+    assert part() == 0
     found: dict[str, Any] = json.loads(results.read_text())
     assert (found["kills"], found["broken"], sum(found["phases"].values())) == (2, [], 2)
     assert len((tmp_path / "soak" / "kills.jsonl").read_text().splitlines()) == 2
@@ -190,5 +261,4 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
     assert "2 kills" in text
     assert "does not hold" not in text
     (tmp_path / "soak" / "pieces" / "result.json").unlink()  # only the end is done again
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stdout + again.stderr
+    assert part() == 0

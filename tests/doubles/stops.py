@@ -14,6 +14,7 @@ from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.tokenizer import Tokenizer, padding_id
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local import LocalSampler
+from policygrad.training.callbacks import Callback
 from policygrad.training.config.run import Run
 from policygrad.training.trainer import local_learner
 
@@ -33,6 +34,24 @@ class AtPhase(Record):
         if text == self.wanted and done and not self.sent:
             self.sent = True
             send(self.number)
+
+
+class AtUpdate(Callback):
+    """Sends a signal in the midst of a step of the optimiser, of fine-tuning or of a reward model."""
+
+    def __init__(self, at: int, number: signal.Signals) -> None:
+        self.at, self.number = at, number
+
+    def step(self, trainer: Any, step: int, metrics: Any) -> None:
+        if step == self.at - 1:
+            optimizer = trainer.optimizer
+
+            def sends() -> Any:
+                del optimizer.step  # the class's own is back
+                send(self.number)
+                return optimizer.step()
+
+            optimizer.step = sends
 
 
 class AtDecoding(LocalSampler):

@@ -8,8 +8,10 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +22,9 @@ from doubles.models import OUT, changed_copy
 from policygrad.errors import ModelError
 from policygrad.models.classifier import labels, load_classifier
 from policygrad.models.loading import load_model
+from policygrad.models.lora import Lora
 from policygrad.models.tokenizer import load_tokenizer
+from policygrad.models.trust import refuse_pickles
 from policygrad.training.footprint import footprint
 
 CODE = """
@@ -147,8 +151,62 @@ def test_weights_that_are_pickles_are_refused_with_the_way_out(random_model: Pat
 def test_an_adapter_that_is_a_pickle_is_refused_whatever_stands_beside_it(random_model: Path, tmp_path: Path) -> None:
     folder = changed_copy(random_model, tmp_path / "adapter", adapter_config={"peft_type": "LORA"})
     (folder / "adapter_model.bin").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"adapter_model\.bin, a pickle"):
+    for load in (load_model, load_classifier):
+        with pytest.raises(ModelError, match=r"adapter_model\.bin, a pickle"):
+            load(str(folder))
+
+
+def test_what_writes_an_adapter_anew_runs_nothing(random_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    model = load_model(str(random_model), lora=Lora(rank=2))
+    model.save_pretrained(folder)  # type: ignore[operator]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_model.bin").write_bytes(pickle.dumps(Program(tmp_path / "ran")))
+    with pytest.raises(ModelError, match="a pickle") as caught:
         load_model(str(folder))
+    way_out = str(caught.value).partition('python -c "')[2].rpartition('"')[0]
+    with pytest.raises(pickle.UnpicklingError):
+        exec(way_out, {})
+    assert not (tmp_path / "ran").exists()
+    torch.save(tensors, folder / "adapter_model.bin")
+    exec(way_out, {})
+    loaded = dict(load_model(str(folder)).named_parameters())
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.named_parameters() if tensor.requires_grad)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_adapter_on_the_hub_that_has_only_a_pickle_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    """Nothing of it is fetched; without a network, what the cache has of it is looked at."""
+    there = ["adapter_config.json", "adapter_model.bin"]
+
+    def told(*_: Any, **options: Any) -> Any:
+        if cached:
+            raise ConnectionRefusedError("no network")
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in there])
+
+    def in_cache(repository: str, name: str) -> str | None:
+        return str(tmp_path / name) if name == "adapter_config.json" else None
+
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", told)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", in_cache)
+    for load in (load_model, load_classifier):
+        with pytest.raises(ModelError, match=r"adapter_model\.bin, a pickle.*weights_only=True") as caught:
+            load(f"org/pickled-{cached}")
+        if not cached:
+            assert "`hf download org/pickled-False --local-dir pickled-False`" in str(caught.value)
+            assert str(caught.value).endswith("and give pickled-False")
+
+
+def test_what_the_hub_has_as_safetensors_too_is_left_to_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["adapter_model.bin", "adapter_model.safetensors", "pytorch_model.bin"]
+    told = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **options: told)
+    refuse_pickles("org/both", "the model")
 
 
 def test_an_architecture_of_transformers_needs_no_code_of_the_folder(random_model: Path, tmp_path: Path) -> None:

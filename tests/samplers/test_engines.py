@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -550,6 +551,34 @@ def test_a_version_may_have_folders_of_its_own(tokenizer: Tokenizer, tmp_path: P
     files = [path for path in found.path.rglob("*") if path.is_file()]
     assert any(path.parent != found.path for path in files)
     assert found.bytes == sum(path.stat().st_size for path in files)
+
+
+def test_what_is_published_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
+    """safetensors gives its own 0600, which a server of another user could not read."""
+
+    def write(tensors: Any, folder: Path) -> None:
+        (folder / "weights").touch(0o600)
+
+    published = VersionFolder(tmp_path / "weights", write).publish(Published(1, {}))
+    (tmp_path / "any").touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "any", published.path / "weights")}
+    assert len(modes) == 1
+    assert [path.name for path in published.path.iterdir()] == ["weights"]
+
+
+def test_a_mount_that_lets_nobody_change_modes_takes_weights_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(tensors: Any, folder: Path) -> None:
+        (folder / "weights").write_bytes(b"four")
+        os.chmod(folder / "weights", 0o400 | 0o200)
+
+    def refused(path: Path, mode: int) -> None:
+        raise PermissionError("not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refused)
+    published = VersionFolder(tmp_path / "weights", write).publish(Published(1, {}))
+    assert (published.bytes, published.path.is_dir()) == (4, True)
 
 
 def test_what_cannot_be_written_leaves_the_version_before(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import policygrad as pg
+from doubles.trackers import Record
 from policygrad.errors import NumericsError
 from policygrad.learners.config import OptimizerConfig
 from policygrad.learners.local.optimizer import Optimizer
@@ -113,6 +114,15 @@ def test_the_first_parameter_with_a_bad_gradient_is_named() -> None:
     assert "norm is inf at update 1, first in 1.weight (1 of 4 numbers are not finite)" in stepped({"1.weight": INF})
     assert "the weight itself is not finite" in stepped({"1.bias": NAN}, weight=NAN)
     assert "every number in it is finite: their squares are not" in stepped({"1.weight": 3e38, "0.weight": 3e38})
+
+
+def test_a_trust_region_names_it_too(small: pg.Run, random_model: Path, tmp_path: Path) -> None:
+    model, name, record = load_model(str(random_model)), "model.layers.1.mlp.up_proj.weight", Record()
+    model.get_parameter(name).register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([2, 3]), NAN))
+    run = replace(small, model=model, tokenizer=str(random_model), algorithm=pg.algorithm("trpo"), lr=None, steps=1)
+    pg.train(replace(run, output=str(tmp_path / "run")), display=record)
+    where = f"not finite, first in {name} (64 of 2048 numbers are not finite) and left the weights as they were"
+    assert f"step 1: the trust region met numbers that are {where}" in record.said
 
 
 def test_clipping_is_torch_s_own_to_the_bit() -> None:

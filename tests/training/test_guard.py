@@ -16,13 +16,15 @@ from doubles.files import rows, same, untimed, weights
 from doubles.trackers import Record
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import ConfigError, RunError
-from policygrad.training.config.guard import Guard
+from policygrad.training.config.guard import Guard, RowsGuard
 from policygrad.training.guarding import Verdict, Watched, judge
 
 GUARD = Guard(window=2)
 
 
-def judged(steps: list[dict[str, float]], flat: bool = False, guard: Guard = GUARD) -> tuple[list[Verdict], Watched]:
+def judged(
+    steps: list[dict[str, float]], flat: bool = False, guard: Guard | RowsGuard = GUARD
+) -> tuple[list[Verdict], Watched]:
     watched, found = Watched(), []
     for values in steps:
         verdict, watched = judge(watched, values, flat, guard)
@@ -52,6 +54,19 @@ def test_what_is_a_spike(name: str, values: list[float], spike: bool) -> None:
     found, _ = judged([{name: value} for value in values])
     assert [bool(v.spikes) for v in found] == [False] * (len(values) - 1) + [spike]
     assert found[-1].metrics == {"guard/alarms": float(spike)} | ({f"guard/{name}": 1.0} if spike else {})
+
+
+def test_of_rows_a_loss_may_spike_and_nothing_is_asked_of_what_they_have_not() -> None:
+    guard = RowsGuard(window=2)
+    for last, spike in ((1.3, True), (1.1, False), (0.9, False)):  # above 3 times 0.4, and above 1 nat
+        found, _ = judged([{"loss": x, "entropy": x, "kl": x} for x in (0.4, 0.4, last)], guard=guard)
+        assert [v.metrics for v in found[2:]] == [
+            {"guard/alarms": float(spike)} | ({"guard/loss": 1.0} if spike else {})
+        ]
+    found, _ = judged([{"loss": x} for x in (0.4, 0.4, 90.0)])  # reinforcement has no such number
+    assert not found[-1].spikes
+    with pytest.raises(ConfigError, match=r"guard\.loss must be above 1"):
+        RowsGuard(loss=0.5)
 
 
 def test_a_new_level_that_is_only_warned_of_is_no_spike_for_ever() -> None:

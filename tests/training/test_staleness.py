@@ -156,6 +156,42 @@ def test_a_thread_draws_on_while_steps_are_taken() -> None:
     assert begun.empty()
 
 
+@pytest.mark.parametrize(("steps", "budget", "begun"), [(3, None, 3), (9, 25, 3), (2, 5, 1)])
+def test_no_rollout_is_begun_for_which_there_is_no_step(
+    monkeypatch: pytest.MonkeyPatch, steps: int, budget: int | None, begun: int
+) -> None:
+    """Ten tokens each. Before anybody says that no more are wanted a thread looks for work, the last one taken."""
+    taken, looked, asked = Queue[None](), Queue[bool](), list[int]()
+    original = Producer._goes_on
+
+    def goes_on(producer: Producer) -> bool:
+        if asked:  # from the first on, it looks when what it has brought is taken
+            taken.get()
+        more = original(producer)
+        looked.put(more)
+        return more
+
+    def collect(step: int, position: int, carried: Sequence[Group]) -> Rollout:
+        asked.append(step)
+        return empty(position + 4, tokens=10)
+
+    monkeypatch.setattr(Producer, "_goes_on", goes_on)
+    over = lambda ahead: ahead.next[0] > steps or (budget is not None and ahead.tokens >= budget)  # noqa: E731
+    producer = Producer(Ahead(1, (), 0, ()), over)
+    with producer.beside(1, collect):
+        assert looked.get()
+    for step in range(1, begun + 1):
+        producer.take(1, collect)
+        taken.put(None)
+        assert looked.get() is (step < begun)
+    producer.settle()
+    assert asked == [*range(1, begun + 1)]
+    with producer.beside(2, collect):
+        pass
+    producer.settle()
+    assert len(asked) == begun
+
+
 def test_a_thread_that_ends_does_not_take_the_next_one_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one may begin before the one that has nothing to do any more is gone."""
     go, original = threading.Event(), Producer._goes_on

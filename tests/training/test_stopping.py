@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ import pytest
 
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights, write_rows
-from doubles.stops import AtDecoding, AtPhase, learner_that_sends, send
+from doubles.stops import AtDecoding, AtPhase, AtUpdate, learner_that_sends, send
 from doubles.trackers import Record
 from policygrad.commands import STOPPED
 from policygrad.trackers.plain import PlainTracker
@@ -72,7 +73,7 @@ PHASES: dict[str, tuple[Callable[[signal.Signals], dict[str, Any]], int]] = {
 """What to give to a run, and the steps that are then saved."""
 
 
-CASES = [(phase, s) for phase in PHASES for s in (ALL if phase == "loading" else ALL[1:2])]
+CASES = [(phase, s) for i, phase in enumerate(PHASES) for s in (ALL if phase == "loading" else [ALL[i % 3]])]
 
 
 @pytest.mark.parametrize(("phase", "number"), CASES)
@@ -105,6 +106,34 @@ def test_while_saving_the_checkpoint_is_finished_and_the_run_stops(run: pg.Run, 
     assert result.steps == 1  # the second time it is packed: for its first checkpoint
     pg.train(run, resume=folder, display=False)
     assert same(weights(whole), weights(folder))
+
+
+class Here:
+    """A reward that no process can be sent, so that it runs in this one; it sends a signal at its `at`-th call."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.lock, self.left = threading.Lock(), at
+        self.__name__ = "here"
+
+    def __call__(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        self.left -= 1
+        if self.left == 0:
+            send(signal.SIGINT)
+        return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+@pytest.mark.filterwarnings("ignore:reward 'here' cannot be sent")
+def test_while_rewards_are_computed_too(run: pg.Run, tmp_path: Path) -> None:
+    run = replace(run, evaluation=pg.Evaluation(problems=0), steps=3)
+    alone = Here()
+    whole = pg.train(replace(run, reward=(alone,), output=str(tmp_path / "whole")), display=False).output
+    each, folder = -alone.left // 3, tmp_path / "run"
+    assert each >= 1
+    stopped = pg.train(replace(run, reward=(Here(each + 1),), output=str(folder)), display=False)
+    assert (stopped.steps, stopped.model, stopped.interrupted) == (1, None, True)
+    pg.train(replace(run, reward=(Here(),)), resume=folder, display=False)
+    assert same(weights(whole), weights(folder))
+    assert untimed(whole / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
 
 
 def test_sampling_ends_between_two_tokens(run: pg.Run, tmp_path: Path) -> None:
@@ -269,15 +298,16 @@ def command(run: pg.Run, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes
     return start
 
 
+@pytest.mark.parametrize(("words", "number"), [((), signal.SIGHUP), (("--staleness", "2"), signal.SIGINT)])
 def test_the_command_stops_with_a_code_of_its_own_and_says_how_to_go_on(
-    command: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+    command: Callable[..., subprocess.Popen[bytes]], words: tuple[str, ...], number: signal.Signals
 ) -> None:
-    child = command("--steps", "100000", "--plain", stdout=subprocess.PIPE)
+    child = command("--steps", "100000", "--plain", *words, stdout=subprocess.PIPE)
     assert child.stdout is not None
     for line in child.stdout:
         if line.startswith(b"step "):
             break
-    child.send_signal(signal.SIGHUP)
+    child.send_signal(number)
     said, _ = child.communicate(timeout=300)
     assert child.returncode == STOPPED == 75
     assert b"go on with     policygrad train --resume" in said
@@ -316,11 +346,44 @@ def test_a_terminal_that_has_gone_never_ends_the_run() -> None:
         stream.close()
 
 
-def test_fine_tuning_stops_as_well(random_model: Path, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} =\n", "completion": str(i)} for i in range(6)])
-    config = pg.SFTConfig(data=data, model=str(random_model), epochs=3, batch_size=2, output=str(tmp_path / "sft"))
-    stopped = pg.train_sft(config, display=AtPhase("measuring before training", signal.SIGTERM))
-    assert (stopped.steps, stopped.interrupted) == (0, True)
-    pg.train_sft(config=None, resume=tmp_path / "sft", display=False)
-    whole = pg.train_sft(replace(config, output=str(tmp_path / "whole")), display=False)
-    assert same(weights(whole.output), weights(tmp_path / "sft"))
+@pytest.mark.parametrize(
+    ("number", "phase", "steps"),
+    [
+        (signal.SIGINT, "measuring before training", 0),
+        (signal.SIGTERM, "measuring after training", 3),
+        (signal.SIGHUP, "updating", 2),
+    ],
+)
+@pytest.mark.parametrize("kind", ["sft", "reward-model"])
+def test_fine_tuning_and_reward_models_stop_as_well(
+    random_model: Path, tmp_path: Path, kind: str, number: signal.Signals, phase: str, steps: int
+) -> None:
+    rows = [{"prompt": f"{i} =\n", "completion": str(i), "chosen": str(i), "rejected": "no"} for i in range(6)]
+    held = [{"prompt": f"{i} + 1 =\n", "completion": str(i), "chosen": str(i), "rejected": "no"} for i in range(2)]
+    how: dict[str, Any] = {"data": write_rows(tmp_path / "rows.jsonl", rows), "model": str(random_model)}
+    how |= {"held_out": write_rows(tmp_path / "held.jsonl", held), "batch_size": 2, "output": str(tmp_path / "run")}
+    config = pg.SFTConfig(**how) if kind == "sft" else pg.RewardModelConfig(**how)
+    train: Any = pg.train_sft if kind == "sft" else pg.train_reward_model
+    given: dict[str, Any] = {"callbacks": [AtUpdate(2, number)]} if phase == "updating" else {}
+    stopped = train(config, display=AtPhase(phase, number), **given)
+    assert (stopped.steps, stopped.model, stopped.interrupted) == (steps, None, True)
+    train(resume=tmp_path / "run", display=False)
+    whole = train(replace(config, output=str(tmp_path / "whole")), display=False)
+    assert same(weights(whole.output), weights(tmp_path / "run"))
+
+
+def test_a_signal_while_the_model_is_saved_comes_too_late(
+    run: pg.Run, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is done, and says so."""
+    from policygrad.training import lifecycle
+
+    def save(*args: Any) -> Path:
+        send(signal.SIGTERM)
+        return original(*args)
+
+    original = lifecycle.save_model
+    monkeypatch.setattr(lifecycle, "save_model", save)
+    result = pg.train(replace(run, output=str(tmp_path / "run")), display=False)
+    assert (result.steps, result.interrupted) == (4, False)
+    assert same(weights(whole), weights(tmp_path / "run"))

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
+from transformers.utils import hub
 
 import policygrad as pg
+from doubles.files import write_rows
 from doubles.models import changed_copy
 from policygrad.errors import ConfigError, DataError, ModelError
 from policygrad.learners.config import OptimizerConfig
+from policygrad.models.classifier import load_classifier
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.rewards import Reward, resolve
@@ -118,8 +123,35 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer(random_model: Path, tmp_pa
     network.resize_token_embeddings(10)
     folder = changed_copy(random_model, tmp_path / "model")
     network.save_pretrained(folder)
-    with pytest.raises(ModelError, match="tokens and the model reads 10: give the tokenizer"):
+    says = "tokens and the model reads 10: give the tokenizer"
+    with pytest.raises(ModelError, match=says):
         pg.train(pg.Run(model=str(folder), output=str(tmp_path / "run"), steps=1), display=False)
+    rows = [{"prompt": f"{i} =\n", "completion": "1", "chosen": "1", "rejected": "2"} for i in range(4)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    for train, config in ((pg.train_sft, pg.SFTConfig), (pg.train_reward_model, pg.RewardModelConfig)):
+        with pytest.raises(ModelError, match=says):
+            train(config(data=data, model=str(folder), output=str(tmp_path / "run")), display=False)  # type: ignore[operator]
+
+
+def test_an_encoder_with_a_decoder_as_a_reward_model(tmp_path: Path) -> None:
+    from transformers import BartConfig, BartForSequenceClassification
+
+    sizes = {"d_model": 8, "vocab_size": 30, "max_position_embeddings": 32}
+    sizes |= {f"{side}_{what}": 1 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    BartForSequenceClassification(BartConfig(**sizes, num_labels=1)).save_pretrained(tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"\(bart\) is an encoder with a decoder"):
+        load_classifier(str(tmp_path))
+
+
+def test_an_encoder_with_a_decoder_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which transformers would load the decoder as a causal model."""
+    (tmp_path / "config.json").write_text('{"model_type": "bart", "is_encoder_decoder": true}')
+    told = SimpleNamespace(siblings=[])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **options: told)
+    monkeypatch.setattr(hub, "cached_file", lambda path, name, **options: str(tmp_path / name))
+    with pytest.raises(ModelError, match=r"'org/bart' \(bart\) is an encoder with a decoder"):
+        load_model("org/bart")
 
 
 @pytest.mark.parametrize(

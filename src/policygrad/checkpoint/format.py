@@ -22,11 +22,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from policygrad.checkpoint.disk import as_others, install
+from policygrad.checkpoint.disk import install
 from policygrad.checkpoint.keeping import FILES, STATE, clean, found_in, newest, not_written, prune, step_of, tidy
 from policygrad.checkpoint.manifest import check, dump, seal, share_name, verify
 from policygrad.checkpoint.pieces import TENSORS, Pieces, Share, index_of
 from policygrad.checkpoint.tree import decode, encode, same_memory
+from policygrad.durable import as_others
 from policygrad.errors import CheckpointError
 
 __all__ = ["Checkpoint", "CheckpointError", "Saving", "load", "load_latest", "newest", "opened", "save", "tidy"]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from policygrad.checkpoint.disk import sync
+from policygrad.durable import sync
 from policygrad.errors import CheckpointError
 
 FORMAT = 2

@@ -9,7 +9,8 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from policygrad.checkpoint.disk import as_others, install, is_full, sync
+from policygrad.checkpoint.disk import install, is_full
+from policygrad.durable import as_others, sync
 from policygrad.errors import RunError
 
 

@@ -189,7 +189,7 @@ class _Episode:
         return Step(answered(self.example, said), 0.0, metrics)
 
     def _worth(self, rewards: Any) -> float:
-        own = (rewards or {}).get(0)
+        own: Any = (rewards or {}).get(0)
         if not finite(own):
             raise EngineError(f"TextArena's {self.asked.name} is over and gives no reward to its player: {rewards!r}")
         return float(own)

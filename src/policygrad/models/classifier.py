@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policygrad.errors import ModelError
 from policygrad.models.adapters import adapters_of, as_in_file, head_precision, need_peft, only_they_train
 from policygrad.models.chat import rendered_ids
 from policygrad.models.completeness import check_complete
@@ -163,6 +164,9 @@ def load_classifier(
         raise cannot_load(f"the reward model {path!r}", error, "config.json and safetensors") from error
     finally:
         logging.set_verbosity(before)
+    if getattr(model.config, "is_encoder_decoder", False):
+        kind = f"the reward model {path!r} ({model.config.model_type}) is an encoder with a decoder"
+        raise ModelError(f"{kind}, which reads a text twice: take an encoder or a decoder alone")
     body = f"{model.base_model_prefix}."
     head = lambda name: not name.startswith(body) or ".pooler." in name  # noqa: E731
     check_complete(model, info, f"the reward model {path!r}", new=head if new_head else lambda name: False)

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from policygrad.errors import ModelError
+from policygrad.models.lora import FILE
 
 TIMEOUT = 5.0  # seconds for the hub's first answer; transformers alone would try for half a minute
 LONGEST = 255  # bytes of a name
@@ -36,16 +37,26 @@ def locate(model: str) -> str:
         raise ModelError(
             f"there is no model folder {model!r}: a relative path starts at {Path.cwd().name!r}, the current folder"
         )
-    return _on_hub(model)
+    return _on_hub(model)[0]
+
+
+def files(model: str) -> frozenset[str]:
+    """Names of what a hub's repository holds, as the hub says, or of what the cache has of it; empty of a folder.
+
+    Raises:
+        ModelError: neither a folder nor a hub id that somebody has.
+    """
+    return frozenset() if Path(model).exists() or not _HUB_ID.fullmatch(model) else _on_hub(model)[1]
 
 
 @lru_cache(maxsize=8)
-def _on_hub(model: str) -> str:
+def _on_hub(model: str) -> tuple[str, frozenset[str]]:
+    """(what to load it by, the names of its files)."""
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     try:
-        HfApi().model_info(model, timeout=TIMEOUT)
+        found = HfApi().model_info(model, timeout=TIMEOUT)
     except RepositoryNotFoundError:
         raise ModelError(
             f"{model!r} is neither a folder here nor a model on the hub. A private one needs `hf auth login`; 'tiny' is the "
@@ -54,16 +65,17 @@ def _on_hub(model: str) -> str:
     except HFValidationError as error:
         raise ModelError(f"{model!r} is neither a folder here nor a hub id: {str(error).partition('. ')[0]}") from None
     except HfHubHTTPError:
-        return model  # the hub is there: let it say to transformers what is the matter
+        return model, frozenset()  # the hub is there: let it say to transformers what is the matter
     except Exception as error:  # no network; of which class depends on the hub client's version
-        cached = try_to_load_from_cache(model, "config.json")
-        if not isinstance(cached, str):
+        known = [try_to_load_from_cache(model, name) for name in ("config.json", FILE)]
+        cached = next((Path(path).parent for path in known if isinstance(path, str)), None)
+        if cached is None:
             raise ModelError(
                 f"there is no folder {model!r}, the hub cannot be reached ({type(error).__name__}), and its cache does not have "
                 "the model. Give a folder with config.json and safetensors, or 'tiny', the model inside the package"
             ) from None
-        return str(Path(cached).parent)
-    return model
+        return str(cached), frozenset(file.name for file in cached.iterdir())
+    return model, frozenset(file.rfilename for file in found.siblings or ())
 
 
 def push(folder: Path, repo: str, public: bool = False) -> str:

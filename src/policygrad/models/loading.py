@@ -125,8 +125,10 @@ def _load(model: str, dtype: str, device: str, trust: bool, lora: Lora | None) -
 
 def _refuse_encoder_decoder(path: str, model: str) -> None:
     """Half of such a model can be loaded as a causal one, and would read nothing of what its other half says."""
-    try:
-        config = json.loads((Path(path) / "config.json").read_bytes())
+    from transformers.utils.hub import cached_file
+
+    try:  # on the hub too, of whose answer transformers would load the half that it can
+        config = json.loads(Path(str(cached_file(path, "config.json"))).read_bytes())
     except (OSError, ValueError, RecursionError):  # which transformers says
         return
     if isinstance(config, dict) and config.get("is_encoder_decoder") is True:

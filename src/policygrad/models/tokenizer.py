@@ -98,7 +98,7 @@ def load_tokenizer(model: str | object, network: nn.Module, *, trust_remote_code
     """The tokenizer beside a loaded model; or an object of transformers' own in a name's place.
 
     Raises:
-        ModelError: no tokenizer, or none of tokenizer and model names an end token.
+        ModelError: no tokenizer, one with more tokens than the model reads, or none of tokenizer and model names an end token.
     """
     if isinstance(model, str):
         path = resolve(model)
@@ -110,6 +110,7 @@ def load_tokenizer(model: str | object, network: nn.Module, *, trust_remote_code
     else:
         tokenizer = _checked(model)
         name, written = str(getattr(model, "name_or_path", "") or type(model).__name__), _set_ends(network)
+    check_vocabulary(tokenizer, network, name)
     end = frozenset(_end_ids(tokenizer.eos_token_id)).union(*(_end_ids(ids) for ids in written))
     if odd := [token for token in end if not isinstance(token, int) or isinstance(token, bool)]:
         raise ModelError(
@@ -121,6 +122,16 @@ def load_tokenizer(model: str | object, network: nn.Module, *, trust_remote_code
             "set `eos_token` in its tokenizer_config.json"
         )
     return Tokenizer(tokenizer, end, name, context_length(network))
+
+
+def check_vocabulary(tokenizer: Any, network: nn.Module, name: str) -> None:
+    """Raises ModelError where a tokenizer of transformers' has tokens that the model has no embedding for."""
+    table: Any = network.get_input_embeddings() if hasattr(network, "get_input_embeddings") else None  # type: ignore[operator]
+    if table is not None and hasattr(tokenizer, "__len__") and len(tokenizer) > (known := int(table.weight.shape[0])):
+        raise ModelError(
+            f"the tokenizer {name!r} has {len(tokenizer)} tokens and the model reads {known}: give the tokenizer that it was "
+            "trained with"
+        )
 
 
 def _pretrained(path: str, model: str, trust: bool) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from policygrad.errors import ModelError
+from policygrad.models.hub import files
 
 FLAG = "--trust-remote-code"
-ADAPTER = "adapter_model.bin"
+ADAPTER, SAFE_ADAPTER = "adapter_model.bin", "adapter_model.safetensors"
 _PICKLES = ("pytorch_model*.bin", "model*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
@@ -24,17 +26,20 @@ def weights(trust: bool) -> dict[str, Any]:
 
 
 def refuse_pickles(path: str, what: str) -> None:
-    """Raises ModelError where a folder has its weights as pickles only; what is not a folder here is transformers' to find."""
+    """Raises ModelError where a folder has its weights as pickles only, or an adapter on the hub has. A whole model on the hub is
+    transformers' to find, which is asked for safetensors; of an adapter it would take what there is."""
     folder = Path(path)
-    if not folder.is_dir():
-        return
-    safe = any(folder.glob("*.safetensors"))
-    found = [] if safe else sorted({file.name for kind in _PICKLES for file in folder.glob(kind)})
-    if (folder / ADAPTER).is_file() and not (folder / ADAPTER).with_suffix(".safetensors").is_file():
-        found = [ADAPTER]  # whatever stands beside it
+    there = {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else files(path)
+    if ADAPTER in there and SAFE_ADAPTER not in there:  # whatever stands beside it
+        raise ModelError(f"{_pickled(what, ADAPTER)}. {_adapter_as_safe(path)}")
+    safe = not folder.is_dir() or any(name.endswith(".safetensors") for name in there)
+    found = [] if safe else sorted(name for name in there for kind in _PICKLES if fnmatchcase(name, kind))
     if found:
-        pickled = f"{what} has its weights in {found[0]}, a pickle, which can run any program when it is read"
-        raise ModelError(f"{pickled}. {_as_safe(path)}")
+        raise ModelError(f"{_pickled(what, found[0])}. {_as_safe(path)}")
+
+
+def _pickled(what: str, file: str) -> str:
+    return f"{what} has its weights in {file}, a pickle, which can run any program when it is read"
 
 
 def _as_safe(path: str) -> str:
@@ -42,6 +47,16 @@ def _as_safe(path: str) -> str:
         'If you trust whoever made it, write it as safetensors beside it: python -c "from transformers import '
         f'AutoModelForCausalLM as M; M.from_pretrained({path!r}, use_safetensors=False).save_pretrained({path!r})"'
     )
+
+
+def _adapter_as_safe(path: str) -> str:
+    """torch reads the tensors of such a file alone, and refuses whatever else is in it."""
+    folder = path if Path(path).is_dir() else path.rpartition("/")[2]
+    here = "" if folder == path else f"fetch it, `hf download {path} --local-dir {folder}`, and "
+    old, new = (str(Path(folder) / name) for name in (ADAPTER, SAFE_ADAPTER))
+    command = f"import torch; from safetensors.torch import save_file as f; f(torch.load({old!r}, weights_only=True), {new!r})"
+    end = "" if folder == path else f", and give {folder}"
+    return f'Have its tensors written as safetensors, which runs nothing: {here}python -c "{command}"{end}'
 
 
 def cannot_load(what: str, error: Exception, needs: str, path: str = "") -> ModelError:

@@ -19,6 +19,7 @@ from policygrad.errors import ConfigError, ModelError
 from policygrad.models.classifier import context_length, encode, labels, load_classifier, load_tokenizer, score
 from policygrad.models.hub import check_name, locate
 from policygrad.models.lora import holds_model
+from policygrad.models.tokenizer import check_vocabulary
 
 BUDGET = 600.0
 """Seconds for one batch of completions."""
@@ -79,7 +80,9 @@ class ModelReward:
 @lru_cache(maxsize=2)
 def _loaded(path: str) -> tuple[Any, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return load_classifier(path, device=device), load_tokenizer(path)
+    model, tokenizer = load_classifier(path, device=device), load_tokenizer(path)
+    check_vocabulary(tokenizer.hf, model, path)
+    return model, tokenizer
 
 
 def find(model: str) -> str:

@@ -26,6 +26,8 @@ class Ahead:
     rollouts: tuple[Rollout, ...]
     position: int
     carried: tuple[Group, ...]
+    tokens: int = 0
+    """Sampled for all steps up to the last of them."""
 
     @property
     def next(self) -> tuple[int, int, tuple[Group, ...]]:
@@ -34,23 +36,26 @@ class Ahead:
 
     def and_then(self, rollout: Rollout) -> Ahead:
         """With the one after them."""
-        return Ahead(self.step, (*self.rollouts, rollout), rollout.position, rollout.surplus)
+        tokens = self.tokens + rollout.sampled
+        return Ahead(self.step, (*self.rollouts, rollout), rollout.position, rollout.surplus, tokens)
 
     def taken(self) -> tuple[Rollout, Ahead]:
         """(this step's, those of the steps after it)."""
         first, *rest = self.rollouts
-        return first, Ahead(self.step + 1, tuple(rest), self.position, self.carried)
+        return first, Ahead(self.step + 1, tuple(rest), self.position, self.carried, self.tokens)
 
 
 class Producer:
     """Collects rollouts one after the other: here, or in a thread while a step is trained on. `finished` are those that are whole.
 
     One that a later step is drawn for begins no sooner than `beside` has been told of it, so that it is at most as many steps old
-    as were asked for: none is ever dropped for its age, and where enough wait, nothing is drawn.
+    as were asked for: none is ever dropped for its age, and where enough wait, nothing is drawn. None is begun for which there is
+    no step: between the last one being taken and `beside` saying that no more are wanted, a thread may look for work.
     """
 
-    def __init__(self, finished: Ahead) -> None:
-        self.finished = finished
+    def __init__(self, finished: Ahead, over: Callable[[Ahead], bool] = lambda finished: False) -> None:
+        """over: whether the run ends with the last of these, so that none comes after it."""
+        self.finished, self._over = finished, over
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._collect: Collect | None = None
@@ -72,7 +77,7 @@ class Producer:
                 self._changed.wait()
         self._raise()
         if self._thread is None:
-            while len(self.finished.rollouts) < count:
+            while not self.finished.rollouts or self._lacks(count):
                 self._next(collect)
         with self._changed:
             rollout, self.finished = self.finished.taken()
@@ -86,7 +91,7 @@ class Producer:
         """
         with self._changed:
             self._wanted, self._collect = count, collect
-            if self._thread is None and len(self.finished.rollouts) < count:
+            if self._thread is None and self._lacks(count):
                 self._thread = threading.Thread(target=computing(self._work), daemon=True, name="rollout")
                 self._thread.start()
         try:
@@ -133,10 +138,14 @@ class Producer:
 
     def _goes_on(self) -> bool:
         with self._changed:
-            more = len(self.finished.rollouts) < self._wanted
+            more = self._lacks(self._wanted)
             if not more:
                 self._thread = None  # from here on `beside` begins another one
             return more
+
+    def _lacks(self, count: int) -> bool:
+        """Whether there are fewer than these, and a step for another one."""
+        return len(self.finished.rollouts) < count and not self._over(self.finished)
 
     def _next(self, collect: Collect) -> None:
         """One more is collected, from where the last one ended."""

@@ -68,6 +68,11 @@ class Rollout:
         return tuple(t.text for g in self.groups for t in g.trajectories)
 
     @property
+    def sampled(self) -> int:
+        """Tokens drawn for it, of whatever became of them."""
+        return int(self.metrics["tokens/sampled"].value)
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Per episode, tokens sampled; `batch.lengths` is 0 where a reward failed or a filter masked."""
         return tuple(t.sampled for g in self.groups for t in g.trajectories)

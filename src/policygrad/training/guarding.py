@@ -8,22 +8,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from policygrad.checkpoint.format import load_latest
 from policygrad.checkpoint.manager import Checkpointer
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, RunError
 from policygrad.learners.base import Learner
-from policygrad.rollout import stored
-from policygrad.training.config.guard import Guard
+from policygrad.training.config.guard import Guard, RowsGuard
 from policygrad.training.loop import Done, Progress
 
-WATCHED = {"grad_norm": "grad_norm", "kl": "kl", "kl_old": "kl", "entropy": "entropy"}
-"""Metric, and the field of `Guard` with its factor."""
-FLOORS = {"grad_norm": 1.0, "kl": 0.1, "kl_old": 0.1, "entropy": 1.0}
-"""Below these no value is a spike: a norm that clipping leaves alone, KL and entropy in nats."""
+WATCHED = {"grad_norm": "grad_norm", "kl": "kl", "kl_old": "kl", "entropy": "entropy", "loss": "loss"}
+"""Metric, and the field of `Guard` or `RowsGuard` with its factor."""
+FLOORS = {"grad_norm": 1.0, "kl": 0.1, "kl_old": 0.1, "entropy": 1.0, "loss": 1.0}
+"""Below these no value is a spike: a norm that clipping leaves alone, the others in nats."""
 COLLAPSE = 0.3
 """Nats: an entropy whose median is below has nothing left to lose."""
 
 
+PutBack = Callable[[Mapping[str, Tensor], Mapping[str, Any]], object]
+"""Gives what learns the state of a checkpoint: its tensors, its values."""
 ACTED = {
     "warn": "the run goes on; --guard.action does something about it",
     "skip": "its updates are undone",
@@ -72,7 +75,10 @@ class Verdict:
         return "; ".join([*self.spikes.values(), *([self.flat] if self.flat else [])])
 
 
-def judge(watched: Watched, values: Mapping[str, float], flat: bool, guard: Guard) -> tuple[Verdict, Watched]:
+AnyGuard = Guard | RowsGuard
+
+
+def judge(watched: Watched, values: Mapping[str, float], flat: bool, guard: AnyGuard) -> tuple[Verdict, Watched]:
     """The verdict on a step of these metrics, and what is remembered of it. A pure function.
 
     A value that is undone is not remembered; one that is only warned of is, so that a new level is not a spike for ever.
@@ -98,8 +104,10 @@ def judge(watched: Watched, values: Mapping[str, float], flat: bool, guard: Guar
     return Verdict(spikes, words, action), Watched({k: v for k, v in kept.items() if v}, row, scale)
 
 
-def _spike(name: str, recent: Mapping[str, tuple[float, ...]], values: Mapping[str, float], guard: Guard) -> str | None:
-    factor, before, value = getattr(guard, WATCHED[name]), recent.get(name, ()), values.get(name)
+def _spike(
+    name: str, recent: Mapping[str, tuple[float, ...]], values: Mapping[str, float], guard: AnyGuard
+) -> str | None:
+    factor, before, value = getattr(guard, WATCHED[name], 0.0), recent.get(name, ()), values.get(name)
     if not factor or value is None or len(before) < guard.window:
         return None
     usual = statistics.median(before)
@@ -129,30 +137,30 @@ def without_spread(done: Done, values: Mapping[str, float]) -> bool:
 class Guarding:
     """The guard of one process's share of a run. note: hears of an alarm, and with a kind only once of its kind."""
 
-    def __init__(self, guard: Guard, note: Callable[[str, str | None], None]) -> None:
+    def __init__(self, guard: AnyGuard, note: Callable[[str, str | None], None]) -> None:
         self.guard, self.watched, self.verdict = guard, Watched(), Verdict()
         self._note, self._next = note, self.watched
         self._undone, self._parts = False, None
         """Whether the step at hand was undone, and what the algorithm's parts remembered where it went back to."""
 
-    def restore(self, said: Mapping[str, Any] | None, learner: Learner) -> None:
-        """What a checkpoint says; the learner's rate as rollbacks have left it."""
+    def restore(self, said: Mapping[str, Any] | None, learner: object) -> None:
+        """What a checkpoint says; the rate of what learns, its `lr`, as rollbacks have left it."""
         self.watched = Watched() if said is None else Watched.from_dict(said)
         if self.watched.scale != 1:
             scale_rate(learner, self.watched.scale)
 
-    def judge(self, done: Done, values: Mapping[str, float]) -> dict[str, float]:
-        """The verdict on a step, which is told; its metrics."""
-        verdict, watched = judge(self.watched, values, without_spread(done, values), self.guard)
+    def judge(self, step: int, values: Mapping[str, float], flat: bool = False) -> dict[str, float]:
+        """The verdict on a step, which is told; its metrics. flat: no reward tells one answer from another."""
+        verdict, watched = judge(self.watched, values, flat, self.guard)
         if (
             verdict.action != "warn" and "reference/refreshed" in values
         ):  # a state of before has not the reference of before
             self._note("a step in which the reference was taken anew is not undone (guard.action)", None)
             verdict, watched = replace(verdict, action="warn"), replace(watched, scale=self.watched.scale)
         if verdict.spikes:
-            self._note(f"step {done.step}: {'; '.join(verdict.spikes.values())} ({ACTED[verdict.action]})", None)
+            self._note(f"step {step}: {'; '.join(verdict.spikes.values())} ({ACTED[verdict.action]})", None)
         if verdict.flat and values.get("updates/taken"):
-            self._note(f"step {done.step}: {verdict.flat}; {ACTED[verdict.action]}", "no spread")
+            self._note(f"step {step}: {verdict.flat}; {ACTED[verdict.action]}", "no spread")
         self.verdict, self._next = verdict, watched
         return verdict.metrics
 
@@ -164,9 +172,14 @@ class Guarding:
         stopped = "The run was stopped (guard.action, guard.patience), and the step is saved without its updates"
         return f"{self.verdict.words}. {stopped}"
 
-    def act(self, step: int, learner: Learner, checkpointer: Checkpointer[Any]) -> bool:
-        """The step is logged: puts the learner back before it, or at the newest intact checkpoint, where the verdict says so;
-        whether it did.
+    def check(self, step: int, resume: str) -> None:
+        """Raises RunError where the verdict on the last step has ended the run. resume: the command that goes on."""
+        if self.gave_up:
+            raise RunError(f"step {step}: {self.gave_up}: {resume} goes on, at a lower --lr say")
+
+    def act(self, step: int, learner: object, put_back: PutBack, checkpointer: Checkpointer[Any]) -> bool:
+        """The step is logged: what learns is put back before it, or at the newest intact checkpoint, where the verdict says so;
+        whether it was. learner: has the rate, `lr`.
 
         Raises:
             CheckpointError: a rollback, and none of the checkpoints intact.
@@ -181,13 +194,12 @@ class Guarding:
             saved = load_latest(checkpointer.folder, warn=lambda text: self._note(text, None))
         self._undone, self._parts = True, None
         if saved is not None:
-            learner.restore(stored.split(saved.tensors)[1], saved.state["learner"])
-            self._parts = saved.state["parts"]
+            put_back(saved.tensors, saved.state)
+            self._parts = saved.state.get("parts")
             self._note(f"step {step}: back to the weights of step {saved.step}, at a lower rate", None)
         else:
             assert checkpointer.kept is not None  # an action other than warn keeps it
-            kept, values = checkpointer.kept
-            learner.restore(stored.split(kept)[1], values["learner"])
+            put_back(*checkpointer.kept)
         if rollback:
             scale_rate(learner, self.guard.lower)
         return True

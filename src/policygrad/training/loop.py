@@ -84,14 +84,14 @@ def loop(
     environment or learner it has. breakable: surrounds a rollout, which changes nothing that is kept: what is raised there
     throws the step away. settle: from the progress before and after a step to the one that holds (its updates may be undone), and
     whether what has been drawn for later steps, and what is being drawn, is of weights that are gone."""
-    producer, going = _producer(progress), True
+    producer, going = _producer(run, progress), True
     try:
         while going:
             after = one_step(run, rollouter, learner, progress, watcher, producer, breakable)
             progress, gone = settle(progress, after)
             if gone:
                 producer.end(rollouter.cancel)
-                producer = _producer(progress)
+                producer = _producer(run, progress)
             going = watcher.keep_going(progress)
     finally:
         producer.end(rollouter.cancel)
@@ -141,16 +141,18 @@ def one_step(
         state=run.algorithm.update(progress.state, batch, measured | found, shaped),
         step=step,
         position=finished.position,
-        tokens=progress.tokens + int(rollout.metrics["tokens/sampled"].value),
+        tokens=progress.tokens + rollout.sampled,
         seconds=progress.seconds + ended - began,
         carried=finished.carried,
         ahead=finished.rollouts,
     )
 
 
-def _producer(progress: Progress) -> Producer:
-    """From where the rollouts that wait end."""
-    return Producer(Ahead(progress.step + 1, progress.ahead, progress.position, progress.carried))
+def _producer(run: Run, progress: Progress) -> Producer:
+    """From where the rollouts that wait end, to the run's last step."""
+    tokens = progress.tokens + sum(rollout.sampled for rollout in progress.ahead)
+    waiting = Ahead(progress.step + 1, progress.ahead, progress.position, progress.carried, tokens)
+    return Producer(waiting, lambda ahead: Progress({}, ahead.next[0] - 1, tokens=ahead.tokens).over(run))
 
 
 def _collecting(run: Run, rollouter: Rollouter, learner: Learner, algorithm: Algorithm) -> Collect:

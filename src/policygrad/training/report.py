@@ -76,14 +76,15 @@ def _turns(t: Trajectory, decode: Callable[[Tensor], str]) -> dict[str, Any]:
     return said | ({"branches": t.branches} if t.branches > 1 else {})
 
 
-def notes_of(done: Done, values: dict[str, float], waiting: bool) -> list[Note]:
-    """What people should know of this step. waiting: in the step before, the policy waited for its critic."""
+def notes_of(done: Done, values: dict[str, float], waiting: bool, where: str = "") -> list[Note]:
+    """What people should know of this step. waiting: in the step before, the policy waited for its critic. where: the gradient was
+    not finite, in words."""
     step = done.step
     notes = [(message, message.partition(" (completion ")[0]) for message in done.rollout.messages]
     notes += _pretraining(done.step, values, waiting)
     if values.get("trust_region/nonfinite"):
         kept = "took a shorter step" if values.get("updates/taken") else "left the weights as they were"
-        notes += [(f"step {step}: the trust region met numbers that are not finite and {kept}", "nonfinite")]
+        notes += [(f"step {step}: the trust region met numbers that are not finite{where} and {kept}", "nonfinite")]
     elif not values.get("updates/taken") and "value_pretraining" not in values:
         why = _why_nothing(done, values)
         notes += [(f"step {step}: nothing was learned; {why}", why)]

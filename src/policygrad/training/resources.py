@@ -126,12 +126,6 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         seed=needed.seed,
     )
     tokenizer = policy_tokenizer(needed.model, needed.tokenizer, model, trust)
-    known = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    if len(tokenizer.hf) > known:
-        raise ModelError(
-            f"the tokenizer {tokenizer.name!r} has {len(tokenizer.hf)} tokens and the model reads {known}: give the tokenizer "
-            "that it was trained with"
-        )
     for example in task.rows:  # a prompt too long for the model is better found now than in a week
         tokenizer.encode(example.prompt, needed.max_tokens, example.source or "a prompt")
     if "demonstration" in (needed.needs or ()):

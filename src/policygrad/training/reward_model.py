@@ -28,7 +28,7 @@ from policygrad.models.classifier import (
 from policygrad.models.loading import origin, resolve, without_dropout
 from policygrad.models.lora import Lora, base_of, check_agrees, described
 from policygrad.models.precision import DTYPES
-from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.tokenizer import Tokenizer, check_vocabulary
 from policygrad.tasks.preferences import Pair, by_prompt, read_pairs, split_rows, without
 from policygrad.trackers import change
 from policygrad.training.config.supervised import RewardModelConfig
@@ -215,6 +215,7 @@ def load(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
         if lora is not None:
             adapt(model, lora, base=origin(config.model), seed=config.seed, whole=heads(model))
     tokenizer = load_tokenizer(path, trust)
+    check_vocabulary(tokenizer.hf, model, config.model)
     for module in model.modules():
         without_dropout(module)
     choose_padding(model, tokenizer.hf)

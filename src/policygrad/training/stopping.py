@@ -14,11 +14,9 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from policygrad.errors import ConfigError
+from policygrad.signals import AGAIN, SIGNALS
 
 WORDS = "stopping after this step, with a checkpoint (again: at once)"
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-AGAIN = 0.5
-"""Seconds in which signals are one: `timeout` and shells send theirs to a process and to its group."""
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 

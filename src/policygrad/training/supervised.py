@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol, TypeVar, Unpack
 
-from torch import nn
+from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.spread import Saved
@@ -26,6 +27,7 @@ from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import load
 from policygrad.training.facts import described
 from policygrad.training.folder import check_resumable
+from policygrad.training.guarding import Guarding
 from policygrad.training.lifecycle import Followers, Lifecycle, Result
 from policygrad.training.threads import few_threads
 
@@ -113,6 +115,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         super().__init__(config.resolved(), **followers)
         self.kind, self.file = config.kind, f"{config.kind}.toml"  # type: ignore[misc]  # of each instance here
         self._objective = objective
+        self._guarding = Guarding(config.guard, lambda text, kind: self.trackers.note(text))
 
     def build(self, stack: ExitStack) -> None:
         config = self.config
@@ -142,6 +145,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
             "before": dict(self.before or {}),
             "data": self.digest,
             "began": self.began,
+            "guard": self._guarding.watched.to_dict(),
         }
 
     def check_saved(self, saved: Checkpoint) -> None:
@@ -171,8 +175,13 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
             self.optimizer.restore(saved.tensors, saved.state["optimizer"])
         except (KeyError, RuntimeError) as error:
             raise RunError(f"{saved.path} does not fit the model {self.config.model!r}: {error}") from error
+        self._guarding.restore(saved.state.get("guard"), self.optimizer)
         self.before, self.measured = saved.state["before"], True
         return RowsDone(saved.step)
+
+    @property
+    def keeps(self) -> int:
+        return super().keeps if self.config.guard.action == "warn" else sys.maxsize  # to undo steps of whatever size
 
     def info(self, progress: RowsDone) -> RunInfo:
         config = self.config
@@ -197,10 +206,21 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
             seconds = time.perf_counter() - began
             values |= {"lr": lr, "epoch": step * self.config.epochs / self.steps, "time/step": seconds}
             values |= {} if norm is None else {"grad_norm": norm}
-            self.log(step, values | {"tokens_per_second": values["tokens"] / seconds})
+            values |= {"tokens_per_second": values["tokens"] / seconds}
+            self.log(step, values | self._guarding.judge(step, values))
+            self._guarding.act(step, self.optimizer, self._put_back, self.checkpointer)
+            if self._guarding.gave_up:
+                self.stop()
             progress = replace(progress, step=step)
             going = self.keep_going(progress)
         return progress
+
+    def _put_back(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Weights and optimiser as a checkpoint has them."""
+        self.optimizer.restore(tensors, state["optimizer"])
+
+    def check_end(self) -> None:
+        self._guarding.check(self.progress.step, self.resume_words)
 
     @property
     def measures(self) -> bool:

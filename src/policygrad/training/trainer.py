@@ -33,7 +33,7 @@ from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import algorithm_to_dict, load
 from policygrad.training.facts import facts
 from policygrad.training.folder import check_resumable
-from policygrad.training.guarding import Guarding, check_rate
+from policygrad.training.guarding import Guarding, check_rate, without_spread
 from policygrad.training.held_out import HeldOut
 from policygrad.training.learner import LearnerFactory, learner_of, put_back
 from policygrad.training.learner import local_learner as local_learner
@@ -297,12 +297,12 @@ class Trainer(Lifecycle[Run, Progress, float]):
         step = done.step
         scored = self.resources.scored
         values = values_of(done, scored)
-        for text, kind in notes_of(done, values, self._waiting):
+        for text, kind in notes_of(done, values, self._waiting, getattr(self.learner, "not_finite", "")):
             self.note(text, kind)
         self._waiting = "value_pretraining" in values
-        values |= self._guarding.judge(done, values)
+        values |= self._guarding.judge(step, values, without_spread(done, values))
         self.log(step, values, rows_of(done, self.resources.tokenizer.decode, scored))
-        if self._guarding.act(step, self.learner, self.checkpointer):
+        if self._guarding.act(step, self.learner, self._put_back, self.checkpointer):
             self._publish()
         if self._guarding.gave_up:
             self.stop()
@@ -317,6 +317,10 @@ class Trainer(Lifecycle[Run, Progress, float]):
         except Stop:
             return {}
         return {} if score is None else {"held_out": Mean(score)}
+
+    def _put_back(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """The learner as a checkpoint has it."""
+        self.learner.restore(stored.split(tensors)[1], state["learner"])
 
     def note(self, text: str, kind: str | None = None) -> None:
         """Shown the first time something of its kind is said."""
@@ -348,10 +352,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         return self.held_out.score(found)
 
     def check_end(self) -> None:
-        if self._guarding.gave_up:
-            raise RunError(
-                f"step {self.progress.step}: {self._guarding.gave_up}: {self.resume_words} goes on, at a lower --lr say"
-            )
+        self._guarding.check(self.progress.step, self.resume_words)
         if self._gave_up:
             raise RewardError(f"{self._gave_up}. Step {self.progress.step} is saved: {self._goes_on}")
 

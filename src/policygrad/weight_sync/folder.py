@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from policygrad.durable import as_others, sync
 from policygrad.errors import EngineError
 from policygrad.weight_sync.base import Published
 
@@ -58,7 +58,9 @@ class VersionFolder:
         try:
             temporary.mkdir(parents=True)
             self.write(weights.tensors, temporary)
-            _on_disk(temporary)
+            as_others(temporary)  # a server may be another user's
+            for file in _files(temporary):  # before its name is
+                sync(file)
             os.replace(temporary, final)
             _replace(self.root / CURRENT, json.dumps({"name": name, "version": weights.version}))
         except OSError as error:
@@ -87,18 +89,6 @@ class VersionFolder:
     def _versions(self) -> list[Path]:
         """Folders that `publish` has made; what else is there is somebody's."""
         return [path for path in self.root.glob("*") if path.is_dir() and _NAME.fullmatch(path.name)]
-
-
-def _on_disk(folder: Path) -> None:
-    """Every file written before its name is, and with the umask's mode, for a server of another user: safetensors has 0600."""
-    probe = folder / ".tmp-mode"
-    probe.touch()
-    mode = stat.S_IMODE(probe.stat().st_mode)
-    probe.unlink()
-    for file in _files(folder):
-        file.chmod(mode)
-        with file.open("rb+") as opened:
-            os.fsync(opened.fileno())
 
 
 def _files(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from policygrad.learners.fsdp.leader import AGREED, lost_connection
 from policygrad.learners.fsdp.learner import FsdpLearner, Plan
 from policygrad.learners.fsdp.pulse import Heart
 from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.signals import SIGNALS
 
 
 def main(port: int, rank: int, size: int) -> None:
@@ -26,9 +27,8 @@ def main(port: int, rank: int, size: int) -> None:
 def follow(ranks: Ranks) -> int:
     """Until rank 0 says that it is over, 0; or another process has gone, 1, which has said why. Signals are rank 0's: those of a
     terminal and of torchrun come to all."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     learner: FsdpLearner | None = None
     heart = Heart(ranks.line, ranks.rank)
     try:

@@ -32,13 +32,12 @@ from policygrad.learners.fsdp.supported import check_model, check_ranks
 from policygrad.learners.local.checks import check_widths
 from policygrad.models.adapters import untouched
 from policygrad.models.routing import Routing
+from policygrad.signals import AGAIN, SIGNALS
 from policygrad.weight_sync.base import Published
 
 T = TypeVar("T")
 AGREED = (PolicygradError, KeyError)
 """What is raised in all processes alike, from what all of them know: they go on listening."""
-AGAIN = 0.5
-"""Seconds in which signals are one: a terminal's and torchrun's come together."""
 
 
 class RankedLearner:
@@ -116,6 +115,11 @@ class RankedLearner:
     def version(self) -> int:
         """How many updates made the weights."""
         return self._learner.version
+
+    @property
+    def not_finite(self) -> str:
+        """As `LocalLearner.not_finite`."""
+        return self._learner.not_finite
 
     @property
     def lr(self) -> float | None:
@@ -250,8 +254,7 @@ def not_in_its_midst() -> Iterator[None]:
             raise KeyboardInterrupt
         came.append((number, time.monotonic()))
 
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {n: handler for n in numbers if callable(handler := signal.getsignal(n))}
+    before = {n: handler for n in SIGNALS if callable(handler := signal.getsignal(n))}
     try:
         for number in before:
             signal.signal(number, hold)

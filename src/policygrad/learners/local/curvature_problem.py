@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.learners.local.curvature import Curvature
+from policygrad.learners.local.optimizer import first_bad
 from policygrad.learners.local.problem import LocalAdaptiveProblem
 
 
@@ -26,9 +28,12 @@ class LocalProblem(LocalAdaptiveProblem):
         return self._of(groups[order[: max(1, round(share * len(groups)))]])
 
     def gradient(self) -> tuple[Tensor, Metrics]:
-        """[P] of the surrogate objective; 0 while the policy stands still."""
+        """[P] of the surrogate objective; 0 while the policy stands still. Where it is not finite, the optimiser says."""
         metrics: Metrics = {"value_pretraining": Mean(1.0)} if self.pretraining else self.policy()
-        gradient = self.networks.optimizer.take_gradient()
+        optimizer = self.networks.optimizer
+        gradient = optimizer.take_gradient()
+        finite = math.isfinite(float(self.inner(gradient, gradient)))
+        optimizer.not_finite = "" if finite else first_bad(optimizer.split(gradient), optimizer.masters)
         return gradient if self.pretraining else -gradient, metrics
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:

@@ -145,6 +145,11 @@ class LocalLearner:
         return self.optimizer.taken
 
     @property
+    def not_finite(self) -> str:
+        """Where the gradient of the last constrained step was not finite, in words; "" = nowhere."""
+        return self.optimizer.not_finite
+
+    @property
     def lr(self) -> float | None:
         """The policy's peak learning rate, which the schedule multiplies; None where the step has no use for one. May be set
         between updates: the critic keeps its own, and a checkpoint holds neither.

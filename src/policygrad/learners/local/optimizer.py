@@ -25,6 +25,7 @@ class Optimizer:
         self.config, self.lr, self.total = config, lr, total
         self.taken = 0  # steps and moves: the version of the weights
         self.whole = True  # not in the midst of a step
+        self.not_finite = ""  # where the last gradient of a trust region was not, in words
         every_token_counts(model)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
@@ -64,7 +65,7 @@ class Optimizer:
         total = full(nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None]))
         norm = float(total)
         if not math.isfinite(norm):
-            where = self._first_bad()
+            where = first_bad({n: m.grad for n, m in self.masters.items() if m.grad is not None}, self.masters)
             self.adam.zero_grad(set_to_none=True)
             raise NumericsError(
                 f"the gradient's norm is {norm} at update {self.taken + 1}{where}: the weights were left as they were. "
@@ -79,15 +80,6 @@ class Optimizer:
         self.show()
         self.whole = True
         return norm, rate
-
-    def _first_bad(self) -> str:
-        """In words, the first parameter, in the model's order, whose gradient is not finite."""
-        for name, master in self.masters.items():
-            if master.grad is not None and not bool((grad := full(master.grad)).isfinite().all()):
-                bad, weights = int((~grad.isfinite()).sum()), bool(full(master).isfinite().all())
-                own = "" if weights else "; the weight itself is not finite"
-                return f", first in {name} ({bad} of {master.numel()} numbers are not finite{own})"
-        return ", though every number in it is finite: their squares are not"
 
     def split(self, v: Tensor) -> dict[str, Tensor]:
         """The share of every parameter in θ as one vector [P], the masters one after another: by name and in its shape. Of masters
@@ -161,6 +153,16 @@ class Optimizer:
                 on_host = moment == "step"  # AdamW keeps its counter on the CPU
                 self.adam.state[master][moment] = tensor.clone() if on_host else tensor.to(master.device, copy=True)
         self.taken = values["taken"]
+
+
+def first_bad(gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
+    """In words, the first parameter, in the gradients' order, whose gradient is not finite; and whether the weight itself is."""
+    for name, gradient in gradients.items():
+        if not bool((whole := full(gradient)).isfinite().all()):
+            bad, finite = int((~whole.isfinite()).sum()), bool(full(weights[name]).isfinite().all())
+            own = "" if finite else "; the weight itself is not finite"
+            return f", first in {name} ({bad} of {whole.numel()} numbers are not finite{own})"
+    return ", though every number in it is finite: their squares are not"
 
 
 def _moments(name: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.models.lora import RATE
 from policygrad.trackers.services import check_services
 from policygrad.training.config.checks import check_seed
+from policygrad.training.config.guard import RowsGuard
 from policygrad.training.config.run import Checkpointing, optional
 
 LR_TINY, LR = 1e-3, 1e-5
@@ -61,6 +62,8 @@ class Supervised:
     """Precision, device, memory."""
     checkpoint: Checkpointing = field(default_factory=lambda: Checkpointing(every=100))
     """Checkpoints."""
+    guard: RowsGuard = field(default_factory=RowsGuard)
+    """Against divergence."""
     track: Annotated[tuple[str, ...], optional("NAME", "none")] = ()
     """Services that follow the run too: wandb, tensorboard, trackio, mlflow. Each is an extra."""
 
