@@ -35,6 +35,7 @@ from policygrad.models.trust import FLAG
 from policygrad.training.config.allowed import Allowed, from_words
 from policygrad.training.config.composed import composed
 from policygrad.training.config.parts import find_algorithm
+from policygrad.training.config.places import written_by_itself
 from policygrad.training.config.run import Draft, Options, Run, optional
 from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import dumps, load
@@ -210,7 +211,7 @@ def _base(name: str | None, args: Sequence[str]) -> Draft:
         run = load(check_resumable(Path(resumed), "train") / "run.toml", run, _allowed(args))
     if config is not None:
         run = load(config, run, _allowed(args))
-        if run.output is not None and Path(run.output).resolve() == Path(config).resolve().parent:
+        if written_by_itself(run, Path(config)):
             run = replace(run, output=None)  # a run's own run.toml: do it again, in a folder of its own
     return run if name is None else replace(run, algorithm=find_algorithm(name))
 
