@@ -119,9 +119,11 @@ def test_fine_tuning_and_reward_models_too(
     done(run_command, *words, "--output", "runs/pieces", "--stop-after", "2")
     monkeypatch.chdir(project.parent / "elsewhere")
     pieces = project / "runs" / "pieces"
-    done(run_command, kind, "--resume", pieces, "--map", "mine.py:kept", "--plain")  # named again: leave to import it
+    there = f"{project / 'mine.py'}:kept"
+    done(run_command, kind, "--resume", pieces, "--map", there, "--plain")  # named again: leave to import it
     assert same(weights(project / "runs" / "whole"), weights(pieces))
-    assert settings(project / "runs" / "whole", f"{kind}.toml") == settings(pieces, f"{kind}.toml")
+    whole = settings(project / "runs" / "whole", f"{kind}.toml")
+    assert settings(pieces, f"{kind}.toml") == whole | {"map": there}
 
 
 def test_what_is_nowhere_any_more_is_said_with_the_option_that_says_where(

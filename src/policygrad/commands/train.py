@@ -35,7 +35,7 @@ from policygrad.models.trust import FLAG
 from policygrad.training.config.allowed import Allowed, from_words
 from policygrad.training.config.composed import composed
 from policygrad.training.config.parts import find_algorithm
-from policygrad.training.config.places import written_by_itself
+from policygrad.training.config.places import located, written_by_itself
 from policygrad.training.config.run import Draft, Options, Run, optional
 from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import dumps, load
@@ -223,12 +223,13 @@ def _allowed(args: Sequence[str]) -> Allowed:
     return Allowed((*names, *from_words(args)), FLAG in args)
 
 
-def _check_resumable(before: Draft, run: Run, folder: str) -> None:
+def _check_resumable(before: Draft, run: Draft, folder: str) -> None:
     """Refuses flags that a resumed run would ignore: its weights are the checkpoint's, its folder is where it is.
 
     Raises:
         ConfigError: with the way to start a new run from the model.
     """
+    before, run = located(before), located(run)
     for name in ("model", "output"):
         if getattr(before, name) != getattr(run, name):
             raise ConfigError(
