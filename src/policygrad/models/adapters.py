@@ -16,7 +16,6 @@ from policygrad.errors import ConfigError, ModelError
 from policygrad.models.lora import ALPHA, RANK, TARGETS, Lora
 
 WEIGHTS = "adapter_model.safetensors"
-_EXTRA = "policygrad[lora]"
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:
@@ -38,10 +37,10 @@ def words(model: nn.Module) -> str:
     return f"{'; '.join(said)}: {trained:,} parameters train".lstrip(": ") if said else ""
 
 
-def need_peft(what: str) -> None:
-    """Raises ConfigError where PEFT is not installed."""
+def need_peft(what: str, extra: str = "lora") -> None:
+    """Raises ConfigError where PEFT is not installed. extra: which brings it."""
     if find_spec("peft") is None:
-        raise ConfigError(f"{what} needs peft, which is not installed: pip install '{_EXTRA}'")
+        raise ConfigError(f"{what} needs peft, which is not installed: pip install 'policygrad[{extra}]'")
 
 
 def adapt(model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, whole: tuple[str, ...] = ()) -> nn.Module:
