@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -85,8 +86,6 @@ def test_an_environment_sees_the_other_and_nothing_else(tmp_path: Path, monkeypa
 
 
 def test_a_case_has_its_files_and_its_server(tmp_path: Path) -> None:
-    import sys
-
     case = Case("judge", "", ("{root}", "a={url}/v1"), files={"in/good.md": "x"}, server="judge_stand_in.py")
     folder = prepared(case, tmp_path / "work")
     assert (folder / "in" / "good.md").read_text() == "x"
