@@ -16,7 +16,7 @@ from policygrad.commands.options import CommandOptions, printed_flags, without_l
 from policygrad.errors import ConfigError
 from policygrad.models.trust import FLAG
 from policygrad.training.config.allowed import Allowed, from_words
-from policygrad.training.config.places import located, written_by_itself
+from policygrad.training.config.places import changed, written_by_itself
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import dumps, load
 from policygrad.training.folder import check_resumable
@@ -90,9 +90,9 @@ def _parse(base: AnyConfig, args: list[str], words: tuple[str, ...]) -> tuple[An
 
 
 def _check_resumable(before: Supervised, config: Supervised, folder: str) -> None:
-    before, config = located(before), located(config)
+    others = changed(before, config)
     for f in fields(before):
-        if f.name in _FIXED and getattr(before, f.name) != getattr(config, f.name):
+        if f.name in _FIXED and f.name in others:
             raise ConfigError(
                 f"--resume {folder} goes on with the run's own weights, rows and folder, so another "
                 f"--{f.name.replace('_', '-')} would not be what the run began with: leave it out, or train anew with "

@@ -35,7 +35,7 @@ from policygrad.models.trust import FLAG
 from policygrad.training.config.allowed import Allowed, from_words
 from policygrad.training.config.composed import composed
 from policygrad.training.config.parts import find_algorithm
-from policygrad.training.config.places import located, written_by_itself
+from policygrad.training.config.places import changed, written_by_itself
 from policygrad.training.config.run import Draft, Options, Run, optional
 from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import dumps, load
@@ -229,15 +229,15 @@ def _check_resumable(before: Draft, run: Draft, folder: str) -> None:
     Raises:
         ConfigError: with the way to start a new run from the model.
     """
-    before, run = located(before), located(run)
+    others = changed(before, run)
     for name in ("model", "output"):
-        if getattr(before, name) != getattr(run, name):
+        if name in others:
             raise ConfigError(
                 f"--resume {folder} goes on with the run's own weights in its own folder, so --{name} would mean nothing: "
                 f"leave it out, or train anew with --config {folder}/run.toml --model {folder}/model --output DIR"
             )
     for name in ("tokenizer", "task", "map", "skip_bad_rows", "decontaminate", "held_out", "reward", "environment"):
-        if getattr(before, name) != getattr(run, name):
+        if name in others:
             flag = _NAMES.get(name, name.replace("_", "-"))
             raise ConfigError(
                 f"--resume {folder} with another --{flag} would compare before and after on different things: leave it out, or "

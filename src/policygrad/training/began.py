@@ -39,8 +39,9 @@ def began(config: Any, device: str, code: Mapping[str, str] | None = None) -> di
     """By kind: files and code by their sha256, settings, versions. code: modules of one's own, loaded by now, and files, by the
     names that the run has for them."""
     data = {name: getattr(config, name, None) for name in ("task", "held_out")}
+    directory = config.directory
     return {
-        "files": {name: sha for name, path in data.items() if (sha := digest(path))},
+        "files": {name: sha for name, path in data.items() if (sha := digest(path, directory))},
         "code": {name: sha for name, place in (code or {}).items() if (sha := _sha(_source(place)))},
         "settings": {name: value for name in SETTINGS if (value := _option(config, name)) is not None},
         "versions": {**{name: found for name in PACKAGES if (found := _version(name))}, "device": device},

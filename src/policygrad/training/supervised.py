@@ -237,4 +237,4 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
 def _digest(config: Supervised) -> list[str | None]:
     """sha256 of the data, so that a resumed run sees the same rows in the same order."""
     files = [config.data] + ([config.held_out] if config.held_out else [])
-    return [digest(file) for file in files]
+    return [digest(file, config.directory) for file in files]

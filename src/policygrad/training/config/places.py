@@ -90,6 +90,16 @@ def located(config: C) -> C:
     return replace(config, **changes)
 
 
+def changed(before: C, now: C) -> set[str]:
+    """Options that are another: neither typed alike, whatever the directory is now, nor the same files."""
+    found, there, here = set[str](), located(before), located(now)
+    for f in fields(before):
+        pairs = ((before, now), (there, here))
+        if f.name != "algorithm" and all(getattr(a, f.name) != getattr(b, f.name) for a, b in pairs):
+            found.add(f.name)
+    return found
+
+
 def rewards_of(config: C) -> tuple[Any, ...]:
     """The rewards that are asked for: as they are named, or, of a directory, what they name there under the same name."""
     if config.directory is None:
@@ -152,8 +162,8 @@ def _there(name: str, directory: Path) -> str:
     if not name or name.startswith("~"):
         return name
     try:
-        path = directory / name
-        return str(path) if path.exists() else name
+        path = os.path.join(directory, name)  # as it is typed: names of parts of a mix are told apart by it
+        return path if Path(path).exists() else name
     except (OSError, ValueError):  # too long for a file name, or a NUL in it
         return name
 
