@@ -178,12 +178,16 @@ def main() -> int:
     known = [name for name in extras if name != "dev"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=known, help="these; the others' results stay")
+    parser.add_argument("--go-on", action="store_true", help="take the environment of policygrad that is there")
     parser.add_argument("--folder", type=Path, default=ROOT / ".extras", help="of the environments (.extras)")
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
-    base, found[BASE] = bare(folder)
+    if args.go_on and BASE in found:
+        base = Environment(folder / BASE, there=True)
+    else:
+        base, found[BASE] = bare(folder)
     every, few = constraints(folder)
     wrong = []
     for extra in args.only or known:

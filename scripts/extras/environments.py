@@ -22,16 +22,19 @@ _LISTED = (
 
 
 class Environment:
-    """A virtual environment with a Python of its own, made anew."""
+    """A virtual environment with a Python of its own."""
 
-    def __init__(self, folder: Path, sees: Environment | None = None) -> None:
-        """sees: another one, whose packages it has too, behind its own."""
-        shutil.rmtree(folder, ignore_errors=True)
-        venv.create(folder, with_pip=True, symlinks=os.name != "nt")
+    def __init__(self, folder: Path, sees: Environment | None = None, *, there: bool = False) -> None:
+        """sees: another one, whose packages it has too, behind its own. there: it is as it was left; otherwise it is made anew."""
+        if not there:
+            shutil.rmtree(folder, ignore_errors=True)
+            venv.create(folder, with_pip=True, symlinks=os.name != "nt")
         self.python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
         told = self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).stdout
         self.packages = Path(told.strip())
         if sees is not None:
+            for path in self.packages.glob("setuptools*"):  # that of the other is torch's choice
+                shutil.rmtree(path)
             (self.packages / "seen.pth").write_text(f"{sees.packages}\n", encoding="utf-8")
         self.empty = size(self.packages)
 

@@ -54,13 +54,14 @@ def test_the_table() -> None:
     assert (
         "| `data` | `a`; `b` | peft 1 | 12 | 4 | policygrad brings it along | works, **not as it should be** |" in text
     )
+    assert "Not tried by it yet: `math`, `qlora`, `control`," in text
     assert "1,500 MiB and 60 s to install, on Python 3.11 (policygrad 0.1.0)" in text
     assert "Not tried yet" in extras_block({})
 
 
 def test_what_is_committed_is_as_it_should_be() -> None:
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    assert set(found) - {"policygrad"} == set(EXTRAS) - {"dev"}
+    assert set(found) - {"policygrad"} <= set(EXTRAS) - {"dev"}
     for name, row in found.items():
         if name != "policygrad":
             assert set(row["without"]) <= {"named", "policygrad brings it along"}, name
