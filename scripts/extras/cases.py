@@ -177,13 +177,13 @@ CASES = (
         leaves=("judged/judged.sqlite",),
     ),
     Case(
-        "llama_cpp",
+        "llama-cpp",
         "`train --sampler.engine llama_cpp`, its own server",
         (*TRAIN, "--sampler.engine", "llama_cpp"),
-        leaves=("run/weights",),
+        leaves=("run/model/config.json",),
     ),
     Case(
-        "llama_cpp",
+        "llama-cpp",
         "`export --format gguf`",
         ("-m", "policygrad", "export", "tiny", "--format", "gguf", "--output", "model.gguf"),
         leaves=("model.gguf",),

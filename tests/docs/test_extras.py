@@ -27,7 +27,7 @@ def test_every_extra_is_tried() -> None:
 def test_what_an_extra_asks_for_is_read_through_other_extras() -> None:
     extras, pinned = project()
     assert packages_of("qlora", extras) == ["peft", "bitsandbytes"]
-    assert packages_of("llama_cpp", extras) == ["httpx", "gguf", "xllamacpp"]
+    assert packages_of("llama-cpp", extras) == ["httpx", "gguf", "xllamacpp"]
     assert "lora" in pinned
     assert not {"qlora", "trackio", "verifiers", "textarena", "dev"} & pinned
 
@@ -35,7 +35,7 @@ def test_what_an_extra_asks_for_is_read_through_other_extras() -> None:
 def test_every_refusal_stands_in_the_code() -> None:
     """With the name of the extra, or with the word that stands for it where one message is for several."""
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
-    said = set(re.findall(r"pip install\s*\"?\s*\"?'policygrad\[(\w+|\{\w+\})\]'", source))
+    said = set(re.findall(r"pip install\s*\"?\s*\"?'policygrad\[([\w-]+|\{\w+\})\]'", source))
     by_name = {"wandb", "tensorboard", "trackio", "mlflow", "lora", "qlora"}  # {name}, {extra}
     assert {case.extra for case in CASES} - {"docs"} <= said | by_name
     assert {"{name}", "{extra}"} <= said
