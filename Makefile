@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test test-environments test-long test-vllm lint format fast control base-model constraints clean help
+.PHONY: bench docs site lab train test test-environments test-extras test-long test-vllm lint format fast control base-model constraints clean help
 help:
-	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | lint | format | docs | site | lab | control | bench | base-model | clean"
+	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | clean"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +45,10 @@ test-environments: $(OTHERS)/openenv/.installed $(OTHERS)/textarena/.installed $
 	for name in openenv textarena verifiers; do \
 		$(OTHERS)/$$name/bin/python -m pytest -m environments tests/environments/test_real_$$name.py $(ARGS) || exit 1; done
 
+# Every extra alone: some gigabytes come and go in .extras; ARGS='--only lora' for one.
+test-extras: $(STAMP)
+	$(BIN)/python scripts/check_extras.py $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,4 +86,4 @@ constraints: $(STAMP)
 	@(head -2 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable) > .constraints.new && mv .constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) $(OTHERS) build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OTHERS) .extras build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -24,6 +24,7 @@ NAV = {
         "engines",
         "many-processes",
         "planning",
+        "extras",
         "evaluation",
         "compare",
         "report",

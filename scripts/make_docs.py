@@ -1,7 +1,7 @@
 """Writes the generated pages: the matrix in README, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md,
 docs/measured.*, docs/reliability.md, docs/staleness.md, of docs/architecture.md the picture, the layers and the tree, of
-docs/engines.md the tables, of docs/coming-from-*.md the options, of docs/primer.md what the lab has found, of docs/planning.md
-predictions against measurements, and docs/real-model.md's results.
+docs/engines.md and docs/extras.md the tables, of docs/coming-from-*.md the options, of docs/primer.md what the lab has found, of
+docs/planning.md predictions against measurements, and docs/real-model.md's results.
 
 python scripts/make_docs.py              writes them
 python scripts/make_docs.py --check      only says which are out of date
@@ -23,6 +23,7 @@ from pages.curves import curves
 from pages.engine_faults import faults_block
 from pages.engines import engines_block
 from pages.environments import learned_block
+from pages.extras import extras_block
 from pages.gate import gate_figure, owners
 from pages.index import by_family, index_page
 from pages.lab_numbers import quoted
@@ -75,6 +76,7 @@ def generated() -> dict[Path, str]:
         DOCS / "primer.md": filled(DOCS / "primer.md", **{name: quoted(name, "primer") for name in FIGURES}),
         DOCS / "engines.md": filled(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
         DOCS / "environments.md": filled(DOCS / "environments.md", learned=learned_block()),
+        DOCS / "extras.md": filled(DOCS / "extras.md", extras=extras_block()),
         DOCS / "tables.md": tables_page(),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),

@@ -59,7 +59,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
 
 def test_planning_a_comparison_loads_no_model_code() -> None:
     """A run's own dry run does: it counts on the architecture what the run would take."""
-    plan = ("compare", "grpo", "dapo", "--budget-tokens", "1000", "--dry-run")
+    plan = ("compare", "grpo", "dapo", "--tokens", "1000", "--dry-run")
     assert not {"transformers", "safetensors", "reasoning_gym"} & imported(*plan)
 
 

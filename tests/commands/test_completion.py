@@ -39,7 +39,8 @@ def test_completion() -> None:
     assert complete("train", "dapo", "--algorithm.critic", "n") == complete("train", "--algorithm.psi", "n") == ["none"]
     assert complete("train", "vineppo", "--task", "embedded_") == ["embedded_steps"]
     assert complete("train", "grpo_process", "--reward", "w") == ["worked_steps"]
-    assert complete("train", "--config", "") == []  # the shell's own: files
+    assert complete("train", "--config", "") == complete("train", "--directory", "") == []  # the shell's own: files
+    assert "--threshold" in complete("eval", "--json", "--th")  # which is a switch everywhere
     assert "--threshold" in complete("eval", "--th")
     assert complete("lab", "--experiment", "z_") == ["z_score"]
     assert complete("lab", "con") == ["control"]

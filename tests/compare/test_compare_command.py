@@ -123,7 +123,7 @@ def test_an_algorithm_of_ones_own_parts() -> None:
         (("grpo", "--resume", "x"), "--resume goes on with what plan.json"),
         (("--resume", "x", "--seeds", "3", "--no-overrides"), "--seeds and --no-overrides would change it"),
         (("--resume", "nowhere"), "holds no comparison"),
-        (("grpo", "--json", "nowhere/x.json"), "there is no folder nowhere"),
+        (("grpo", "fixed=rloo --tokens 5"), "--tokens of compare"),
     ],
 )
 def test_refusals(run_command: Any, args: tuple[str, ...], reason: str) -> None:
@@ -176,10 +176,10 @@ def test_a_comparison_for_real(
     common = ["--", "--model", str(random_model), "--task", task, "--reward", f"{tmp_path / 'mine.py'}:digits"]
     common += ["--prompts-per-step", "4", "--max-tokens", "6", "--evaluation.problems", "3", "--evaluation.every", "1"]
     args = ["dr_grpo", "fixed=rloo --lr 1e-3", "--seeds", "2", "--lr-grid", "3e-3"]
-    args += ["--budget-tokens", "300", "--jobs", "2", "--threads", "1", "--output", "c", "--json", "c.json"]
+    args += ["--tokens", "300", "--jobs", "2", "--threads", "1", "--output", "c"]
     code, out, err = run_command("compare", *args, *common)
     assert code == 0, err
-    told = json.loads(Path("c.json").read_text())
+    told = json.loads((Path("c") / "comparison.json").read_text())
     assert [len(row["runs"]) for row in told["rows"]] == [2, 2]
     assert told["rows"][0]["value"] == 3e-3
     assert told["rows"][1]["knob"] == ""
@@ -193,7 +193,7 @@ def test_a_comparison_for_real(
     assert read(Path("c")).seeds == (0, 1)
     assert not list(Path("c").rglob("checkpoints"))
     before = {path: path.stat().st_mtime_ns for path in Path("c").rglob("metrics.jsonl")}
-    code, again, err = run_command("compare", "--resume", "c", "--json", "-")
+    code, again, err = run_command("compare", "--resume", "c", "--json")
     assert code == 0, err
     assert "0 of 4 runs to do" in err
     assert json.loads(again)["rows"] == told["rows"]

@@ -250,7 +250,7 @@ def test_what_cannot_be_adapted_is_refused(random_model: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match="the model is an object"):
         load_model(load_model(str(random_model)), lora=Lora(bits=4))
     monkeypatch.setattr(four_bits, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"bits=4 needs bitsandbytes.*pip install bitsandbytes"):
+    with pytest.raises(ConfigError, match=r"bits=4 needs bitsandbytes.*pip install 'policygrad\[qlora\]'"):
         load_model(str(random_model), lora=Lora(bits=4))
     monkeypatch.setattr(adapters, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs peft.*pip install 'policygrad\[lora\]'"):

@@ -18,7 +18,7 @@ from policygrad.commands import STOPPED
 from policygrad.commands import describe as words
 from policygrad.commands.compare_rows import rows_of
 from policygrad.commands.describe import paragraphs
-from policygrad.commands.options import writable, write
+from policygrad.commands.options import write
 from policygrad.compare.counts import counted
 from policygrad.compare.ladders import LADDERS
 from policygrad.compare.plan import TUNING, Plan, next_folder, open_folder, read
@@ -39,7 +39,7 @@ HELP = (
 )
 
 
-PLANNED = ("budget_tokens", "seeds", "lr_grid", "delta_grid", "tuning_seeds", "options", "no_overrides")
+PLANNED = ("tokens", "seeds", "lr_grid", "delta_grid", "tuning_seeds", "options", "no_overrides")
 """Options that the plan holds: what is run."""
 
 
@@ -53,7 +53,7 @@ class CompareOptions:
     """What is compared."""
     ladder: Annotated[str | None, optional("|".join(LADDERS), "none")] = None
     """A method taken apart: its parts as rows, added one at a time in its paper's order, on a task where they matter."""
-    budget_tokens: int = TOKENS
+    tokens: Annotated[int, tyro.conf.arg(aliases=["--budget-tokens"])] = TOKENS
     """Sampled tokens of every run."""
     seeds: int = 5
     """How many are reported, from 0."""
@@ -77,13 +77,13 @@ class CompareOptions:
     """The comparison's folder; one that holds the same comparison is gone on with."""
     resume: Annotated[str | None, optional("DIR", "none")] = None
     """Go on with the comparison in this folder; runs that failed are tried again."""
-    json: Annotated[Path | None, optional("FILE", "a table in the terminal")] = None
-    """Also write the report there; - is standard output, in place of the table."""
+    json: bool = False
+    """Print the report as one JSON object in place of the table; comparison.json in the folder holds it too."""
     dry_run: bool = False
     """Print every run's command; run nothing."""
 
     def __post_init__(self) -> None:
-        for name in ("budget_tokens", "seeds", "jobs", "tuning_seeds"):
+        for name in ("tokens", "seeds", "jobs", "tuning_seeds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         if self.threads is not None and self.threads < 1:
@@ -106,8 +106,6 @@ def compare(args: list[str]) -> int:
         description=paragraphs(*HELP),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    if options.json is not None and str(options.json) != "-":
-        writable(options.json, "--json")
     plan, folder = _planned(options, common, shlex.join(["policygrad", "compare", *args]))
     if options.dry_run:
         print(dry_run(plan))
@@ -191,10 +189,10 @@ def _planned(options: CompareOptions, common: Sequence[str], command: str) -> tu
             options.options,
             lr_grid=_grid(options.lr_grid, "--lr-grid"),
             delta_grid=_grid(options.delta_grid, "--delta-grid"),
-            tokens=options.budget_tokens,
+            tokens=options.tokens,
             overrides=not options.no_overrides,
         ),
-        tokens=options.budget_tokens,
+        tokens=options.tokens,
         seeds=tuple(range(options.seeds)),
         tuning_seeds=tuple(range(TUNING, TUNING + options.tuning_seeds)),
         command=command,
@@ -232,15 +230,13 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _show(found: Report, path: Path | None, text: str) -> None:
+def _show(found: Report, as_json: bool, text: str) -> None:
     """On standard output the table, or the JSON where it was asked for."""
     from policygrad.commands.compare_table import table
 
-    if str(path) == "-":
+    if as_json:
         print(text, end="")
         return
-    if path is not None:
-        write(path, text, "--json")
     words.emit(table(found, shutil.get_terminal_size((100, 24)).columns))
 
 

@@ -205,7 +205,7 @@ def _own(options: Sequence[str], labels: Sequence[str]) -> Mapping[str, tuple[st
 
 def _check(label: str, words: Sequence[str]) -> None:
     if taken := [option for option in OURS if option in names(words)]:
-        ways = {"--seed": "--seeds", "--tokens": "--budget-tokens", "--output": "--output of compare"}
+        ways = {"--seed": "--seeds", "--tokens": "--tokens of compare", "--output": "--output of compare"}
         raise ConfigError(
             f"the row {label} has {taken[0]}, which the comparison sets for every run: {ways.get(taken[0], 'leave it out')}"
         )

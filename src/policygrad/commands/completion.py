@@ -151,7 +151,7 @@ def script(shell: str) -> str:
     values = {f"--algorithm.{p}": [*(["none"] if p not in required else []), *part_names(p)] for p in places}
     values |= {
         "--algorithm": list(ALGORITHMS),
-        "--config|--resume|--output|--held-out|--data|--json": [],  # a file's or folder's name, which the shell knows
+        "--config|--resume|--output|--directory|--held-out|--data": [],  # a file's or folder's name, which the shell knows
         "--experiment": [*EXPERIMENTS, "none"],
         "--base": list(ALGORITHMS),
         "--ladder": list(LADDERS),

@@ -58,8 +58,8 @@ class LabOptions:
     """Which experiments; several are allowed."""
     seed: int = 0
     """Of the worlds and of what is sampled."""
-    json: Annotated[Path | None, optional("FILE", "a table in the terminal")] = None
-    """Write everything as one JSON object; - is standard output."""
+    json: bool = False
+    """Print one JSON object with everything in place of the table."""
     output: Annotated[Path | None, optional("FILE.html", "a table in the terminal")] = None
     """Write one page with interactive plots that needs no network."""
 
@@ -82,9 +82,8 @@ def lab(args: list[str]) -> int:
         return control(args[1:])
     args = gathered(args, "--algorithm", "--part", "--experiment")
     options = tyro.cli(LabOptions, args=args, prog="policygrad lab", config=(tyro.conf.FlagCreatePairsOff,))
-    for option, path in (("--json", None if str(options.json) == "-" else options.json), ("--output", options.output)):
-        if path is not None:
-            writable(path, option)
+    if options.output is not None:
+        writable(options.output, "--output")
     chosen = named(options.algorithm) if options.algorithm else _all(options.group_size)
     for spec in options.part:
         label, own = with_part(find_algorithm(options.base), spec)
@@ -96,11 +95,9 @@ def lab(args: list[str]) -> int:
     found = report(chosen, options.group_size, options.kl, options.seed, names)
     if options.output is not None:
         write(options.output, html(found, chosen), "--output")
-        print(options.output, file=sys.stderr if str(options.json) == "-" else sys.stdout)
-    if str(options.json) == "-":
+        print(options.output, file=sys.stderr if options.json else sys.stdout)
+    if options.json:
         print(json.dumps(found.to_dict(), ensure_ascii=False))
-    elif options.json is not None:
-        write(options.json, json.dumps(found.to_dict(), ensure_ascii=False) + "\n", "--json")
     elif options.output is None:
         words.emit(page(found, shutil.get_terminal_size((100, 24)).columns))
     return 0

@@ -16,6 +16,7 @@ from policygrad.commands.options import CommandOptions, printed_flags, without_l
 from policygrad.errors import ConfigError
 from policygrad.models.trust import FLAG
 from policygrad.training.config.allowed import Allowed, from_words
+from policygrad.training.config.places import changed, written_by_itself
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import dumps, load
 from policygrad.training.folder import check_resumable
@@ -40,7 +41,7 @@ def parse(kind: type[AnyConfig], args: list[str], words: tuple[str, ...]) -> tup
         base = load(check_resumable(Path(command.resume), kind.kind) / f"{kind.kind}.toml", base, allowed)
     if command.config is not None:
         base = load(command.config, base, allowed)
-        if base.output is not None and Path(base.output).resolve() == Path(command.config).resolve().parent:
+        if written_by_itself(base, Path(command.config)):
             base = replace(base, output=None)  # a run's own file: do it again, in a folder of its own
     config, command = _parse(base, without_leave(base, args), words)
     if command.resume is not None:
@@ -89,8 +90,9 @@ def _parse(base: AnyConfig, args: list[str], words: tuple[str, ...]) -> tuple[An
 
 
 def _check_resumable(before: Supervised, config: Supervised, folder: str) -> None:
+    others = changed(before, config)
     for f in fields(before):
-        if f.name in _FIXED and getattr(before, f.name) != getattr(config, f.name):
+        if f.name in _FIXED and f.name in others:
             raise ConfigError(
                 f"--resume {folder} goes on with the run's own weights, rows and folder, so another "
                 f"--{f.name.replace('_', '-')} would not be what the run began with: leave it out, or train anew with "

@@ -35,6 +35,7 @@ from policygrad.models.trust import FLAG
 from policygrad.training.config.allowed import Allowed, from_words
 from policygrad.training.config.composed import composed
 from policygrad.training.config.parts import find_algorithm
+from policygrad.training.config.places import changed, written_by_itself
 from policygrad.training.config.run import Draft, Options, Run, optional
 from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import dumps, load
@@ -210,7 +211,7 @@ def _base(name: str | None, args: Sequence[str]) -> Draft:
         run = load(check_resumable(Path(resumed), "train") / "run.toml", run, _allowed(args))
     if config is not None:
         run = load(config, run, _allowed(args))
-        if run.output is not None and Path(run.output).resolve() == Path(config).resolve().parent:
+        if written_by_itself(run, Path(config)):
             run = replace(run, output=None)  # a run's own run.toml: do it again, in a folder of its own
     return run if name is None else replace(run, algorithm=find_algorithm(name))
 
@@ -222,20 +223,21 @@ def _allowed(args: Sequence[str]) -> Allowed:
     return Allowed((*names, *from_words(args)), FLAG in args)
 
 
-def _check_resumable(before: Draft, run: Run, folder: str) -> None:
+def _check_resumable(before: Draft, run: Draft, folder: str) -> None:
     """Refuses flags that a resumed run would ignore: its weights are the checkpoint's, its folder is where it is.
 
     Raises:
         ConfigError: with the way to start a new run from the model.
     """
+    others = changed(before, run)
     for name in ("model", "output"):
-        if getattr(before, name) != getattr(run, name):
+        if name in others:
             raise ConfigError(
                 f"--resume {folder} goes on with the run's own weights in its own folder, so --{name} would mean nothing: "
                 f"leave it out, or train anew with --config {folder}/run.toml --model {folder}/model --output DIR"
             )
     for name in ("tokenizer", "task", "map", "skip_bad_rows", "decontaminate", "held_out", "reward", "environment"):
-        if getattr(before, name) != getattr(run, name):
+        if name in others:
             flag = _NAMES.get(name, name.replace("_", "-"))
             raise ConfigError(
                 f"--resume {folder} with another --{flag} would compare before and after on different things: leave it out, or "

@@ -18,7 +18,6 @@ from policygrad.models.lora import ALPHA, RANK, TARGETS, Lora
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Of names in an adapter's file, and in a model of PEFT's own."""
-_EXTRA = "policygrad[lora]"
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:
@@ -40,10 +39,10 @@ def words(model: nn.Module) -> str:
     return f"{'; '.join(said)}: {trained:,} parameters train".lstrip(": ") if said else ""
 
 
-def need_peft(what: str) -> None:
-    """Raises ConfigError where PEFT is not installed."""
+def need_peft(what: str, extra: str = "lora") -> None:
+    """Raises ConfigError where PEFT is not installed. extra: which brings it."""
     if find_spec("peft") is None:
-        raise ConfigError(f"{what} needs peft, which is not installed: pip install '{_EXTRA}'")
+        raise ConfigError(f"{what} needs peft, which is not installed: pip install 'policygrad[{extra}]'")
 
 
 def adapt(model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, whole: tuple[str, ...] = ()) -> nn.Module:

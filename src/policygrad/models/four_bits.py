@@ -21,11 +21,11 @@ def quantisation(lora: Lora | None, dtype: torch.dtype) -> dict[str, Any]:
     """
     if lora is None or lora.bits is None:
         return {}
-    need_peft("learner.lora")
+    need_peft("learner.lora bits=4", "qlora")
     if find_spec("bitsandbytes") is None:
         raise ConfigError(
-            "learner.lora bits=4 needs bitsandbytes, which is not installed: pip install bitsandbytes, or leave bits out for the "
-            "weights as they are"
+            "learner.lora bits=4 needs bitsandbytes, which is not installed: pip install 'policygrad[qlora]', or leave bits out "
+            "for the weights as they are"
         )
     from transformers import BitsAndBytesConfig
 

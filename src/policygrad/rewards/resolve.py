@@ -69,7 +69,7 @@ def resolve(name: "str | Reward | RewardFunction") -> Reward:
         return _reward(getattr(name, "__name__", type(name).__name__), name, 1.0)
     if not isinstance(name, str):
         raise ConfigError(f"a reward is a name or a function, got {type(name).__name__}")
-    spec = parse(name, _known)
+    spec = parse(name, known)
     if spec.plain:
         return _reward(spec.name, _function(spec.name), spec.weight)
     inner, *gates = (_reward(part, _function(part), 1.0) for part in spec.names)
@@ -79,12 +79,12 @@ def resolve(name: "str | Reward | RewardFunction") -> Reward:
 def codes_of(name: str) -> tuple[str, ...]:
     """The modules and files that a reward's name would import, and the servers elsewhere that it would show texts to; none where
     all is policygrad's own. Imports nothing."""
-    return tuple(code for part in parse(name, _known).names if (code := _code_of(part)))
+    return tuple(code for part in parse(name, known).names if (code := _code_of(part)))
 
 
 def rubrics_of(name: str) -> tuple[str, ...]:
     """The files that say to judges what is good."""
-    judges = (part.removeprefix("judge:") for part in parse(name, _known).names if part.startswith("judge:"))
+    judges = (part.removeprefix("judge:") for part in parse(name, known).names if part.startswith("judge:"))
     return tuple(rest.partition(",")[0].strip().removeprefix("rubric=") for rest in judges)
 
 
@@ -103,8 +103,8 @@ def _code_of(name: str) -> str | None:
     return name.rpartition(".")[0] if _DOTTED.fullmatch(name) else None
 
 
-def _known(text: str) -> bool:
-    """Whether a text may be the name of a reward."""
+def known(text: str) -> bool:
+    """Whether a text may be the name of a reward; nothing is imported for that."""
     prefix, colon, _ = text.partition(":")
     return text in _BUILTIN or bool(colon and prefix in _PRESETS) or _code_of(text) is not None
 

@@ -22,7 +22,7 @@ class LlamaProcess:
         if find_spec("xllamacpp") is None:
             raise EngineError(
                 "without --sampler.urls a llama.cpp server is started here, which the package xllamacpp brings along: pip install "
-                "'policygrad[llama_cpp]'"
+                "'policygrad[llama-cpp]'"
             )
         self.folder, self.port = folder, _free_port()
         numbers = {

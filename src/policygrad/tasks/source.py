@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -131,13 +132,14 @@ class Table:
         return self.columns.rows(start, min(start + self.BLOCK, len(self)))
 
 
-def digest(name: object) -> str | None:
+def digest(name: object, within: str | None = None) -> str | None:
     """What tells whether data has changed: of a file or a folder its bytes', of a data set of the hub its fingerprint, of a mix
-    those of its parts; None of what is none of these."""
+    those of its parts with their names; None of what is none of these. within: a folder from which on parts are called."""
     if not isinstance(name, str):
         return None
     if parts := mixture(name):
-        said = "".join(f"{weight}\0{part}\0{digest(part)}\n" for weight, part in parts)
+        above = os.path.join(Path(within).resolve(), "") if within is not None else ""
+        said = "".join(f"{weight}\0{part.removeprefix(above)}\0{digest(part)}\n" for weight, part in parts)
         return hashlib.sha256(said.encode()).hexdigest()
     if name.startswith(HUB):
         from policygrad.tasks.hub import fingerprint

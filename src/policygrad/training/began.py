@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,14 @@ SETTINGS = (
 Began = Mapping[str, Mapping[str, Any]]
 
 
-def began(config: Any, device: str, code: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """By kind: files and code by their sha256, settings, versions. code: modules of one's own, loaded by now, and files."""
+def began(config: Any, device: str, code: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    """By kind: files and code by their sha256, settings, versions. code: modules of one's own, loaded by now, and files, by the
+    names that the run has for them."""
     data = {name: getattr(config, name, None) for name in ("task", "held_out")}
+    directory = config.directory
     return {
-        "files": {name: sha for name, path in data.items() if (sha := digest(path))},
-        "code": {name: sha for name in code if (sha := _sha(_source(name)))},
+        "files": {name: sha for name, path in data.items() if (sha := digest(path, directory))},
+        "code": {name: sha for name, place in (code or {}).items() if (sha := _sha(_source(place)))},
         "settings": {name: value for name in SETTINGS if (value := _option(config, name)) is not None},
         "versions": {**{name: found for name in PACKAGES if (found := _version(name))}, "device": device},
     }

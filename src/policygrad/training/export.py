@@ -24,6 +24,7 @@ from policygrad.models.precision import DTYPES
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.models.trust import FLAG
 from policygrad.training.card import CARD, card, of_whole
+from policygrad.training.config.places import options_in, read_from
 from policygrad.training.config.run import OBJECT
 from policygrad.training.folder import check_resumable
 from policygrad.weight_sync.gguf_file import FILE as GGUF
@@ -87,7 +88,8 @@ def export_stopped(
     kind = "sft" if (run / "sft.toml").is_file() else "train"
     file = check_resumable(run, kind) / ("run.toml" if kind == "train" else "sft.toml")
     settings = tomllib.loads(file.read_text(encoding="utf-8"))
-    name, tokens, learner = settings["model"], settings.get("tokenizer"), settings["learner"]
+    there = options_in(read_from(settings, file))
+    name, tokens, learner = there["model"], there.get("tokenizer"), settings["learner"]
     if any(str(given).startswith(OBJECT) for given in (name, tokens)):
         raise RunError(
             f"{run} was begun from Python with a model or tokenizer in memory: finish it there, pg.train(run, resume=folder)"

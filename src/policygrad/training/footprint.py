@@ -27,6 +27,7 @@ from policygrad.planning.memory import static
 from policygrad.rewards.memory import resident, words
 from policygrad.tasks import load_task
 from policygrad.training.asks import asks
+from policygrad.training.config.places import located
 from policygrad.training.config.run import Run
 from policygrad.training.reading import row_reading
 from policygrad.training.resources import pick_device, policy_tokenizer
@@ -66,7 +67,7 @@ def footprint(run: Run) -> Footprint:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    device = pick_device(run.learner.device)
+    run, device = located(run), pick_device(run.learner.device)
     if run.learner.ranks > 1:
         raise PolicygradError("learner.ranks spreads it over several processes, and it is counted for one only")
     if not isinstance(run.model, str):

@@ -28,6 +28,7 @@ from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers, defaul
 from policygrad.trackers.services import services
 from policygrad.training.callbacks import Callback
 from policygrad.training.card import card
+from policygrad.training.config.places import check_there, written_to
 from policygrad.training.config.toml import dumps
 from policygrad.training.folder import RunFolder, new_folder, resumed_folder, sealed
 from policygrad.training.result import Followers as Followers
@@ -175,11 +176,12 @@ class Lifecycle(ABC, Generic[C, P, M]):
             self.folder = held.path
             self.config = replace(self.config, output=str(self.folder))
             if not (self.folder / self.file).exists():  # first of all, so that what is killed now can be resumed
-                write_atomically(self.folder / self.file, sealed(dumps(self.config)))
+                self._write_configuration()
             stack.push(lambda *error: self.trackers.__exit__(*error))
             self.trackers.phase("loading the model")
             torch.manual_seed(self.config.seed)  # what a model or a reward may draw; completions have keys of their own
             try:
+                check_there(self.config)
                 with self.stopping.breakable():
                     self.build(stack)
             except Stop:
@@ -204,6 +206,9 @@ class Lifecycle(ABC, Generic[C, P, M]):
     def name(self) -> str:
         """What a new folder is called after."""
         return self.kind
+
+    def _write_configuration(self) -> None:
+        write_atomically(self.folder / self.file, sealed(dumps(written_to(self.config, self.folder))))
 
     def _open(self) -> None:
         """What is written, and what stops it."""
@@ -232,7 +237,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
                 f"away, or let it be {self.progress.step} or more; an earlier end is a new run"
             )
         self.files.truncate_after(self.progress.step if saved else -1)
-        write_atomically(self.folder / self.file, sealed(dumps(self.config)))
+        self._write_configuration()
         self.told = self.info(self.progress)
         self.trackers.start(self.told)
         if self.measures and not self.measured:

@@ -29,6 +29,7 @@ from policygrad.samplers.base import Closing, Sampler
 from policygrad.samplers.local import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.types import Task
+from policygrad.training.config.places import located, rewards_of
 from policygrad.training.config.run import Run
 from policygrad.training.engines import FOLDER, engine_of
 from policygrad.training.environment import chosen_environment
@@ -316,12 +317,13 @@ def needed_for(
     phase: Phase = nobody,
 ) -> Needed:
     """What a run is to load."""
+    rewards, run = rewards_of(run), located(run)
     return Needed(
         run.model,
         run.task,
         run.sampling.max_tokens,
         tokenizer=run.tokenizer,
-        reward=run.reward,
+        reward=rewards,
         needs=run.algorithm.declared,
         reads_reward=run.algorithm.reads_reward,
         step_end=run.step_end,

@@ -23,6 +23,7 @@ from policygrad.tasks.source import digest
 from policygrad.trackers import RunInfo
 from policygrad.training.began import began, noticed
 from policygrad.training.config.allowed import named
+from policygrad.training.config.places import located
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import load
 from policygrad.training.facts import described
@@ -118,7 +119,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         self._guarding = Guarding(config.guard, lambda text, kind: self.trackers.note(text))
 
     def build(self, stack: ExitStack) -> None:
-        config = self.config
+        config = located(self.config)
         assert config.lr is not None  # `resolved` has filled it in
         self.objective = self._objective(config)
         self.model, self.tokenizer = self.objective.model, self.objective.tokenizer
@@ -128,7 +129,8 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         self.optimizer = Optimizer(self.model, config.optimizer, config.lr, len(self.plan))
         self.digest = _digest(config)
         device = next(self.model.parameters()).device.type
-        self.began = began(replace(config, held_out=None), device, named({"map": config.map}))
+        code = zip(named({"map": self.config.map}), named({"map": config.map}), strict=True)
+        self.began = began(replace(config, held_out=None), device, dict(code))
 
     @property
     def version(self) -> int:
@@ -195,7 +197,14 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         }
         title = f"policygrad · {config.kind} on {config.data}"
         first = progress.step + 1
-        return RunInfo(title, facts, self.steps, first_step=first, config=asdict(config), folder=self.folder)
+        return RunInfo(
+            title,
+            facts,
+            self.steps,
+            first_step=first,
+            config=asdict(replace(config, directory=None)),
+            folder=self.folder,
+        )
 
     def run(self, progress: RowsDone) -> RowsDone:
         going = True
@@ -248,4 +257,4 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
 def _digest(config: Supervised) -> list[str | None]:
     """sha256 of the data, so that a resumed run sees the same rows in the same order."""
     files = [config.data] + ([config.held_out] if config.held_out else [])
-    return [digest(file) for file in files]
+    return [digest(file, config.directory) for file in files]

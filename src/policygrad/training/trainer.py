@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -28,6 +28,7 @@ from policygrad.training.began import began, noticed
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.allowed import Allowed, named, not_allowed
 from policygrad.training.config.composed import Composed, composed
+from policygrad.training.config.places import located
 from policygrad.training.config.run import Run
 from policygrad.training.config.schedules import idle
 from policygrad.training.config.toml import algorithm_to_dict, load
@@ -147,7 +148,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
         )
         self.model, self.tokenizer = found.model, found.tokenizer
         stack.enter_context(few_threads(found.model))
-        self.learner = learner_of(self._learner, found.model, run)
+        there = located(run)
+        self.learner = learner_of(self._learner, found.model, there)
         if isinstance(self.learner, Closing):
             stack.callback(self.learner.close)
         if run.learner.ranks > 1:  # torch.distributed takes a while to import
@@ -155,8 +157,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
             from policygrad.training.shares import shares_of
 
             self.resources, self._shares = drawn_by_all(found, self.learner), shares_of(self.learner)
-        rubrics = (file for name in run.reward if isinstance(name, str) for file in rubrics_of(name))
-        self._began = began(run, next(found.model.parameters()).device.type, (*named(self._own), *rubrics))
+        code = dict(zip(_code(run), _code(there), strict=True))
+        self._began = began(there, next(found.model.parameters()).device.type, code)
         check_rate(self.learner, run.guard)
         measured = run.evaluation.problems if found.scored else 0
         self.held_out = HeldOut(run, found.task.held_out(measured) if measured else ())
@@ -273,7 +275,10 @@ class Trainer(Lifecycle[Run, Progress, float]):
             history=self.files.history("reward"),
             tokens=run.tokens,
             sampled=progress.tokens,
-            config={**asdict(run.without_objects()), "algorithm": algorithm_to_dict(run.algorithm)},
+            config={
+                **asdict(replace(run.without_objects(), directory=None)),
+                "algorithm": algorithm_to_dict(run.algorithm),
+            },
             folder=self.folder,
         )
 
@@ -383,15 +388,20 @@ class Trainer(Lifecycle[Run, Progress, float]):
         )
 
     @property
-    def _own(self) -> dict[str, Any]:
-        """The options that may name code of one's own."""
-        run = self.config
-        single = {"map": run.map, "environment": run.environment}
-        named = {option: name for option, name in single.items() if isinstance(name, str)}
-        return {"algorithm": algorithm_to_dict(run.algorithm), "reward": list(run.reward), **named}
-
-    @property
     def _leave(self) -> str:
         """The code that run.toml alone may not have imported by whoever goes on."""
-        code = not_allowed(self._own, self.folder / self.file, elsewhere=True)
+        code = not_allowed(_own(located(self.config)), self.folder / self.file, elsewhere=True)
         return f" --allow {' '.join(code)}" if code else ""
+
+
+def _own(run: Run) -> dict[str, Any]:
+    """The options that may name code of one's own."""
+    single = {"map": run.map, "environment": run.environment}
+    named = {option: name for option, name in single.items() if isinstance(name, str)}
+    return {"algorithm": algorithm_to_dict(run.algorithm), "reward": list(run.reward), **named}
+
+
+def _code(run: Run) -> list[str]:
+    """The modules and files of one's own that a run takes, and the files that judges go by."""
+    rubrics = (file for name in run.reward if isinstance(name, str) for file in rubrics_of(name))
+    return [*named(_own(run)), *rubrics]

@@ -42,7 +42,7 @@ def package() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise EngineError("llama.cpp takes its weights as GGUF: pip install 'policygrad[llama_cpp]'") from error
+        raise EngineError("llama.cpp takes its weights as GGUF: pip install 'policygrad[llama-cpp]'") from error
     return gguf
 
 

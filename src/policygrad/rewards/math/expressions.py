@@ -18,7 +18,7 @@ def check_installed() -> None:
     """Raise ConfigError with the way out when math-verify is missing."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            "reward 'math' needs the package math-verify: pip install policygrad[math]; for answers that are plain "
+            "reward 'math' needs the package math-verify: pip install 'policygrad[math]'; for answers that are plain "
             "numbers, 'gsm8k' does without"
         )
 

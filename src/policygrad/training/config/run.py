@@ -120,6 +120,9 @@ class Options:
     """Of everything drawn at random."""
     output: Annotated[str | None, optional("DIR", "the next free runs/ALGORITHM-N")] = None
     """The run's folder."""
+    directory: Annotated[str | None, optional("DIR", "the current folder")] = None
+    """Where relative names of files and folders begin; what is not there is looked for in the current folder.
+    A run's own file says it, so that a run goes on from anywhere."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     """The policy as it is sampled."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)

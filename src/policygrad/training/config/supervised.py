@@ -56,6 +56,9 @@ class Supervised:
     """Of the order of the rows, and of what is drawn at random."""
     output: Annotated[str | None, optional("DIR", "the next free runs/COMMAND-N")] = None
     """The run's folder."""
+    directory: Annotated[str | None, optional("DIR", "the current folder")] = None
+    """Where relative names of files and folders begin; what is not there is looked for in the current folder.
+    A run's own file says it, so that a run goes on from anywhere."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="cosine"))
     """AdamW, schedule, clipping."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)

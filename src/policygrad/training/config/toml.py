@@ -23,6 +23,7 @@ from policygrad.errors import ConfigError
 from policygrad.training.config.allowed import NOTHING_MORE, Allowed, check_allowed
 from policygrad.training.config.own import address
 from policygrad.training.config.parts import check_place, find_algorithm, nearest, part_class, part_names
+from policygrad.training.config.places import options_in, read_from
 from policygrad.training.config.run import OBJECT, Draft, Run
 from policygrad.training.config.supervised import Supervised
 
@@ -43,9 +44,9 @@ def load(path: Path | str, base: AnyRun, allowed: Allowed = NOTHING_MORE) -> Any
             contradict each other.
     """
     path = Path(path)
-    data = read(path)
     try:
-        check_allowed(data, path, allowed)
+        data = read_from(read(path), path)
+        check_allowed(options_in(data), path, allowed)
         return from_dict(data, base, str(path))
     except RecursionError as error:
         raise ConfigError(f"{path} cannot be read as a configuration: tables in tables, too deep") from error
