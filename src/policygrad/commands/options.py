@@ -47,7 +47,7 @@ class CommandOptions:
     config: Annotated[str | None, optional("FILE", "none")] = None
     """A TOML file of options, such as the one in a run's folder; flags given here win over it."""
     resume: Annotated[str | None, optional("RUN", "none")] = None
-    """Go on with the run in this folder, from its newest intact checkpoint."""
+    """Go on with the run in this folder, from its newest intact checkpoint; with another --output in a copy there."""
     stop_after: Annotated[int | None, optional("INT", "none")] = None
     """Stop, resumably, after so many steps."""
     stop_before: Annotated[str | None, optional("TIME", "none")] = None

@@ -24,7 +24,7 @@ from policygrad.training.folder import check_resumable
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 _FLAT = tyro.conf.arg(name="")
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
-_FIXED = ("data", "map", "skip_bad_rows", "held_out", "model", "output", "epochs", "batch_size", "seed")
+_FIXED = ("data", "map", "skip_bad_rows", "held_out", "model", "epochs", "batch_size", "seed")
 """What a resumed run cannot change: its rows, their order, its weights, its folder."""
 
 
@@ -46,6 +46,7 @@ def parse(kind: type[AnyConfig], args: list[str], words: tuple[str, ...]) -> tup
     config, command = _parse(base, without_leave(base, args), words)
     if command.resume is not None:
         _check_resumable(base, config, command.resume)
+        config = config if "output" in changed(base, config) else replace(config, output=command.resume)
     return config.resolved(), command
 
 
@@ -56,12 +57,13 @@ def command(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trai
         print(dumps(config).rstrip())
         return 0
     from policygrad.trackers import default_tracker
+    from policygrad.training.copied import going_on
 
     module, _, function = trainer.partition(":")
     display = default_tracker(plain=options.plain or None)
     result = getattr(import_module(module), function)(
         config,
-        resume=options.resume,
+        resume=going_on(options.resume, kind.kind, config),
         stop_after=options.stop_after,
         stop_before=options.stop_before,
         overwrite=options.overwrite,
@@ -94,7 +96,7 @@ def _check_resumable(before: Supervised, config: Supervised, folder: str) -> Non
     for f in fields(before):
         if f.name in _FIXED and f.name in others:
             raise ConfigError(
-                f"--resume {folder} goes on with the run's own weights, rows and folder, so another "
+                f"--resume {folder} goes on with the run's own weights and rows, so another "
                 f"--{f.name.replace('_', '-')} would not be what the run began with: leave it out, or train anew with "
                 f"--config {folder}/{config.kind}.toml --output DIR"
             )

@@ -79,12 +79,13 @@ def train(args: list[str]) -> int:
         print(memory(run))
         return 0
     from policygrad.trackers import default_tracker
+    from policygrad.training.copied import going_on
     from policygrad.training.trainer import train as start
 
     display = default_tracker(plain=command.plain or None)
     result = start(
         run,
-        resume=command.resume,
+        resume=going_on(command.resume, "train", run),
         stop_after=command.stop_after,
         stop_before=command.stop_before,
         overwrite=command.overwrite,
@@ -116,6 +117,7 @@ def asked(args: list[str]) -> tuple[Run, TrainOptions]:
     run = renamed(run, base.algorithm)
     if command.resume is not None:
         _check_resumable(base, run, command.resume)
+        run = run if "output" in changed(base, run) else replace(run, output=command.resume)
     return run, command
 
 
@@ -224,18 +226,17 @@ def _allowed(args: Sequence[str]) -> Allowed:
 
 
 def _check_resumable(before: Draft, run: Draft, folder: str) -> None:
-    """Refuses flags that a resumed run would ignore: its weights are the checkpoint's, its folder is where it is.
+    """Refuses flags that a resumed run would ignore, as its weights are the checkpoint's, and those that make it another run.
 
     Raises:
         ConfigError: with the way to start a new run from the model.
     """
     others = changed(before, run)
-    for name in ("model", "output"):
-        if name in others:
-            raise ConfigError(
-                f"--resume {folder} goes on with the run's own weights in its own folder, so --{name} would mean nothing: "
-                f"leave it out, or train anew with --config {folder}/run.toml --model {folder}/model --output DIR"
-            )
+    if "model" in others:
+        raise ConfigError(
+            f"--resume {folder} goes on with the run's own weights, so --model would mean nothing: leave it out, or train anew "
+            f"with --config {folder}/run.toml --model {folder}/model --output DIR"
+        )
     for name in ("tokenizer", "task", "map", "skip_bad_rows", "decontaminate", "held_out", "reward", "environment"):
         if name in others:
             flag = _NAMES.get(name, name.replace("_", "-"))
