@@ -114,7 +114,9 @@ def test_a_teacher_that_reads_other_tokens(small: Run, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(small.model)
     tokenizer.add_tokens(["<think>"])
     tokenizer.save_pretrained(tmp_path / "other")
-    AutoModelForCausalLM.from_pretrained(small.model).save_pretrained(tmp_path / "other")
+    other = AutoModelForCausalLM.from_pretrained(small.model)
+    other.resize_token_embeddings(len(tokenizer))
+    other.save_pretrained(tmp_path / "other")
     algorithm = replace(pg.DISTILL, reference=pg.Reference(model=str(tmp_path / "other")))
     with pytest.raises(pg.ModelError, match="its vocabulary is another"):
         train(replace(small, algorithm=algorithm, output=str(tmp_path / "run")), display=False)
