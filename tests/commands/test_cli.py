@@ -329,10 +329,9 @@ def test_refused(run_command: Any, command: str, says: str) -> None:
 
 def test_resume_refuses_what_it_would_ignore(run_command: Any, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(f"steps = 3\noutput = {json.dumps(str(tmp_path))}\n")
-    for flag in ("--model", "--output"):
-        code, _, err = run_command("train", "--resume", str(tmp_path), flag, "elsewhere")
-        assert code == 2
-        assert f"{flag} would mean nothing" in err
+    code, _, err = run_command("train", "--resume", str(tmp_path), "--model", "elsewhere")
+    assert code == 2
+    assert "--model would mean nothing" in err
     for flag, value in (("--task", "gcd"), ("--reward", "math"), ("--held-out", "other.jsonl")):
         code, _, err = run_command("train", "--resume", str(tmp_path), flag, value)
         assert code == 2
