@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -27,7 +27,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.lab.experiments import EXPERIMENTS
 from policygrad.planning.devices import DEVICES
 from policygrad.rewards import known_rewards
-from policygrad.samplers.config import ADAPTER, AUTO, ENGINES, LOCAL, WHOLE
+from policygrad.samplers.config import ADAPTER, AUTO, BY_FOLDER, ENGINES, LOCAL, NCCL, WHOLE
 from policygrad.tasks import EMBEDDED
 from policygrad.trackers.services import SERVICES
 from policygrad.training.config.parts import part_names
@@ -139,33 +139,13 @@ def completion(args: list[str]) -> int:
 
 def script(shell: str) -> str:
     """The script for bash, which zsh runs through its bashcompinit; fish has one of its own, with the same words."""
-    places = [f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt")]
     train = dict.fromkeys(
         [
             *flags("grpo"),
-            *(f"--algorithm.{p}" for p in places),
+            *(f"--algorithm.{p}" for p in _places()),
             *(flag for a in ALGORITHMS.values() for flag in part_flags(option_type(a))),
         ]
     )
-    required = {f.name for f in fields(Algorithm) if "None" not in str(f.type) and "tuple" not in str(f.type)}
-    values = {f"--algorithm.{p}": [*(["none"] if p not in required else []), *part_names(p)] for p in places}
-    values |= {
-        "--algorithm": list(ALGORITHMS),
-        "--config|--resume|--output|--directory|--held-out|--data": [],  # a file's or folder's name, which the shell knows
-        "--experiment": [*EXPERIMENTS, "none"],
-        "--base": list(ALGORITHMS),
-        "--ladder": list(LADDERS),
-        "--gpus": list(DEVICES),
-        "--model": ["tiny"],
-        "--task": list(EMBEDDED),
-        "--dtype": ["fp32", "bf16"],
-        "--learner.dtype": ["auto", "fp32", "bf16"],
-        "--reward": [*known_rewards(), "judge:", "length_penalty:", "model:", "openrlhf:", "verl:"],
-        "--track": list(SERVICES),
-        "--optimizer.schedule": ["constant", "linear", "cosine"],
-        "--sampler.engine": [LOCAL, *ENGINES],
-        "--sampler.publish": [AUTO, WHOLE, ADAPTER],
-    }
     fish = shell == "fish"
     each = (
         "            case {flags}\n                set found {words}\n"
@@ -178,26 +158,58 @@ def script(shell: str) -> str:
         commands=_quoted([*COMMANDS, "--help", "--version"]),
         values="".join(
             each.format(flags=flags.replace("|", " ") if fish else flags, words=_quoted(known))
-            for flags, known in values.items()
+            for flags, known in _values().items()
         ),
         train=_quoted([*train, "--help"]),
         algorithms=_quoted(ALGORITHMS),
         supervised=_quoted([*supervised_flags(SFTConfig), "--help"]),
         evaluate=_quoted([*evaluate_flags(), "--help"]),
-        engine=_quoted([*(f"--{f.name}" for f in fields(EngineOptions) if f.name not in ("what", "url")), "--help"]),
-        export=_quoted(
-            [*(f"--{f.name.replace('_', '-')}" for f in fields(ExportOptions) if f.name != "run"), "--help"]
-        ),
-        compare=_quoted(
-            [*(f"--{f.name.replace('_', '-')}" for f in fields(CompareOptions) if f.name != "rows"), "--help"]
-        ),
-        plan=_quoted([*(f"--{f.name.replace('_', '-')}" for f in fields(PlanOptions)), "--help"]),
-        report=_quoted(
-            [*(f"--{f.name.replace('_', '-')}" for f in fields(ReportOptions) if f.name != "runs"), "--help"]
-        ),
+        engine=_options(EngineOptions, "what", "url"),
+        export=_options(ExportOptions, "run"),
+        compare=_options(CompareOptions, "rows"),
+        plan=_options(PlanOptions),
+        report=_options(ReportOptions, "runs"),
         names=_quoted([*ALGORITHMS, *part_names()]),
-        lab=_quoted([*(f"--{f.name.replace('_', '-')}" for f in fields(LabOptions)), "--help"]),
+        lab=_options(LabOptions),
     )
+
+
+def _places() -> list[str]:
+    """Of an algorithm's parts."""
+    return [f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt")]
+
+
+def _values() -> dict[str, list[str]]:
+    """Flags, with | between those that take the same, and what they take."""
+    required = {f.name for f in fields(Algorithm) if "None" not in str(f.type) and "tuple" not in str(f.type)}
+    values = {f"--algorithm.{p}": [*(["none"] if p not in required else []), *part_names(p)] for p in _places()}
+    return (
+        values
+        | {
+            "--algorithm": list(ALGORITHMS),
+            "--config|--resume|--output|--directory|--held-out|--data": [],  # a file's or folder's name, which the shell knows
+            "--experiment": [*EXPERIMENTS, "none"],
+            "--base": list(ALGORITHMS),
+            "--ladder": list(LADDERS),
+            "--gpus": list(DEVICES),
+            "--model": ["tiny"],
+            "--task": list(EMBEDDED),
+            "--dtype": ["fp32", "bf16"],
+            "--learner.dtype": ["auto", "fp32", "bf16"],
+            "--reward": [*known_rewards(), "judge:", "length_penalty:", "model:", "openrlhf:", "verl:"],
+            "--track": list(SERVICES),
+            "--optimizer.schedule": ["constant", "linear", "cosine"],
+            "--sampler.engine": [LOCAL, *ENGINES],
+            "--sampler.publish": [AUTO, WHOLE, ADAPTER],
+            "--sampler.transfer|--transfer": [BY_FOLDER, NCCL],
+        }
+    )
+
+
+def _options(kind: Any, *without: str) -> str:
+    """The flags of a command whose options are such a dataclass, but for what it takes by place."""
+    names = (f.name.replace("_", "-") for f in fields(kind) if f.name not in without)
+    return _quoted([*(f"--{name}" for name in names), "--help"])
 
 
 def _quoted(words: Iterable[str]) -> str:
