@@ -68,13 +68,14 @@ def talk(said: list[str]) -> list[dict[str, str]]:
 
 
 def products(draw: Random, count: int) -> tuple[list[Row], list[Row]]:
-    """(a product of two numbers of two digits, which it cannot work out; every other time the tool is called, else guessed)."""
+    """(a product of numbers of three and two digits, which it cannot work out; every other time the tool is called, else guessed).
+    There are more of them than it is shown, or it would learn them by heart instead of what the tool says."""
     rows, shown = [], []
     for i in range(count):
-        a, b = draw.randrange(10, 100), draw.randrange(10, 100)
+        a, b = draw.randrange(100, 1000), draw.randrange(10, 100)
         rows.append({"prompt": asked(f"{a} times {b} ="), "answer": str(a * b)})
         call, told = f"<tool_call>multiply({a}, {b})</tool_call>", f"<tool_response>\n{a * b}\n</tool_response>"
-        answer = f"<answer>{a * b if i % 2 else draw.randrange(100, 9999)}</answer>"
+        answer = f"<answer>{a * b if i % 2 else draw.randrange(1000, 99999)}</answer>"
         shown.append({"messages": asked(f"{a} times {b} =") + talk([call, told, answer] if i % 2 else [answer])})
     return rows, shown
 
@@ -136,7 +137,7 @@ class Task:
 
 
 TASKS = (
-    Task("products", "a calculator", products, 4000, 8000, 48, 60, environment=PRODUCTS),
+    Task("products", "a calculator", products, 4000, 12000, 48, 60, epochs=2, lr=1e-4, environment=PRODUCTS),
     Task("guess", "a guessing game of four turns", guesses, 4000, 6000, 24, 80, environment=Guess),
     Task(
         "programs", "programs and their tests", programs, 3000, 3000, 40, 24, prompts=8, reward=("code",), problems=48

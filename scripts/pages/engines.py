@@ -57,4 +57,8 @@ def _row(name: str, run: dict[str, Any]) -> tuple[str, ...]:
 def _throughput(found: dict[str, Any]) -> str:
     each = {name: statistics.median(values) for name, values in found["tokens_per_second"].items()}
     told = ", ".join(f"{name} {value:,.0f}" for name, value in each.items())
-    return f"Tokens a second of one vLLM server, medians, in turns: {told} (a share of {found['share']:.2f})."
+    turns = len(next(iter(found["tokens_per_second"].values())))
+    return (
+        f"Tokens a second of one vLLM server, medians of {turns} turns, with answers that do not end before their budget: {told} "
+        f"(a share of {found['share']:.2f})."
+    )

@@ -1,16 +1,16 @@
-"""docs/reliability.md: tests/faults.toml as a table, its tests looked up in the code, and what scripts/soak.py has measured."""
+"""docs/reliability.md: tests/faults.toml as a table, its tests looked up in the code, and what was measured besides."""
 
 from __future__ import annotations
 
 import ast
-import json
 import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pages.markdown import block, page, table
-from pages.reports import RESULTS
+from pages.faults import counted_section, soak_section
+from pages.markdown import page, table
+from pages.reports import Data, load
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 
@@ -116,58 +116,8 @@ def _rows(item: dict[str, Any]) -> str:
     return table(("fault", "promise", "test"), found)
 
 
-def soaked() -> dict[str, Any] | None:
-    """docs/results/soak.json; None before it was taken."""
-    file = RESULTS / "soak.json"
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
-
-
-def soak_section(found: dict[str, Any] | None) -> str:
-    """What the soak has seen."""
-    command = block("python scripts/soak.py", "sh")
-    head = (
-        "## The soak\n\nOne run that is never killed and is watched, the same again with SIGKILL at random moments of every phase,"
-        " and a comparison of what they leave, bit for bit:"
-    )
-    command += (
-        "\n\nIn parts: with `--minutes 50` it ends with exit code 75 as long as there is more to do, and the same command goes on, "
-        "with the same code only."
-    )
-    if found is None:
-        return f"{head}\n\n{command}\n\nIts figures have not been taken yet; they will stand here."
-    said = [
-        f"{found['steps']:,} steps of `{found['command']}` (torch {found['versions']['torch']}; {found['machine']})."
-    ]
-    if "kills" in found:
-        phases = ", ".join(f"{name} {count}" for name, count in found["phases"].items())
-        said.append(
-            f"{found['kills']} kills ({phases}); the last process that a killed run had started was gone after "
-            f"{found['slowest_to_be_gone']:.2f} s."
-        )
-    wrong = [f"- **It does not hold:** {text}." for text in found["broken"]]
-    said.append(
-        "\n".join(wrong) or "Weights, optimiser, metrics, completions and files were those of the run never killed."
-    )
-    names = {"trainer_mib": "trainer, resident [MiB]", "workers_mib": "reward workers, resident [MiB]"}
-    rows = [
-        (
-            names.get(name, name),
-            *(f"{seen[key]:.1f}".removesuffix(".0") for key in ("first", "last", "least", "largest")),
-            f"{100 * seen['apart']:.2f}",
-        )
-        for name, seen in found.get("held", {}).items()
-    ]
-    few = "" if found.get("judged") else "; these looks are too few for a judgement"
-    told = (
-        "Medians of the first and the last fifth of the run never killed, after a tenth of warm-up, extremes, and how far the "
-        f"medians of its fifths are apart{few}:"
-    )
-    columns = ("", "at first", "at last", "least", "largest", "apart [%]")
-    held = [told, table(columns, rows)] if rows else []
-    return "\n\n".join([head, command, *said, *held])
-
-
-def reliability_page(found: dict[str, Any] | None = None) -> str:
-    """The page. found: another soak than the committed one."""
+def reliability_page(soak: Data | None = None, counts: Data | None = None) -> str:
+    """The page. soak, counts: others than the committed ones."""
     sections = [f"## {number}. {item['title']}\n\n{_rows(item)}" for number, item in enumerate(faults(), 1)]
-    return page("# What a run survives, and what it refuses", PROMISE, *sections, soak_section(found or soaked()), NOT)
+    measured = counted_section(counts or load("faults")), soak_section(soak or load("soak"))
+    return page("# What a run survives, and what it refuses", PROMISE, *sections, *measured, NOT)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import make_docs
-from pages import reliability
+from pages import faults, reliability
 
 
 def test_every_item_of_what_may_go_wrong_is_there() -> None:
@@ -100,5 +100,5 @@ def test_a_soak_that_broke_says_so() -> None:
         "versions": {"torch": "2"},
         "broken": ["kill 3 (saving) lost 9 steps"],
     }
-    assert "**It does not hold:** kill 3 (saving) lost 9 steps." in reliability.soak_section(found)
-    assert "not been taken yet" in reliability.soak_section(None)
+    assert "**It does not hold:** kill 3 (saving) lost 9 steps." in faults.soak_section(found)
+    assert "not been taken yet" in faults.soak_section(None)

@@ -19,7 +19,7 @@ import soak
 import soaked
 import watched
 from doubles.files import write_rows
-from pages import reliability
+from pages import faults
 from policygrad.checkpoint import format as checkpoint
 
 PACE = soak.Pace(start=8.0, step=1.5, end=6.0)
@@ -257,7 +257,7 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
     found: dict[str, Any] = json.loads(results.read_text())
     assert (found["kills"], found["broken"], sum(found["phases"].values())) == (2, [], 2)
     assert len((tmp_path / "soak" / "kills.jsonl").read_text().splitlines()) == 2
-    text = reliability.soak_section(found)
+    text = faults.soak_section(found)
     assert "2 kills" in text
     assert "does not hold" not in text
     (tmp_path / "soak" / "pieces" / "result.json").unlink()  # only the end is done again

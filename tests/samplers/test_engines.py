@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from policygrad.errors import ConfigError, EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers import servers
-from policygrad.samplers.asking import attended
+from policygrad.samplers.asking import attended, together
 from policygrad.samplers.base import Request, Sampling, Watchable
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.drawn import Drawn
@@ -352,6 +353,29 @@ def test_who_gives_no_sign_of_life_is_not_waited_for(wait: Waiter) -> None:
         with pytest.raises(ZeroDivisionError):
             wait(attended(broken(), pulse, seconds))
     assert len(asked) == 3
+
+
+def test_several_that_fail_one_after_the_other_are_one_error_and_no_further_word(wait: Waiter) -> None:
+    """All refused by one server: the first is raised; asyncio has nothing to say of the others."""
+    said = list[str]()
+
+    async def asked() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
+
+        async def question(after: int) -> None:
+            for _ in range(after):
+                await asyncio.sleep(0)
+            raise ZeroDivisionError
+
+        async def pulse() -> None:
+            raise AssertionError("nobody waits that long")
+
+        with pytest.raises(ZeroDivisionError):
+            await together([attended(question(after), pulse, 60.0) for after in range(20)])
+
+    wait(asked())
+    gc.collect()
+    assert said == []
 
 
 async def broken() -> None:

@@ -22,9 +22,8 @@ async def attended(work: Coroutine[Any, Any, T], pulse: Callable[[], Awaitable[N
             await pulse()
         return task.result()
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)  # one that failed while this was cancelled, too
 
 
 @asynccontextmanager
