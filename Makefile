@@ -17,13 +17,13 @@ train: $(STAMP)
 	$(BIN)/policygrad train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n auto -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not long" $(ARGS)
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -n auto -m long $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m long $(ARGS)
 
 fast: $(STAMP)
-	$(BIN)/python -m pytest -n auto -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
 
 test-vllm: $(STAMP)
 	@test -x "$$POLICYGRAD_VLLM/bin/vllm" || { echo "POLICYGRAD_VLLM must name a virtual environment with bin/vllm (0.32)"; exit 2; }

@@ -7,9 +7,9 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # before torch: threads that wait must not take the other tests' core
+# before torch, and for what tests start: beside other tests a second thread only takes their core
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ import policygrad as pg
 from doubles.files import write_rows
 from policygrad import cli
 
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 if (
     signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 ):  # as below a shell's `&`: what is interrupted here would never end
