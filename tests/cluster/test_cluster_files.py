@@ -152,7 +152,12 @@ def submitted(folder: Path, does: str, minutes: int = 60) -> tuple[int, list[str
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_CPUS_PER_TASK": "64",
     }
-    own = {"PATH": f"{programs}:{os.environ['PATH']}", "LOG": str(log), "DOES": does, "RUN": str(folder / "runs/grpo-7")}
+    own = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "LOG": str(log),
+        "DOES": does,
+        "RUN": str(folder / "runs/grpo-7"),
+    }
     done = subprocess.run(
         ["bash", str(SBATCH)], env=os.environ | own | slurm, capture_output=True, text=True, check=False
     )
@@ -222,7 +227,9 @@ def test_the_ray_job_is_what_kuberays_definition_says(documents: dict[str, Any])
         (lambda spec: spec.update(backoffLimit="3"), "'3' is not of type 'integer'"),
         (lambda spec: spec["rayClusterSpec"].pop("headGroupSpec"), "'headGroupSpec' is a required property"),
         (
-            lambda spec: spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0].update(images="x"),
+            lambda spec: spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0].update(
+                images="x"
+            ),
             "'images' was unexpected",
         ),
     ],
@@ -246,9 +253,7 @@ def test_what_the_ray_job_names_is_there(documents: dict[str, Any]) -> None:
         mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
         assert "persistentVolumeClaim" in mounts["/runs"]
         assert container["image"] == pods[0]["containers"][0]["image"]
-    place = next(
-        mount["mountPath"] for mount in pods[0]["containers"][0]["volumeMounts"] if mount["name"] == "script"
-    )
+    place = next(mount["mountPath"] for mount in pods[0]["containers"][0]["volumeMounts"] if mount["name"] == "script")
     assert next(v for v in pods[0]["volumes"] if v["name"] == "script")["configMap"]["name"] == name
     assert job["entrypoint"] == f"sh {place}/{file}"
 
