@@ -97,6 +97,7 @@ def test_the_page(tmp_path: Path) -> None:
             {"staleness": k, "piece": 0, "seen": speed, "predicted": speed | {"step": 2.0 + 0.1 * k}} for k in (0, 1)
         ],
         "enough": {"seen": 0, "predicted": 1},
+        "best": {"0": 1, "8": 2},
         "measured_by": "python y",
     }
     text = staleness.staleness_page(found, clock)
@@ -107,4 +108,5 @@ def test_the_page(tmp_path: Path) -> None:
     assert float(cells[0].split()[0]) > float(cells[3].split()[0]) > 0.7
     assert "| 1 | whole | 2.00 | 2.10 | +5% | 50% | 50% | 25% | 25% |" in text
     assert "0 as seen, 1 as predicted" in text
+    assert "measured ones: 1 whole, 2 in pieces of 8." in text
     assert "is 5%" in text
