@@ -307,10 +307,11 @@ def test_a_model_without_a_padding_token_gets_one(config: pg.RewardModelConfig, 
         path = folder / f"{name}.json"
         values = json.loads(path.read_text())
         path.write_text(json.dumps({k: v for k, v in values.items() if not k.startswith("pad_token")}))
-    objective = Preferences(replace(config, model=str(folder)).resolved())
+    bare = replace(config, model=str(folder)).resolved()
+    objective = Preferences(bare)
     assert objective.tokenizer.hf.pad_token == "<eos>"
     assert objective.model.config.pad_token_id == 1  # type: ignore[union-attr]
-    learner = Alone(objective.model, objective.config, 1, causal=False)
+    learner = Alone(objective.model, bare, 1, causal=False)
     batch, alone = (
         torch.cat([learner.do(rewards_of, Texts(objective.texts[i : i + size], [])) for i in range(0, 3, size)])
         for size in (3, 1)

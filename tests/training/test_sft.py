@@ -140,8 +140,9 @@ def test_the_loss_is_a_mean_over_the_steps_tokens_whatever_the_micro_batches(con
     """Loss and gradient against the model called directly, one demonstration at a time; long and short rows mixed."""
     rows = [*ROWS[:3], {"prompt": "1 + 1 =\n", "completion": "2 " * 40}, {"messages": CHAT}]
     data = write_rows(Path(config.data).parent / "mixed.jsonl", rows)
-    objective = FineTuning(replace(config, data=data, learner=pg.LearnerConfig(micro_tokens=60)).resolved())
-    learner = Alone(objective.model, objective.config, 1)
+    small = replace(config, data=data, learner=pg.LearnerConfig(micro_tokens=60)).resolved()
+    objective = FineTuning(small)
+    learner = Alone(objective.model, small, 1)
     calls = counted(learner.optimizer)
     metrics = objective.accumulate(learner, range(len(rows)))
     assert len(calls) > 1

@@ -115,7 +115,6 @@ class Preferences:
         }
         if len(kept) < len(pairs):
             self.facts["left out"] = f"{len(pairs) - len(kept)} pairs, the held-out file has their prompts"
-        self.config = config
         self.model, self.tokenizer = load(config)
         self.texts = [self._encode(pair) for pair in self.pairs]
 
