@@ -45,7 +45,7 @@ class Seen:
     updates: list[float]
     publishes: list[float]
     step: float
-    """Mean seconds of a step from the second on, evaluations and logs left out."""
+    """Mean seconds of a step, evaluations and logs left out."""
     waited: float
     """Share of them in which the learner waited."""
     idle: float
@@ -75,16 +75,16 @@ def run(made: pg.Run, train: Callable[..., object] = pg.train) -> Seen:
     if not (output / "result.json").exists():
         train(made, display=True, overwrite=(output / "run.toml").exists())
     metrics, completions = (_rows(output / name) for name in ("metrics.jsonl", "completions.jsonl"))
-    return seen([row for row in metrics if row["step"]], completions)
+    return seen([row for row in metrics if row["step"]], completions, made.staleness)
 
 
-def seen(metrics: Sequence[Row], completions: Sequence[Row]) -> Seen:
-    """What the logs of a run say."""
+def seen(metrics: Sequence[Row], completions: Sequence[Row], staleness: int = 0) -> Seen:
+    """What the logs of a run say; seconds and shares of the steps that are like those of a long run, as in `Timeline.full`."""
     lengths = [[row["tokens"] for row in completions if row["step"] == m["step"]] for m in metrics]
     draws = [m["time/rollout"] for m in metrics]
     publishes = [m["publication/seconds"] for m in metrics]
     updates = [m["time/update"] - p for m, p in zip(metrics, publishes, strict=True)]
-    later = metrics[1:]
+    later = metrics[1 : len(metrics) - staleness] or metrics
     seconds = sum(m["time/rollout"] + m["time/update"] for m in later)
     idle = sum(m.get("time/sampler_idle", m["time/update"]) for m in later)
     waited = sum(m["time/rollout"] for m in later)
@@ -127,7 +127,11 @@ def compared(model: str, steps: int, runs: Mapping[tuple[int, int], Seen]) -> di
                 "staleness": staleness,
                 "piece": piece,
                 "seen": {"step": found.step, "learner_idle": found.waited, "sampler_idle": found.idle},
-                "predicted": {"step": told.step, "learner_idle": told.idle(1)[0], "sampler_idle": told.idle(1)[1]},
+                "predicted": {
+                    "step": told.step,
+                    "learner_idle": told.learner_idle,
+                    "sampler_idle": told.sampler_idle,
+                },
             }
         )
     pieces = [row for row in rows if row["piece"]]

@@ -25,7 +25,8 @@ CLOCK = """## Seconds
 learner take, and the order of events of the training loop. Here a rollout's seconds are a beginning, so many for each round of the
 server (16 completions at a time) and so many for each token, an update's a beginning and so many for each token, by least squares
 over the steps of the run with staleness 0 (once with whole answers, once in pieces); nothing else is fitted. One llama.cpp server
-beside the learner, each with one thread. Steps count from the second on."""
+beside the learner, each with one thread. The first step, and the
+last K, beside which nothing is left to draw, are left out."""
 
 
 def staleness_page(found: Data | None = None, clock: Data | None = None) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.batches import VOCABULARY
 from doubles.files import same, untimed, weights, write_rows
+from doubles.models import changed_copy
 from doubles.ranked import BATCH, SIZES, model
 from policygrad.checkpoint import format as checkpoints
 from policygrad.learners.fsdp.blueprint import Blueprint
@@ -263,6 +264,32 @@ def _spoil(share: Share) -> None:
         return step(optimizer)
 
     optimizer.step = spoilt  # type: ignore[method-assign]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "reward-model"])
+def test_adapters_are_trained_by_two_processes(random_model: Path, tmp_path: Path, kind: str) -> None:
+    """A reward model's new head beside them."""
+    pytest.importorskip("peft")
+    one, two = (configured(kind, random_model, tmp_path, ranks, f"{ranks}") for ranks in (1, 2))
+    one, two = (replace(c, learner=replace(c.learner, lora="rank=4")) for c in (one, two))
+    for config in (one, two):
+        TRAIN[kind](config, display=False)
+    assert all("lora_" in name or "score" in name for name in weights(Path(two.output)))
+    check_alike(Path(one.output), Path(two.output))
+
+
+def test_without_a_token_to_pad_with_one_process_judges(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = changed_copy(random_model, tmp_path / "bare", config={"pad_token_id": None})
+    monkeypatch.setattr(
+        reward_model, "choose_padding", lambda model, tokenizer: None
+    )  # a tokenizer without any word for it
+    config = configured("reward-model", folder, tmp_path, 2, "run")
+    with pytest.raises(pg.ConfigError, match=r"no token that texts can be padded with.*learner\.ranks 1"):
+        reward_model.Preferences(config.resolved())
 
 
 @pytest.mark.long

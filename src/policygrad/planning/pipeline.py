@@ -69,32 +69,48 @@ class Timeline:
     """That the learner did in the step."""
     drawn: tuple[float, ...]
     """In which a rollout was in the making in the step, also one that rests while weights are taken over."""
+    staleness: int = 0
+    """Steps that the sampler may be ahead."""
 
     @property
     def seconds(self) -> float:
         return self.ended[-1]
 
     @property
+    def full(self) -> slice:
+        """The steps that are like those of a long run: without the first, which has nothing to be beside, and without those at the
+        end beside which nothing is left to draw. All steps of a run that has no others."""
+        last = len(self.ended) - self.staleness
+        return slice(1, last) if last > 1 else slice(0, len(self.ended))
+
+    @property
     def step(self) -> float:
-        """Mean seconds a step, without the first, which has nothing to be beside."""
-        return (self.ended[-1] - self.ended[0]) / max(1, len(self.ended) - 1)
+        """Mean seconds of the `full` steps."""
+        return self._of(self.full) / len(self.ended[self.full])
 
     @property
     def learner_idle(self) -> float:
-        """Share of the time."""
+        """Share of the `full` steps' time."""
         return self.idle()[0]
 
     @property
     def sampler_idle(self) -> float:
-        """Share of the time."""
+        """Share of the `full` steps' time."""
         return self.idle()[1]
 
-    def idle(self, first: int = 0) -> tuple[float, float]:
-        """The shares of the time that (the learner, the sampler) is idle from this step on, counted from 0; of nothing, 0."""
-        seconds = self.ended[-1] - (self.ended[first - 1] if first else 0.0)
+    def idle(self, steps: slice | None = None) -> tuple[float, float]:
+        """The shares of these steps' time, or the `full` ones', in which (the learner, the sampler) is idle; of no time, 0."""
+        some = self.full if steps is None else steps
+        seconds = self._of(some)
         if seconds <= 0:
             return 0.0, 0.0
-        return sum(self.waited[first:]) / seconds, max(0.0, 1 - sum(self.drawn[first:]) / seconds)
+        return sum(self.waited[some]) / seconds, max(0.0, 1 - sum(self.drawn[some]) / seconds)
+
+    def _of(self, steps: slice) -> float:
+        """Seconds of these steps together."""
+        begins = (0.0, *self.ended)
+        first, last, _ = steps.indices(len(self.ended))
+        return begins[last] - begins[first]
 
 
 def simulate(
@@ -133,7 +149,7 @@ def _together(draws: Sequence[float], updates: Sequence[float], publish: float, 
         drawn.append(first + beside)
         now = sampled[-1] + max(updates[step], beside) + publish
         ended.append(now)
-    return Timeline(tuple(sampled), tuple(ended), tuple(waited), tuple(drawn))
+    return Timeline(tuple(sampled), tuple(ended), tuple(waited), tuple(drawn), staleness)
 
 
 def _free(draws: Sequence[float], updates: Sequence[float], publish: float, staleness: int) -> Timeline:
@@ -153,7 +169,7 @@ def _free(draws: Sequence[float], updates: Sequence[float], publish: float, stal
         pauses.append((learned, now))
         ended.append(now)
     drawn = tuple(sum(_overlap(step, some) for some in making) for step in pairwise([0.0, *ended]))
-    return Timeline(tuple(sampled), tuple(ended), tuple(waited), drawn)
+    return Timeline(tuple(sampled), tuple(ended), tuple(waited), drawn, staleness)
 
 
 def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:

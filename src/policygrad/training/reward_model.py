@@ -116,6 +116,14 @@ class Preferences:
         if len(kept) < len(pairs):
             self.facts["left out"] = f"{len(pairs) - len(kept)} pairs, the held-out file has their prompts"
         self.model, self.tokenizer = load(config)
+        padding = self.model.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
+        if (
+            config.learner.ranks > 1 and padding is None
+        ):  # without it texts may be read one by one, elsewhere all at once
+            raise ConfigError(
+                f"{config.model!r} has no token that texts can be padded with, which several processes need: name one in its "
+                "tokenizer_config.json (pad_token), or let one process learn (learner.ranks 1)"
+            )
         self.texts = [self._encode(pair) for pair in self.pairs]
 
     def _encode(self, pair: Pair) -> tuple[list[int], list[int]]:
