@@ -57,7 +57,10 @@ def least_squares(columns: Columns, target: Sequence[float]) -> list[float]:
 
 def _error(columns: Columns, x: Sequence[float], target: Sequence[float]) -> float:
     rows = zip(*columns, strict=True)
-    return sum((y - sum(a * b for a, b in zip(row, x, strict=True))) ** 2 for row, y in zip(rows, target, strict=True))
+    left: list[float] = [
+        y - sum(a * b for a, b in zip(row, x, strict=True)) for row, y in zip(rows, target, strict=True)
+    ]
+    return sum(a * a for a in left)
 
 
 def _solved(columns: Columns, target: Sequence[float]) -> list[float] | None:
