@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import policygrad as pg
-from policygrad.planning.pipeline import LearnerSpeed, Lengths, SamplerSpeed, Timeline, enough, simulate
+from policygrad.planning.fitting import learner_speed, sampler_speed
+from policygrad.planning.pipeline import (
+    LearnerSpeed,
+    Lengths,
+    SamplerSpeed,
+    Timeline,
+    best_staleness,
+    enough,
+    resampled,
+    simulate,
+)
 from policygrad.samplers.config import SamplerConfig
 
 MODEL, STEPS = "tiny", 24
 SETTINGS = ((0, 0), (1, 0), (2, 0), (0, 8), (1, 8), (2, 8), (4, 8))
 """(staleness, tokens of a piece; 0 = whole answers). The first two without a piece and with one say how fast each is."""
 PARALLEL = 16
+WITHIN = 0.05
+"""What is as fast as the fastest, as a share."""
+LONG = 200
+"""Steps of a run that is only simulated, its lengths drawn from the measured ones."""
 Row = Mapping[str, Any]
 
 
@@ -31,40 +45,46 @@ class Seen:
     updates: list[float]
     publishes: list[float]
     step: float
-    """Mean seconds of a step from the second on, evaluations and logs left out."""
+    """Mean seconds of a step, evaluations and logs left out."""
     waited: float
     """Share of them in which the learner waited."""
     idle: float
     """Share of them in which nothing was drawn."""
 
 
-def run(model: str, steps: int, staleness: int, piece: int, folder: Path) -> Seen:
-    """Trains, unless that was done before; what was broken off begins anew."""
-    output = folder / f"{Path(model).name}-{steps}-steps-staleness-{staleness}-piece-{piece}"
+def configured(model: str, steps: int, staleness: int, piece: int, folder: Path) -> pg.Run:
+    """The run of one setting."""
+    return pg.Run(
+        algorithm=pg.algorithm("grpo"),
+        model=model,
+        steps=steps,
+        staleness=staleness,
+        prompts_per_step=32,
+        samples_per_prompt=8,
+        sampler=SamplerConfig(engine="llama_cpp", threads=1, parallel=PARALLEL, piece=piece),
+        evaluation=pg.Evaluation(problems=0),
+        output=str(folder / f"{Path(model).name}-{steps}-steps-staleness-{staleness}-piece-{piece}"),
+    )
+
+
+def run(made: pg.Run, train: Callable[..., object] = pg.train) -> Seen:
+    """Trains, unless that was done before; what was broken off begins anew, since a clock has to go through. train: tests hand in
+    another."""
+    assert made.output is not None
+    output = Path(made.output)
     if not (output / "result.json").exists():
-        made = pg.Run(
-            algorithm=pg.algorithm("grpo"),
-            model=model,
-            steps=steps,
-            staleness=staleness,
-            prompts_per_step=32,
-            samples_per_prompt=8,
-            sampler=SamplerConfig(engine="llama_cpp", threads=1, parallel=PARALLEL, piece=piece),
-            evaluation=pg.Evaluation(problems=0),
-            output=str(output),
-        )
-        pg.train(made, display=True, overwrite=(output / "run.toml").exists())
+        train(made, display=True, overwrite=(output / "run.toml").exists())
     metrics, completions = (_rows(output / name) for name in ("metrics.jsonl", "completions.jsonl"))
-    return seen([row for row in metrics if row["step"]], completions)
+    return seen([row for row in metrics if row["step"]], completions, made.staleness)
 
 
-def seen(metrics: Sequence[Row], completions: Sequence[Row]) -> Seen:
-    """What the logs of a run say."""
+def seen(metrics: Sequence[Row], completions: Sequence[Row], staleness: int = 0) -> Seen:
+    """What the logs of a run say; seconds and shares of the steps that are like those of a long run, as in `Timeline.full`."""
     lengths = [[row["tokens"] for row in completions if row["step"] == m["step"]] for m in metrics]
     draws = [m["time/rollout"] for m in metrics]
     publishes = [m["publication/seconds"] for m in metrics]
     updates = [m["time/update"] - p for m, p in zip(metrics, publishes, strict=True)]
-    later = metrics[1:]
+    later = metrics[1 : len(metrics) - staleness] or metrics
     seconds = sum(m["time/rollout"] + m["time/update"] for m in later)
     idle = sum(m.get("time/sampler_idle", m["time/update"]) for m in later)
     waited = sum(m["time/rollout"] for m in later)
@@ -72,12 +92,13 @@ def seen(metrics: Sequence[Row], completions: Sequence[Row]) -> Seen:
 
 
 def speeds(alone: Seen) -> tuple[SamplerSpeed, LearnerSpeed]:
-    """Of a run in which each waits for the other: the medians, as seconds per token."""
-    pairs = zip(alone.lengths, alone.draws, alone.updates, strict=True)
-    drawn, learned = zip(*((d / sum(n), u / sum(n)) for n, d, u in pairs), strict=True)
-    each = statistics.median(drawn)
-    sampler = SamplerSpeed(0.0, each, PARALLEL)  # `each` per token, however many are drawn at a time
-    return sampler, LearnerSpeed(0.0, statistics.median(learned), statistics.median(alone.publishes))
+    """Of a run in which each waits for the other, fitted to its steps from the second on, since the first one warms up."""
+    later = slice(1, None) if len(alone.lengths) > 1 else slice(None)
+    lengths, draws, updates = (x[later] for x in (alone.lengths, alone.draws, alone.updates))
+    return (
+        sampler_speed(lengths, draws, PARALLEL),
+        learner_speed(lengths, updates, statistics.median(alone.publishes[later])),
+    )
 
 
 def predicted(lengths: Sequence[Lengths], alone: Seen, staleness: int, piece: int) -> Timeline:
@@ -87,7 +108,16 @@ def predicted(lengths: Sequence[Lengths], alone: Seen, staleness: int, piece: in
 
 def measure(model: str, steps: int, folder: Path) -> dict[str, Any]:
     """Every setting: what was seen and what was predicted from the run of staleness 0 with the same pieces."""
-    runs = {setting: run(model, steps, *setting, folder) for setting in SETTINGS}
+    runs = dict[tuple[int, int], Seen]()
+    for number, (staleness, piece) in enumerate(SETTINGS, 1):
+        said = f"answers in pieces of {piece} tokens" if piece else "whole answers"
+        print(f"run {number} of {len(SETTINGS)}: {steps} steps, staleness {staleness}, {said}", flush=True)
+        runs[staleness, piece] = run(configured(model, steps, staleness, piece, folder))
+    return compared(model, steps, runs)
+
+
+def compared(model: str, steps: int, runs: Mapping[tuple[int, int], Seen]) -> dict[str, Any]:
+    """Every setting that was run: what was seen and what is predicted."""
     rows = []
     for (staleness, piece), found in runs.items():
         alone = runs[(0, piece)]
@@ -110,11 +140,19 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, Any]:
         "steps": steps,
         "rows": rows,
         "enough": {
-            kind: pieces[enough([row[kind]["step"] for row in pieces], within=0.05)]["staleness"]
+            kind: pieces[enough([row[kind]["step"] for row in pieces], within=WITHIN)]["staleness"]
             for kind in ("seen", "predicted")
         },
-        "speeds": {str(piece): [asdict(x) for x in speeds(runs[(0, piece)])] for piece in {p for _, p in SETTINGS}},
+        "best": {str(piece): best(runs[0, piece], piece) for piece in sorted({piece for _, piece in runs})},
+        "speeds": {str(p): [asdict(x) for x in speeds(runs[0, p])] for p in sorted({piece for _, piece in runs})},
     }
+
+
+def best(alone: Seen, piece: int) -> int:
+    """The smallest staleness that is as fast as any, of a long run with lengths like these."""
+    lengths = [n for rollout in alone.lengths for n in rollout]
+    rollouts = resampled(lengths, LONG, len(lengths) // len(alone.lengths))
+    return best_staleness(rollouts, *speeds(alone), in_flight=piece > 0, within=WITHIN)
 
 
 def _rows(file: Path) -> list[Row]:

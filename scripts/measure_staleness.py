@@ -8,9 +8,10 @@ docs/measured.md has found best for it, with π_old computed by the learner and 
 (`behaviour = recomputed`), and with the sampler's own probabilities as π_old and no correction (`behaviour = sampler`). Runs lie in
 comparisons/, and what is finished is not run again.
 
-The second trains with a llama.cpp server beside the learner at several values of staleness, with whole answers and in pieces; the
-speeds of sampler and learner are read off the first run alone, and `policygrad.planning.pipeline` is asked how long the others
-take.
+The second trains with a llama.cpp server beside the learner at several values of staleness, with whole answers and in pieces (seven
+runs, in comparisons/clock/; those that are whole are not run again); the speeds of sampler and learner are fitted to the runs with
+staleness 0 alone, and `policygrad.planning.pipeline` is asked how long the others take. It wants a machine on which
+nothing else runs.
 """
 
 from __future__ import annotations

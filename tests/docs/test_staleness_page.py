@@ -83,6 +83,44 @@ def test_what_is_read_off_a_run() -> None:
     assert clocked.predicted(alone.lengths, alone, 1, 0).ended[0] == pytest.approx(1.0 + 1.0 + 0.25)
 
 
+def test_the_last_steps_are_left_out_beside_which_nothing_is_left_to_draw() -> None:
+    metrics, completions = steps(1)
+    metrics[-1] |= {"time/rollout": 0.0, "time/sampler_idle": 0.75}
+    assert clocked.seen(metrics, completions, 1).step == 1.25
+    assert clocked.seen(metrics, completions).step == 1.0
+    assert clocked.seen(metrics, completions, 3).step == pytest.approx(3.25 / 3)  # a short run: all
+
+
+def test_a_clock_that_was_broken_off_begins_anew_and_what_is_whole_is_read(tmp_path: Path) -> None:
+    made = clocked.configured("tiny", 3, 2, 8, tmp_path)
+    assert (made.staleness, made.sampler.piece, made.sampler.parallel) == (2, 8, clocked.PARALLEL)
+    calls = list[bool]()
+
+    def train(run: object, *, display: bool, overwrite: bool) -> None:
+        folder = Path(str(made.output))
+        folder.mkdir(exist_ok=True)
+        metrics, completions = steps(2)
+        for name, rows in (("metrics", [{"step": 0}, *metrics]), ("completions", completions)):
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "run.toml").touch()
+        calls.append(overwrite)
+        if len(calls) == 2:
+            (folder / "result.json").write_text("{}")
+
+    found = [clocked.run(made, train) for _ in range(3)]
+    assert calls == [False, True]
+    assert found[0] == found[2]
+    assert found[0].step == 1.25
+    runs = dict.fromkeys(clocked.SETTINGS, found[0])
+    told = clocked.compared("tiny", 3, runs)
+    assert [(row["staleness"], row["piece"]) for row in told["rows"]] == list(clocked.SETTINGS)
+    assert told["best"].keys() == told["speeds"].keys() == {"0", "8"}
+    assert (
+        "not measured"
+        not in staleness.staleness_page({}, told | {"measured_by": "python y"}).partition("## Seconds")[2]
+    )
+
+
 def test_the_page(tmp_path: Path) -> None:
     assert staleness.staleness_page({}, {}).count("Not measured yet") == 2
     rows = [row("grpo.0"), row("grpo.4.corrected"), row("grpo.4.uncorrected")]
@@ -97,6 +135,7 @@ def test_the_page(tmp_path: Path) -> None:
             {"staleness": k, "piece": 0, "seen": speed, "predicted": speed | {"step": 2.0 + 0.1 * k}} for k in (0, 1)
         ],
         "enough": {"seen": 0, "predicted": 1},
+        "best": {"0": 1, "8": 2},
         "measured_by": "python y",
     }
     text = staleness.staleness_page(found, clock)
@@ -107,4 +146,5 @@ def test_the_page(tmp_path: Path) -> None:
     assert float(cells[0].split()[0]) > float(cells[3].split()[0]) > 0.7
     assert "| 1 | whole | 2.00 | 2.10 | +5% | 50% | 50% | 25% | 25% |" in text
     assert "0 as seen, 1 as predicted" in text
+    assert "measured ones: 1 whole, 2 in pieces of 8." in text
     assert "is 5%" in text

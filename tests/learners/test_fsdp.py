@@ -214,13 +214,15 @@ def test_a_trust_region_of_a_model_without_forward_mode_is_refused() -> None:
 def test_options_of_one_process_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.ranks is 2"):
         pg.Run(learner=pg.LearnerConfig(ranks=2, **options))
+    with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.ranks is 2"):
+        pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(ranks=2, **options))
 
 
 def test_the_number_of_ranks() -> None:
     with pytest.raises(pg.ConfigError, match=r"learner\.ranks must be at least 1, not 0"):
         pg.LearnerConfig(ranks=0)
-    with pytest.raises(pg.ConfigError, match=r"learner\.ranks is for policygrad train; sft learns in one process"):
-        pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(ranks=2))
+    with pytest.raises(pg.ConfigError, match=r"learner\.routing_replay replays .*, and sft samples nothing"):
+        pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(routing_replay=True))
 
 
 def test_what_no_pickle_holds_is_refused_before_anybody_hears_of_it() -> None:

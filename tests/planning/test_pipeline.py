@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policygrad.planning.pipeline import LearnerSpeed, SamplerSpeed, enough, simulate
+from policygrad.planning.pipeline import (
+    LearnerSpeed,
+    SamplerSpeed,
+    Timeline,
+    best_staleness,
+    enough,
+    resampled,
+    simulate,
+)
 
 ONE = SamplerSpeed(fixed=0.0, each=1.0, slots=1)  # a token a second
 lengths = st.lists(st.integers(0, 20), min_size=1, max_size=12)
@@ -27,8 +35,9 @@ def test_lock_step_is_the_sum() -> None:
     assert found.ended == (7.25, 7.25 + 5.0 + 3.5 + 0.25)
     assert found.waited == (4.0, 5.0)
     assert found.seconds == 16.0
-    assert found.learner_idle == 9 / 16
-    assert found.sampler_idle == 7 / 16
+    assert found.idle(slice(0, 2)) == (9 / 16, 7 / 16)
+    assert (found.full, found.step) == (slice(1, 2), 8.75)
+    assert (found.learner_idle, found.sampler_idle) == found.idle() == (5 / 8.75, 1 - 5 / 8.75)
 
 
 def test_beside_an_update_a_step_takes_the_longer_of_both() -> None:
@@ -75,6 +84,126 @@ def test_more_room_is_never_slower_for_a_sampler_that_draws_on(
     learner = LearnerSpeed(update, 0.0, 0.5)
     some, more = (simulate(rollouts, ONE, learner, k, in_flight=True).seconds for k in (staleness, staleness + 1))
     assert more <= some + 1e-9
+
+
+# --- closed forms
+
+SERVICE = st.floats(0.25, 8, width=16)
+
+
+def steady(line: Timeline, at: int) -> float:
+    """Seconds from one step's end to the next."""
+    return line.ended[at] - line.ended[at - 1]
+
+
+def _sampler_idle(line: Timeline, draw: float, period: float) -> float:
+    """1 − D / period, and less by the pauses that fall into a rollout in the making."""
+    inside = sum(line.drawn[line.full]) / len(line.drawn[line.full]) - draw
+    assert -1e-9 <= inside <= period - draw + 1e-9
+    return 1 - (draw + inside) / period
+
+
+@given(SERVICE, SERVICE, SERVICE)
+def test_equal_rollouts_take_the_sum_in_lock_step_and_the_longer_of_both_apart(
+    draw: float, update: float, publish: float
+) -> None:
+    """D + U + P, and max(D, U) + P however large K is and whether or not weights are taken in flight: a sampler that rests while
+    they are published is no further than one that is whole before."""
+    rollouts, learner = [[1]] * 12, LearnerSpeed(update, 0.0, publish)
+    sampler = SamplerSpeed(0.0, draw, 1)
+    assert simulate(rollouts, sampler, learner, 0).step == pytest.approx(draw + update + publish)
+    assert simulate(rollouts, sampler, learner, 0).idle() == pytest.approx(
+        (draw / (draw + update + publish), (update + publish) / (draw + update + publish))
+    )
+    period = max(draw, update) + publish
+    for staleness in (1, 2, 5):
+        for in_flight in (False, True):
+            line = simulate(rollouts, sampler, learner, staleness, in_flight=in_flight)
+            assert line.step == pytest.approx(period)
+            assert line.idle() == pytest.approx((1 - (update + publish) / period, _sampler_idle(line, draw, period)))
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=10), st.floats(0.25, 8, width=16))
+def test_without_an_end_to_staleness_nobody_waits_twice(draws: list[int], update: float) -> None:
+    """K → ∞, weights taken in no time: the sampler draws on without a pause; step i's rollout is there after d_1 + … + d_i, and its
+    update ends at max over j ≤ i of (d_1 + … + d_j) + (i − j + 1) U, Lindley's recursion written out."""
+    line = simulate([[d] for d in draws], ONE, LearnerSpeed(update, 0.0, 0.0), len(draws), in_flight=True)
+    whole = [float(sum(draws[: i + 1])) for i in range(len(draws))]
+    assert line.ended == pytest.approx(
+        [max(whole[j] + (i - j + 1) * update for j in range(i + 1)) for i in range(len(draws))]
+    )
+    assert line.idle(slice(0, len(draws)))[1] == pytest.approx(1 - whole[-1] / line.seconds)
+
+
+def test_lengths_that_change_are_what_staleness_is_for() -> None:
+    """Rollouts of 1 and 7 seconds in turns, updates of 4: lock step 8, one ahead (max(4, 7) + max(4, 1)) / 2, far ahead 4."""
+    rollouts, learner = [[1], [7]] * 20, LearnerSpeed(4.0, 0.0, 0.0)
+    steps = [simulate(rollouts, ONE, learner, k, in_flight=True) for k in (0, 1, 2, 3)]
+    assert [steady(line, 21) + steady(line, 20) for line in steps] == [16.0, 11.0, 8.0, 8.0]
+    assert best_staleness(rollouts, ONE, learner, in_flight=True) == 2
+    assert best_staleness([[4]] * 20, ONE, learner, in_flight=True) == 1
+    assert best_staleness([[4]] * 20, ONE, LearnerSpeed(0.0, 0.0, 0.0)) == 0  # nothing to draw beside
+    far = simulate([[4]] * 20, ONE, LearnerSpeed(3.0, 0.0, 0.0), 16)
+    assert far.sampled[0] == 64.0  # what is drawn before the first step is no gain in the others
+    assert (far.step, simulate([[4]] * 3, ONE, LearnerSpeed(3.0, 0.0, 0.0), 5).step) == (4.0, (12.0 + 9.0) / 3)
+
+
+@given(st.lists(lengths, min_size=1, max_size=8), st.floats(0.1, 5), st.floats(0, 2), st.integers(0, 5), st.booleans())
+def test_all_that_is_drawn_is_drawn_once_and_no_second_is_counted_twice(
+    rollouts: list[list[int]], update: float, publish: float, staleness: int, in_flight: bool
+) -> None:
+    """Σ of what steps draw is Σ of the rollouts, and the pauses in their midst; no step draws longer than it takes."""
+    line = simulate(rollouts, ONE, LearnerSpeed(update, 0.0, publish), staleness, in_flight=in_flight)
+    needed, pauses = float(sum(map(sum, rollouts))), len(rollouts) * publish if in_flight and staleness else 0.0
+    assert needed - 1e-9 <= sum(line.drawn) <= needed + pauses + 1e-9
+    begins = (0.0, *line.ended)
+    for i, (drawn, waited) in enumerate(zip(line.drawn, line.waited, strict=True)):
+        seconds = begins[i + 1] - begins[i]
+        assert -1e-9 <= drawn <= seconds + 1e-9
+        assert waited + update + publish == pytest.approx(seconds)
+    learner, sampler = line.idle()
+    assert 0 <= learner <= 1
+    assert 0 <= sampler <= 1
+
+
+def test_a_rollout_that_rests_while_weights_are_taken_over_is_in_the_making() -> None:
+    found = simulate([[4], [1], [7], [4]], ONE, LearnerSpeed(3.0, 0.0, 1.0), 1, in_flight=True)
+    # 0–4 and 4–5 in the first step, 0–8; 8–16 in the second, 8–12, and the third, 12–20, with 16–21 after it
+    assert found.drawn == (5.0, 4.0, 8.0, 1.0)
+    assert found.idle(slice(0, 4)) == (9 / 25, 1 - 18 / 25)
+    assert found.full == slice(1, 3)  # nothing is drawn beside the last
+    assert found.idle() == (4 / 12, 0.0)
+
+
+# --- a server's places
+
+
+@given(lengths, st.integers(1, 8), SERVICE, SERVICE)
+def test_places_save_rounds_and_no_tokens(tokens: list[int], slots: int, fixed: float, each: float) -> None:
+    """Work is conserved: what each token costs is paid whatever the places; of rounds there are at least as many as the longest
+    completion has tokens and as a full server takes, and at most as many as both together (Graham 1969)."""
+    assert SamplerSpeed(0.0, each, slots)(tokens) == pytest.approx(each * sum(tokens))
+    rounds = SamplerSpeed(1.0, 0.0, slots)(tokens)
+    assert max(max(tokens), sum(tokens) / slots) <= rounds + 1e-9
+    assert rounds <= max(tokens) + sum(tokens) / slots + 1e-9
+    both = SamplerSpeed(fixed, each, slots, 2.0)(tokens)
+    assert both == pytest.approx(2.0 + fixed * rounds + each * sum(tokens))
+
+
+def test_equal_completions_are_drawn_in_waves() -> None:
+    """ceil(n / slots) of them."""
+    for count, waves in ((1, 1), (4, 1), (5, 2), (8, 2), (9, 3)):
+        assert SamplerSpeed(1.0, 0.0, 4)([6] * count) == 6.0 * waves
+
+
+def test_lengths_are_drawn_from_those_that_were_measured() -> None:
+    found = resampled([1, 2, 2, 9], 500, 16, seed=3)
+    assert [len(rollout) for rollout in found] == [16] * 500
+    every = [n for rollout in found for n in rollout]
+    assert {n: round(every.count(n) / len(every), 2) for n in (1, 2, 9)} == {
+        n: pytest.approx(share, abs=0.02) for n, share in ((1, 0.25), (2, 0.5), (9, 0.25))
+    }
+    assert found == resampled([1, 2, 2, 9], 500, 16, seed=3) != resampled([1, 2, 2, 9], 500, 16, seed=4)
 
 
 def test_the_first_that_is_fast_enough() -> None:

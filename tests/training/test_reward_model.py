@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import policygrad as pg
+from doubles.counted import counted
 from doubles.files import write_rows
 from doubles.models import changed_copy
 from policygrad.errors import DataError, ModelError, PolicygradError, RunError
@@ -25,7 +26,8 @@ from policygrad.rewards import RewardPool, resolve
 from policygrad.rewards.calls import Caller
 from policygrad.rewards.model import ModelReward
 from policygrad.tasks.preferences import by_prompt, read_pairs
-from policygrad.training.reward_model import Preferences, bradley_terry, correct
+from policygrad.training.reward_model import Preferences, Texts, bradley_terry, correct, rewards_of
+from policygrad.training.rows import Alone
 from policygrad.training.supervised import plan
 
 PAIRS = [
@@ -211,8 +213,9 @@ def test_the_gradient_counts_every_prompt_once_whatever_the_micro_batches(
     rows = [0, 1, 2, 3, 4, 5]
     groups = by_prompt(objective.pairs, rows)
     assert sorted(map(len, groups)) == [1, 1, 2, 2]
-    calls: list[int] = []
-    metrics = objective.accumulate(rows, lambda: calls.append(1))
+    learner = Alone(objective.model, small, 1, causal=False)
+    calls = counted(learner.optimizer)
+    metrics = objective.accumulate(learner, rows)
     assert len(calls) > 1
     found = {n: p.grad.clone() for n, p in objective.model.named_parameters() if p.grad is not None}
     objective.model.zero_grad()
@@ -304,11 +307,15 @@ def test_a_model_without_a_padding_token_gets_one(config: pg.RewardModelConfig, 
         path = folder / f"{name}.json"
         values = json.loads(path.read_text())
         path.write_text(json.dumps({k: v for k, v in values.items() if not k.startswith("pad_token")}))
-    objective = Preferences(replace(config, model=str(folder)).resolved())
+    bare = replace(config, model=str(folder)).resolved()
+    objective = Preferences(bare)
     assert objective.tokenizer.hf.pad_token == "<eos>"
     assert objective.model.config.pad_token_id == 1  # type: ignore[union-attr]
-    batch = objective.rewards([0, 1, 2]).detach()
-    alone = torch.cat([objective.rewards([i]).detach() for i in range(3)])
+    learner = Alone(objective.model, bare, 1, causal=False)
+    batch, alone = (
+        torch.cat([learner.do(rewards_of, Texts(objective.texts[i : i + size], [])) for i in range(0, 3, size)])
+        for size in (3, 1)
+    )
     assert torch.allclose(batch, alone, atol=1e-5)
     assert float((batch[:, 0] - batch[:, 1]).abs().min()) > 0  # the answers' last digits are read
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import policygrad as pg
+from doubles.counted import counted
 from doubles.files import same, untimed, weights, write_rows
 from doubles.trackers import Interrupting, Record
 from policygrad.commands.completion import script
@@ -25,6 +26,7 @@ from policygrad.tasks.conversations import Demonstration, read_demonstrations
 from policygrad.training.config.run import Checkpointing
 from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.config.toml import load
+from policygrad.training.rows import Alone
 from policygrad.training.sft import FineTuning, tokenise
 
 ROWS: list[dict[str, Any]] = [
@@ -138,9 +140,11 @@ def test_the_loss_is_a_mean_over_the_steps_tokens_whatever_the_micro_batches(con
     """Loss and gradient against the model called directly, one demonstration at a time; long and short rows mixed."""
     rows = [*ROWS[:3], {"prompt": "1 + 1 =\n", "completion": "2 " * 40}, {"messages": CHAT}]
     data = write_rows(Path(config.data).parent / "mixed.jsonl", rows)
-    objective = FineTuning(replace(config, data=data, learner=pg.LearnerConfig(micro_tokens=60)).resolved())
-    calls: list[int] = []
-    metrics = objective.accumulate(range(len(rows)), lambda: calls.append(1))
+    small = replace(config, data=data, learner=pg.LearnerConfig(micro_tokens=60)).resolved()
+    objective = FineTuning(small)
+    learner = Alone(objective.model, small, 1)
+    calls = counted(learner.optimizer)
+    metrics = objective.accumulate(learner, range(len(rows)))
     assert len(calls) > 1
     found = {n: p.grad.clone() for n, p in objective.model.named_parameters() if p.grad is not None}
     objective.model.zero_grad()
@@ -155,7 +159,7 @@ def test_the_loss_is_a_mean_over_the_steps_tokens_whatever_the_micro_batches(con
     for name, parameter in objective.model.named_parameters():
         assert parameter.grad is not None, name
         assert torch.allclose(found[name], parameter.grad, atol=1e-6), name
-    measured = objective.measure(lambda done, total: None)  # too few rows to hold any out: these
+    measured = objective.measure(learner, lambda done, total: None)  # too few rows to hold any out: these
     assert measured["held_out/loss"] == pytest.approx((total / tokens).item(), abs=1e-5)
     assert measured["held_out/perplexity"] == pytest.approx(math.exp((total / tokens).item()), rel=1e-4)
     assert "too few prompts" in objective.facts["held out"]

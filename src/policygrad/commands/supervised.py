@@ -14,6 +14,7 @@ from policygrad.commands.describe import paragraphs
 from policygrad.commands.foreign.answers import refuse_foreign
 from policygrad.commands.options import CommandOptions, printed_flags, without_leave
 from policygrad.errors import ConfigError
+from policygrad.learners.fsdp.torchrun import launched, ranks_of
 from policygrad.models.trust import FLAG
 from policygrad.training.config.allowed import Allowed, from_words
 from policygrad.training.config.places import changed, written_by_itself
@@ -53,6 +54,10 @@ def parse(kind: type[AnyConfig], args: list[str], words: tuple[str, ...]) -> tup
 def command(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trainer: str) -> int:
     """Reads the options and calls the function `trainer` (module:function), which is imported only then."""
     config, options = parse(kind, args, words)
+    if (found := launched()) is not None:
+        config = replace(config, learner=replace(config.learner, ranks=ranks_of(config.learner.ranks)))
+        if found[0] > 0:
+            return 0 if options.dry_run else _follow()
     if options.dry_run:
         print(dumps(config).rstrip())
         return 0
@@ -70,6 +75,13 @@ def command(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trai
         display=display,
     )
     return STOPPED if result.interrupted else 0
+
+
+def _follow() -> int:
+    """One of torchrun's processes above rank 0, which does what that one says."""
+    from policygrad.learners.fsdp.follower import joined
+
+    return joined()
 
 
 def flags(kind: type[Supervised]) -> list[str]:

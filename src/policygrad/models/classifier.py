@@ -17,6 +17,7 @@ from policygrad.models.adapters import adapters_of, as_in_file, head_precision, 
 from policygrad.models.chat import rendered_ids
 from policygrad.models.completeness import check_complete
 from policygrad.models.lora import base_of, config_of
+from policygrad.models.precision import at_least_float32
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.models.trust import cannot_load, reading, refuse_pickles, weights
 
@@ -63,7 +64,7 @@ def micro_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 
 def forward(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
-    """r [n] float32 with graph: one padded forward pass over n texts.
+    """r [n] float32 or better, with graph: one padded forward pass over n texts.
 
     A model without a padding token is padded with an id that none of the texts contains: what is scored is the last token
     that is not padding.
@@ -85,7 +86,7 @@ def forward(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
         attention[row, : len(text)] = 1
     with _padded_with(config, filler):
         out = model(input_ids=ids.to(device), attention_mask=attention.to(device))
-    return out.logits.squeeze(-1).float()  # type: ignore[no-any-return]
+    return at_least_float32(out.logits.squeeze(-1))
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
 
 Lengths = Sequence[int]
 """Tokens of each completion of one rollout, in the order in which they are asked for."""
@@ -65,27 +67,50 @@ class Timeline:
     """When its weights were published."""
     waited: tuple[float, ...]
     """That the learner did in the step."""
-    drawing: float
-    """In which rollouts were drawn, of the whole."""
+    drawn: tuple[float, ...]
+    """In which a rollout was in the making in the step, also one that rests while weights are taken over."""
+    staleness: int = 0
+    """Steps that the sampler may be ahead."""
 
     @property
     def seconds(self) -> float:
         return self.ended[-1]
 
     @property
+    def full(self) -> slice:
+        """The steps that are like those of a long run: without the first, which has nothing to be beside, and without those at the
+        end beside which nothing is left to draw. All steps of a run that has no others."""
+        last = len(self.ended) - self.staleness
+        return slice(1, last) if last > 1 else slice(0, len(self.ended))
+
+    @property
     def step(self) -> float:
-        """Mean seconds a step, without the first, which has nothing to be beside."""
-        return (self.ended[-1] - self.ended[0]) / max(1, len(self.ended) - 1)
+        """Mean seconds of the `full` steps."""
+        return self._of(self.full) / len(self.ended[self.full])
 
     @property
     def learner_idle(self) -> float:
-        """Share of the time."""
-        return sum(self.waited) / self.seconds
+        """Share of the `full` steps' time."""
+        return self.idle()[0]
 
     @property
     def sampler_idle(self) -> float:
-        """Share of the time."""
-        return max(0.0, 1 - self.drawing / self.seconds)
+        """Share of the `full` steps' time."""
+        return self.idle()[1]
+
+    def idle(self, steps: slice | None = None) -> tuple[float, float]:
+        """The shares of these steps' time, or the `full` ones', in which (the learner, the sampler) is idle; of no time, 0."""
+        some = self.full if steps is None else steps
+        seconds = self._of(some)
+        if seconds <= 0:
+            return 0.0, 0.0
+        return sum(self.waited[some]) / seconds, max(0.0, 1 - sum(self.drawn[some]) / seconds)
+
+    def _of(self, steps: slice) -> float:
+        """Seconds of these steps together."""
+        begins = (0.0, *self.ended)
+        first, last, _ = steps.indices(len(self.ended))
+        return begins[last] - begins[first]
 
 
 def simulate(
@@ -113,7 +138,7 @@ def simulate(
 def _together(draws: Sequence[float], updates: Sequence[float], publish: float, staleness: int) -> Timeline:
     """A step ends when both have done theirs."""
     steps, there, now = len(draws), 0, 0.0
-    sampled, ended, waited = list[float](), list[float](), list[float]()
+    sampled, ended, waited, drawn = list[float](), list[float](), list[float](), list[float]()
     for step in range(steps):
         want = step + max(1, min(staleness, steps - step))
         first, there = sum(draws[there:want]), max(there, want)
@@ -121,9 +146,10 @@ def _together(draws: Sequence[float], updates: Sequence[float], publish: float, 
         beside, there = sum(draws[there:want]), max(there, want)
         sampled.append(now + first)
         waited.append(first + max(0.0, beside - updates[step]))
+        drawn.append(first + beside)
         now = sampled[-1] + max(updates[step], beside) + publish
         ended.append(now)
-    return Timeline(tuple(sampled), tuple(ended), tuple(waited), sum(draws))
+    return Timeline(tuple(sampled), tuple(ended), tuple(waited), tuple(drawn), staleness)
 
 
 def _free(draws: Sequence[float], updates: Sequence[float], publish: float, staleness: int) -> Timeline:
@@ -131,16 +157,24 @@ def _free(draws: Sequence[float], updates: Sequence[float], publish: float, stal
     while weights are published."""
     now, whole = 0.0, 0.0
     sampled, ended, waited = list[float](), list[float](), list[float]()
-    pauses = list[tuple[float, float]]()
+    pauses, making = list[tuple[float, float]](), list[tuple[float, float]]()
     for step, (draw, update) in enumerate(zip(draws, updates, strict=True)):
-        whole = _through(max(whole, sampled[max(0, step - staleness)] if step else 0.0), draw, pauses)
+        begun = max(whole, sampled[max(0, step - staleness)] if step else 0.0)
+        whole = _through(begun, draw, pauses)
+        making.append((begun, whole))
         sampled.append(max(now, whole))
         waited.append(sampled[-1] - now)
         learned = sampled[-1] + update
         now = learned + publish
         pauses.append((learned, now))
         ended.append(now)
-    return Timeline(tuple(sampled), tuple(ended), tuple(waited), sum(draws))
+    drawn = tuple(sum(_overlap(step, some) for some in making) for step in pairwise([0.0, *ended]))
+    return Timeline(tuple(sampled), tuple(ended), tuple(waited), drawn, staleness)
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
+    """Seconds that are in both spans."""
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
 
 
 def _through(begun: float, seconds: float, pauses: Sequence[tuple[float, float]]) -> float:
@@ -154,6 +188,27 @@ def _through(begun: float, seconds: float, pauses: Sequence[tuple[float, float]]
         left -= max(0.0, first - now)
         now = last
     return now + left
+
+
+def resampled(lengths: Lengths, steps: int, size: int, seed: int = 0) -> list[list[int]]:
+    """As many rollouts, of `size` completions each, whose lengths are drawn from measured ones, with replacement: what a run of
+    another size, or a longer one, would have. Lengths of one prompt are taken to hang together no more than others."""
+    random = Random(seed)
+    return [random.choices(lengths, k=size) for _ in range(steps)]
+
+
+def best_staleness(
+    rollouts: Sequence[Lengths],
+    sampler: SamplerSpeed,
+    learner: LearnerSpeed,
+    *,
+    in_flight: bool = False,
+    most: int = 16,
+    within: float = 0.01,
+) -> int:
+    """The smallest `--staleness`, of at most `most`, whose steps are as fast as any's, within a share."""
+    speeds = [simulate(rollouts, sampler, learner, k, in_flight=in_flight).step for k in range(most + 1)]
+    return enough(speeds, within)
 
 
 def enough(steps: Sequence[float], within: float = 0.01) -> int:

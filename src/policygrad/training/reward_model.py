@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ConfigError, ModelError
-from policygrad.learners.local.packing import micro_tokens
-from policygrad.learners.local.recompute import differentiating, recompute_activations
+from policygrad.learners.local.packing import Pack, micro_tokens
+from policygrad.learners.local.recompute import differentiating, without_effect
 from policygrad.models.adapters import adapt, adapters_of
 from policygrad.models.classifier import (
     choose_padding,
@@ -35,6 +35,7 @@ from policygrad.training.config.supervised import RewardModelConfig
 from policygrad.training.lifecycle import Followers, Result
 from policygrad.training.reading import row_reading
 from policygrad.training.resources import pick_device
+from policygrad.training.rows import Learner, Share
 from policygrad.training.sft import held_out_words
 from policygrad.training.supervised import Numbers, supervise
 
@@ -68,12 +69,35 @@ def train_reward_model(
     )
 
 
+PORTION = 64
+"""Pairs measured at a time, so that progress shows."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Pairs as token ids, and what each counts in the loss."""
+
+    pairs: list[tuple[list[int], list[int]]]
+    """Chosen, rejected."""
+    weights: list[float]
+
+    def made(self, tokens: int) -> Iterator[list[int]]:
+        """Micro-batches of at most so many tokens, or one pair: places in `pairs`, the longest first."""
+        return micro_batches([max(map(len, pair)) for pair in self.pairs], tokens // 2)
+
+    def tokens(self, some: Sequence[int]) -> int:
+        """Of a micro-batch, padding included."""
+        return 2 * len(some) * max(len(text) for i in some for text in self.pairs[i])
+
+
 class Preferences:
     """L = −mean over prompts of the mean over a prompt's pairs of log σ(r(x, y_w) − r(x, y_l)).
 
     Ouyang et al. 2022, eq. 1; with one pair per prompt it is that of Christiano et al. 2017, eq. 1, and of Stiennon et al. 2020.
     The pairs of one prompt stay in one update and on one side of the held-out split.
     """
+
+    causal = False
 
     def __init__(self, config: RewardModelConfig) -> None:
         how = row_reading(config.map, config.skip_bad_rows)
@@ -91,11 +115,16 @@ class Preferences:
         }
         if len(kept) < len(pairs):
             self.facts["left out"] = f"{len(pairs) - len(kept)} pairs, the held-out file has their prompts"
-        self.config = config
         self.model, self.tokenizer = load(config)
+        padding = self.model.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
+        if (
+            config.learner.ranks > 1 and padding is None
+        ):  # without it texts may be read one by one, elsewhere all at once
+            raise ConfigError(
+                f"{config.model!r} has no token that texts can be padded with, which several processes need: name one in its "
+                "tokenizer_config.json (pad_token), or let one process learn (learner.ranks 1)"
+            )
         self.texts = [self._encode(pair) for pair in self.pairs]
-        if config.learner.gradient_checkpointing:
-            recompute_activations(self.model)
 
     def _encode(self, pair: Pair) -> tuple[list[int], list[int]]:
         sides = []
@@ -111,49 +140,31 @@ class Preferences:
             raise ModelError(f"{pair.source}: 'chosen' and 'rejected' are equal in token ids: remove the line")
         return sides[0], sides[1]
 
-    def rewards(self, pairs: Sequence[int]) -> Tensor:
-        """r [n, 2] float32 with graph: chosen and rejected of each pair, in one forward pass."""
-        texts = [text for i in pairs for text in self.texts[i]]
-        return forward(self.model, texts).view(len(pairs), 2)
-
-    def micro_batches(self, pairs: Sequence[int]) -> list[list[int]]:
-        """The pairs by length, as many at a time as `learner.micro_tokens` allows."""
-        lengths = [max(map(len, self.texts[i])) for i in pairs]
-        tokens = micro_tokens(self.config.learner, self.model)
-        return [[pairs[i] for i in places] for places in micro_batches(lengths, tokens // 2)]
-
-    def accumulate(self, rows: Sequence[int], collect: Callable[[], None]) -> dict[str, float]:
+    def accumulate(self, learner: Learner, rows: Sequence[int]) -> dict[str, float]:
         """One update's gradient; loss in nats, accuracy, margin r_w − r_l, tokens read."""
         weight = self._weights(by_prompt(self.pairs, rows))
-        sums = torch.zeros(3, dtype=torch.float64)
-        for some in self.micro_batches(rows):
-            with differentiating(self.model, self.config.learner.gradient_checkpointing):
-                margin = self.rewards(some).diff(dim=1).squeeze(1).neg()
-                each = torch.tensor([weight[i] for i in some], device=margin.device)
-                loss = (each * bradley_terry(margin)).sum()
-                torch.autograd.backward(loss)
-            collect()
-            known, c = margin.detach().cpu().double(), each.cpu().double()
-            sums += torch.stack([loss.detach().cpu().double(), (c * correct(known)).sum(), (c * known).sum()])
-        tokens = sum(len(text) for i in rows for text in self.texts[i])
-        return dict(zip(("loss", "accuracy", "margin"), sums.tolist(), strict=True)) | {"tokens": float(tokens)}
+        texts = Texts([self.texts[i] for i in rows], [weight[i] for i in rows])
+        sums = learner.do(gradient, texts)
+        tokens = sum(len(text) for pair in texts.pairs for text in pair)
+        return dict(zip(("loss", "accuracy", "margin"), sums, strict=True)) | {"tokens": float(tokens)}
 
     @staticmethod
     def _weights(units: Sequence[tuple[int, ...]]) -> dict[int, float]:
         """Each prompt counts once, however many pairs it has."""
         return {i: 1 / (len(units) * len(unit)) for unit in units for i in unit}
 
-    @torch.no_grad()
-    def measure(self, progress: Callable[[int, int], None]) -> dict[str, float]:
+    def measure(self, learner: Learner, progress: Callable[[int, int], None]) -> dict[str, float]:
         """Held-out accuracy with its standard error over prompts, loss, margin, and the rewards' mean and spread."""
-        pairs = [i for unit in self.held_out for i in unit]
+        pairs = sorted((i for unit in self.held_out for i in unit), key=lambda i: -max(map(len, self.texts[i])))
         rewards = dict[int, Tensor]()
-        for some in self.micro_batches(pairs):
-            rewards.update(zip(some, self.rewards(some).cpu().double(), strict=True))
+        for start in range(0, len(pairs), PORTION):
+            some = pairs[start : start + PORTION]
+            found = learner.do(rewards_of, Texts([self.texts[i] for i in some], []))
+            rewards.update(zip(some, found, strict=True))
             progress(len(rewards), len(pairs))
         margins = [torch.stack([rewards[i][0] - rewards[i][1] for i in unit]) for unit in self.held_out]
         right = torch.stack([correct(margin).mean() for margin in margins])
-        everything = torch.stack([rewards[i] for i in pairs])
+        everything = torch.stack([rewards[i] for unit in self.held_out for i in unit])
         return {
             "held_out/accuracy": float(right.mean()),
             "held_out/accuracy_stderr": float(right.std() / len(right) ** 0.5) if len(right) > 1 else 0.0,
@@ -172,6 +183,47 @@ class Preferences:
             "margin": change(before["held_out/margin"], after["held_out/margin"]),
             "rewards": f"mean {after['held_out/reward_mean']:.2f}, standard deviation {after['held_out/reward_std']:.2f}",
         }
+
+
+def gradient(share: Share, texts: Texts) -> list[float]:
+    """Adds ∂L/∂θ of one update's pairs to the gradients; [loss, accuracy, margin], weighted."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for some in _parts(share, texts):
+        with differentiating(share.model, share.config.gradient_checkpointing):
+            margin = _rewards(share, [texts.pairs[i] for i in some]).diff(dim=1).squeeze(1).neg()
+            each = torch.tensor([texts.weights[i] for i in some], device=margin.device, dtype=margin.dtype)
+            loss = (each * bradley_terry(margin)).sum()
+            torch.autograd.backward(loss)
+        share.optimizer.collect()
+        known, c = margin.detach().cpu().double(), each.cpu().double()
+        sums += torch.stack([loss.detach().cpu().double(), (c * correct(known)).sum(), (c * known).sum()])
+    return list(share.division.summed(sums).tolist())
+
+
+@torch.no_grad()
+def rewards_of(share: Share, texts: Texts) -> Tensor:
+    """r [n, 2] float64 of chosen and rejected, on the CPU."""
+    found = torch.zeros(len(texts.pairs), 2, dtype=torch.float64)
+    for some in _parts(share, texts):
+        found[some] = _rewards(share, [texts.pairs[i] for i in some]).cpu().double()
+    return share.division.summed(found)
+
+
+def _parts(share: Share, texts: Texts) -> Iterator[list[int]]:
+    """This process's micro-batches."""
+
+    def idle(part: Pack) -> None:
+        with differentiating(share.model, share.config.gradient_checkpointing):
+            without_effect(_rewards(share, [(texts.pairs[0][0][:1],) * 2]))
+        share.optimizer.collect()
+
+    return share.division.packs(texts.made, micro_tokens(share.config, share.model), idle, texts.tokens)
+
+
+def _rewards(share: Share, pairs: Sequence[tuple[list[int], list[int]]]) -> Tensor:
+    """r [n, 2] with graph: chosen and rejected of each pair, in one forward pass."""
+    texts = [text for pair in pairs for text in pair]
+    return share.evaluator.within(lambda: forward(share.model, texts)).view(len(pairs), 2)
 
 
 def bradley_terry(margin: Tensor) -> Tensor:

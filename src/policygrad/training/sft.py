@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 
 from policygrad.core.batch import Batch
 from policygrad.errors import ModelError
-from policygrad.learners.local.forward import probe
-from policygrad.learners.local.packing import micro_tokens, pack
-from policygrad.learners.local.recompute import differentiating, recompute_activations
+from policygrad.learners.local.packing import Pack, micro_tokens, pack
+from policygrad.learners.local.recompute import differentiating, without_effect
 from policygrad.models.loading import load_model
+from policygrad.models.precision import at_least_float32
 from policygrad.models.shown import shown_ids
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.conversations import Demonstration, read_demonstrations
@@ -26,6 +27,7 @@ from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.lifecycle import Followers, Result
 from policygrad.training.reading import row_reading
 from policygrad.training.resources import pick_device
+from policygrad.training.rows import Learner, Share, device_of
 from policygrad.training.supervised import Numbers, supervise
 
 PORTION = 64
@@ -80,6 +82,8 @@ class Row:
 class FineTuning:
     """L = −Σ log π(o_t) / (number of o_t), over the tokens that the assistant is to say, of the whole update."""
 
+    causal = True
+
     def __init__(self, config: SFTConfig) -> None:
         how = row_reading(config.map, config.skip_bad_rows)
         rows = read_demonstrations(config.data, how)
@@ -94,7 +98,6 @@ class FineTuning:
             seed=config.seed,
         )
         self.tokenizer = load_tokenizer(config.model, self.model, trust_remote_code=config.trust_remote_code)
-        self.config, self.device = config, next(self.model.parameters()).device
         self.rows = [tokenise(row, self.tokenizer) for row in [*kept, *others]]
         split = None if others else split_rows(kept)
         self.units: list[tuple[int, ...]] = [(i,) for i in (split.train if split else range(len(kept)))]
@@ -104,32 +107,19 @@ class FineTuning:
         }
         if len(kept) < len(rows):
             self.facts["left out"] = f"{len(rows) - len(kept)} rows, the held-out file has their prompts"
-        if config.learner.gradient_checkpointing:
-            recompute_activations(self.model)
-        self.evaluator = probe(self.model, 1.0)
 
-    def accumulate(self, rows: Sequence[int], collect: Callable[[], None]) -> dict[str, float]:
+    def accumulate(self, learner: Learner, rows: Sequence[int]) -> dict[str, float]:
         """One update's gradient; {"loss": nats per token, "tokens": how many}."""
         batch = to_batch([self.rows[i] for i in rows])
-        total, loss = float(batch.mask.sum()), 0.0
-        for part in pack(batch, torch.arange(len(rows)), micro_tokens(self.config.learner, self.model)):
-            with differentiating(self.model, self.config.learner.gradient_checkpointing):
-                part = part.to(self.device)
-                share = -self.evaluator(part, expected=part.mask / -total).sum() / total
-                torch.autograd.backward(share)
-            collect()
-            loss += float(share.detach())
-        return {"loss": loss, "tokens": total}
+        return {"loss": learner.do(gradient, batch), "tokens": float(batch.mask.sum())}
 
-    @torch.no_grad()
-    def measure(self, progress: Callable[[int, int], None]) -> dict[str, float]:
+    def measure(self, learner: Learner, progress: Callable[[int, int], None]) -> dict[str, float]:
         """Held-out loss in nats per token, and the perplexity exp(loss)."""
         total, tokens = 0.0, 0
         for start in range(0, len(self.held_out), PORTION):
             some = self.held_out[start : start + PORTION]
             batch = to_batch([self.rows[i] for i in some])
-            for part in pack(batch, torch.arange(len(some)), micro_tokens(self.config.learner, self.model)):
-                total -= float(self.evaluator(part.to(self.device)).double().sum())
+            total -= learner.do(log_likelihood, batch)
             tokens += int(batch.mask.sum())
             progress(min(start + PORTION, len(self.held_out)), len(self.held_out))
         loss = total / tokens
@@ -145,6 +135,41 @@ class FineTuning:
             "held-out loss": change(before["held_out/loss"], after["held_out/loss"], 3) + " nats per token",
             "perplexity": change(before["held_out/perplexity"], after["held_out/perplexity"]),
         }
+
+
+def gradient(share: Share, batch: Batch) -> float:
+    """Adds −∂/∂θ Σ log π(o_t) / n, of the n tokens of an update, to the gradients; the loss, in nats per token."""
+    total, loss = float(batch.mask.sum()), 0.0
+    kind = at_least_float32(next(share.model.parameters())[:0].detach()).dtype
+    for part in _parts(share, batch):
+        with differentiating(share.model, share.config.gradient_checkpointing):
+            part = part.to(device_of(share))
+            mine = -share.evaluator(part, expected=part.mask.to(kind) / -total).sum() / total
+            torch.autograd.backward(mine)
+        share.optimizer.collect()
+        loss += float(mine.detach())
+    return float(share.division.summed(torch.tensor(loss, dtype=torch.float64)))
+
+
+@torch.no_grad()
+def log_likelihood(share: Share, batch: Batch) -> float:
+    """Σ log π(o_t), in nats."""
+    found = 0.0
+    for part in _parts(share, batch):
+        found += float(share.evaluator(part.to(device_of(share))).double().sum())
+    return float(share.division.summed(torch.tensor(found, dtype=torch.float64)))
+
+
+def _parts(share: Share, batch: Batch) -> Iterator[Pack]:
+    """This process's micro-batches."""
+
+    def idle(part: Pack) -> None:
+        with differentiating(share.model, share.config.gradient_checkpointing):
+            without_effect(share.evaluator(part.to(device_of(share))))
+        share.optimizer.collect()
+
+    made = partial(pack, batch, torch.arange(len(batch.mask)))
+    return share.division.packs(made, micro_tokens(share.config, share.model), idle)
 
 
 def held_out_words(count: int, is_train: bool) -> str:

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 
 from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.spread import Saved
+from policygrad.checkpoint.spread import Saved, Spread
 from policygrad.errors import CheckpointError, RunError
 from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
 from policygrad.models.adapters import words
@@ -30,7 +30,13 @@ from policygrad.training.facts import described
 from policygrad.training.folder import check_resumable
 from policygrad.training.guarding import Guarding
 from policygrad.training.lifecycle import Followers, Lifecycle, Result
+from policygrad.training.rows import Alone, Learner, descend, learner_of
 from policygrad.training.threads import few_threads
+from policygrad.weight_sync.in_process import put_weights
+
+if TYPE_CHECKING:  # torch.distributed takes a while to import
+    from policygrad.learners.fsdp.leader import RankedLearner
+    from policygrad.training.shares import Shares
 
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 Numbers = Mapping[str, float]
@@ -40,17 +46,19 @@ class Objective(Protocol):
     """What is learned: a model, its rows, and a loss."""
 
     model: nn.Module
+    causal: bool
+    """Whether it is a language model, whose log-probabilities the loss is made of."""
     tokenizer: Tokenizer
     units: list[tuple[int, ...]]
     """The training rows, by number; those of one unit stay in one update."""
     facts: dict[str, str]
     """What people are shown of the data."""
 
-    def accumulate(self, rows: Sequence[int], collect: Callable[[], None]) -> dict[str, float]:
-        """Adds the gradient of the loss over one update's rows, and calls `collect` after every backward pass."""
+    def accumulate(self, learner: Learner, rows: Sequence[int]) -> dict[str, float]:
+        """Adds the gradient of the loss over one update's rows."""
         ...
 
-    def measure(self, progress: Callable[[int, int], None]) -> dict[str, float]:
+    def measure(self, learner: Learner, progress: Callable[[int, int], None]) -> dict[str, float]:
         """Held-out metrics, named `held_out/…`."""
         ...
 
@@ -108,7 +116,9 @@ def supervise(
 
 
 class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
-    """A training on rows with their answers. `trainer.optimizer.lr` is its learning rate."""
+    """A training on rows with their answers. `trainer.learner.lr` is its learning rate."""
+
+    learner: Alone | RankedLearner
 
     def __init__(
         self, config: Supervised, objective: Callable[[Any], Objective], **followers: Unpack[Followers]
@@ -116,17 +126,22 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         super().__init__(config.resolved(), **followers)
         self.kind, self.file = config.kind, f"{config.kind}.toml"  # type: ignore[misc]  # of each instance here
         self._objective = objective
+        self._shares: Shares | None = None  # of a learner in several processes
         self._guarding = Guarding(config.guard, lambda text, kind: self.trackers.note(text))
 
     def build(self, stack: ExitStack) -> None:
         config = located(self.config)
-        assert config.lr is not None  # `resolved` has filled it in
         self.objective = self._objective(config)
         self.model, self.tokenizer = self.objective.model, self.objective.tokenizer
         self.plan = plan(self.objective.units, config.epochs, config.batch_size, config.seed)
         stack.enter_context(few_threads(self.model))
         train_only(self.model, config.learner.trainable)
-        self.optimizer = Optimizer(self.model, config.optimizer, config.lr, len(self.plan))
+        self.learner = learner_of(self.model, config, len(self.plan), self.objective.causal)
+        if not isinstance(self.learner, Alone):
+            from policygrad.training.shares import Shares
+
+            stack.callback(self.learner.close)
+            self._shares = Shares(self.learner)
         self.digest = _digest(config)
         device = next(self.model.parameters()).device.type
         code = zip(named({"map": self.config.map}), named({"map": config.map}), strict=True)
@@ -134,16 +149,33 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
 
     @property
     def version(self) -> int:
-        return self.optimizer.taken
+        return self.learner.version
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of one process, which learns alone."""
+        assert isinstance(self.learner, Alone)
+        return self.learner.optimizer
 
     @property
     def steps(self) -> int:
         return len(self.plan)
 
     def pack(self, progress: RowsDone) -> Saved:
-        tensors, values = self.optimizer.state()
-        return tensors, {
-            "optimizer": values,
+        tensors, values = self.learner.state()
+        return tensors, self._values(values)
+
+    @property
+    def spread(self) -> Spread[RowsDone] | None:
+        shares = self._shares
+        if shares is None:
+            return None
+        return Spread(lambda progress: ({}, self._values(shares.values)), shares.begin, shares.leaves)
+
+    def _values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors; those of what learns are given."""
+        return {
+            "optimizer": values["optimizer"],
             "before": dict(self.before or {}),
             "data": self.digest,
             "began": self.began,
@@ -168,22 +200,29 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         ):
             self.trackers.note(text)
         trained = {name.removeprefix("weights/") for name in saved.tensors if name.startswith("weights/")}
-        if trained != set(self.optimizer.masters):
-            odd = min(trained ^ set(self.optimizer.masters))
+        mine = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        if trained != mine:
+            odd = min(trained ^ mine)
             raise RunError(
                 f"{saved.path} was made with other trainable parameters ({odd}, say): leave learner.trainable as it was"
             )
         try:
-            self.optimizer.restore(saved.tensors, saved.state["optimizer"])
+            if self._shares is None:
+                self._put_back(saved.tensors, saved.state)
+            else:
+                self._shares.restore(saved.path, self._own(saved.tensors), _whole(saved.state))
         except (KeyError, RuntimeError) as error:
             raise RunError(f"{saved.path} does not fit the model {self.config.model!r}: {error}") from error
-        self._guarding.restore(saved.state.get("guard"), self.optimizer)
+        self._guarding.restore(saved.state.get("guard"), self.learner)
+        self._publish()
         self.before, self.measured = saved.state["before"], True
         return RowsDone(saved.step)
 
     @property
     def keeps(self) -> int:
-        return super().keeps if self.config.guard.action == "warn" else sys.maxsize  # to undo steps of whatever size
+        if self.config.guard.action != "warn":
+            return sys.maxsize  # to undo steps of whatever size
+        return super().keeps if self._shares is None else 0  # which no process has as a whole
 
     def info(self, progress: RowsDone) -> RunInfo:
         config = self.config
@@ -192,6 +231,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
             "model": described(config.model, self.model, config.learner.dtype),
             "data": f"{rows} rows, {epochs} epoch{'s' * (epochs > 1)} of {self.steps // epochs} steps",
             **({"adapters": adapters} if (adapters := words(self.model)) else {}),
+            **({"learner": f"{config.learner.ranks} processes"} if config.learner.ranks > 1 else {}),
             **self.objective.facts,
             "run": str(self.folder),
         }
@@ -210,23 +250,34 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         going = True
         while going:
             step, began = progress.step + 1, time.perf_counter()
-            values = self.objective.accumulate(self.plan[step - 1], self.optimizer.collect)
-            norm, lr = self.optimizer.step()
+            values = self.objective.accumulate(self.learner, self.plan[step - 1])
+            norm, lr = self.learner.do(descend)
             seconds = time.perf_counter() - began
             values |= {"lr": lr, "epoch": step * self.config.epochs / self.steps, "time/step": seconds}
             values |= {} if norm is None else {"grad_norm": norm}
             values |= {"tokens_per_second": values["tokens"] / seconds}
             self.log(step, values | self._guarding.judge(step, values))
-            self._guarding.act(step, self.optimizer, self._put_back, self.checkpointer)
+            self._guarding.act(step, self.learner, self._put_back, self.checkpointer)
             if self._guarding.gave_up:
                 self.stop()
             progress = replace(progress, step=step)
             going = self.keep_going(progress)
+        self._publish()
         return progress
 
     def _put_back(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Weights and optimiser as a checkpoint has them."""
-        self.optimizer.restore(tensors, state["optimizer"])
+        self.learner.restore(self._own(tensors), _whole(state))
+
+    @staticmethod
+    def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of what learns."""
+        return {name: x for name, x in tensors.items() if name.startswith(("weights/", "adam/"))}
+
+    def _publish(self) -> None:
+        """The weights into the model that is saved, where they are spread."""
+        if not isinstance(self.learner, Alone):
+            put_weights(self.learner.publish().tensors, self.model)
 
     def check_end(self) -> None:
         self._guarding.check(self.progress.step, self.resume_words)
@@ -242,7 +293,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         return None
 
     def measure(self, progress: Callable[[int, int], None]) -> tuple[Numbers, Numbers]:
-        values = self.objective.measure(progress)
+        values = self.objective.measure(self.learner, progress)
         step = self.progress.step
         said = step in dict(self.files.history("held_out/loss"))  # a finished run that is resumed says nothing twice
         return values, {} if said else values
@@ -252,6 +303,11 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
 
     def numbers(self, progress: RowsDone, after: Numbers | None) -> dict[str, Any]:
         return {"steps": progress.step, "before": dict(self.before or {}), "after": dict(after or {})}
+
+
+def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's values, as a learner of several processes has them."""
+    return {"optimizer": state["optimizer"], "rollouts": 0, "refreshed": False}
 
 
 def _digest(config: Supervised) -> list[str | None]:

@@ -33,9 +33,13 @@ class Blueprint:
     def of(cls, model: nn.Module, temperature: float) -> Blueprint:
         """Of a whole model, which is tried on a made-up group (`probe`)."""
         structure = _dumped(model)
-        narrow = next((p.dtype for p in model.parameters() if at_least_float32(p).dtype != p.dtype), None)
         found: Evaluator = probe(model, temperature)
-        return cls(structure, found.network.split_head, found.network.branches, found.window, narrow)
+        return cls(structure, found.network.split_head, found.network.branches, found.window, _narrow(model))
+
+    @classmethod
+    def plain(cls, model: nn.Module) -> Blueprint:
+        """Of one that is only ever called as a whole, such as a classifier, and need not be a causal language model."""
+        return cls(_dumped(model), False, False, None, _narrow(model))
 
     def model(self) -> Any:
         """The model, its parameters on the meta device; tied ones are one."""
@@ -80,6 +84,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(x, Tensor) and x.device.type != "cpu":  # where there may be another device of that name
             return x.detach().cpu().__reduce_ex__(2)  # type: ignore[no-untyped-call]
         return super().reducer_override(x)
+
+
+def _narrow(model: nn.Module) -> torch.dtype | None:
+    return next((p.dtype for p in model.parameters() if at_least_float32(p).dtype != p.dtype), None)
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:

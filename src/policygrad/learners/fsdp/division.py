@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from math import ceil
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, merge
 from policygrad.learners.fsdp.ranks import Ranks
 from policygrad.learners.fsdp.sharding import shard
-from policygrad.learners.local.division import Division
+from policygrad.learners.local.division import Division, nodes
 from policygrad.learners.local.packing import Pack, pack
 
+T = TypeVar("T")
 SLACK = 1.1
 """Tokens of a smaller micro-batch over the mean: none is ever quite full, and what two share is computed in both."""
 
@@ -31,12 +33,17 @@ class Dealt(Division):
     """What a backbone computes in, where that is not what its weights are kept in."""
 
     def packs(
-        self, made: Callable[[int], Iterator[Pack]], budget: int, idle: Callable[[Pack], object]
-    ) -> Iterator[Pack]:
+        self,
+        made: Callable[[int], Iterator[T]],
+        budget: int,
+        idle: Callable[[Pack], object],
+        tokens: Callable[[T], int] | None = None,
+    ) -> Iterator[T]:
         """Smaller ones where that gives each process equally many."""
-        return self.dealt(iter(_evened(made, budget, self.ranks.size)), idle)
+        count: Callable[[Any], int] = nodes if tokens is None else tokens
+        return self.dealt(iter(_evened(made, budget, self.ranks.size, count)), idle)
 
-    def dealt(self, packs: Iterator[Pack], idle: Callable[[Pack], object]) -> Iterator[Pack]:
+    def dealt(self, packs: Iterator[T], idle: Callable[[Pack], object]) -> Iterator[T]:
         """As cards are dealt; then the passes for the sake of those that have one more."""
         rank, size, dealt = self.ranks.rank, self.ranks.size, list(packs)
         mine = dealt[rank::size]
@@ -60,13 +67,13 @@ class Dealt(Division):
         return network
 
 
-def _evened(made: Callable[[int], Iterator[Pack]], budget: int, size: int) -> list[Pack]:
+def _evened(made: Callable[[int], Iterator[T]], budget: int, size: int, tokens: Callable[[T], int]) -> list[T]:
     """In as many turns as micro-batches of the budget take, but smaller ones where some would have none in the last turn."""
     packs = list(made(budget))
     places = -(-len(packs) // size) * size
     if len(packs) == places:
         return packs
-    smaller = list(made(ceil(SLACK * sum(len(p.ids) for p in packs) / places)))
+    smaller = list(made(ceil(SLACK * sum(map(tokens, packs)) / places)))
     return smaller if len(smaller) <= places else packs
 
 

@@ -24,6 +24,11 @@ def main(port: int, rank: int, size: int) -> None:
     os._exit(code)
 
 
+def joined() -> int:
+    """Of one of torchrun's processes above rank 0: its exit code."""
+    return follow(Ranks.joined())
+
+
 def follow(ranks: Ranks) -> int:
     """Until rank 0 says that it is over, 0; or another process has gone, 1, which has said why. Signals are rank 0's: those of a
     terminal and of torchrun come to all."""

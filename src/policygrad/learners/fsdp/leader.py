@@ -67,9 +67,11 @@ class RankedLearner:
         reference: nn.Module | None = None,
         samples: bool = False,
         folder: Path | None = None,
+        blueprint: Blueprint | None = None,
     ) -> Self:
         """The arguments are those of `LocalLearner`. `model` stays whole in this process: `publish` writes the weights into it.
         samples: it is whole in all of them, for each to draw with. folder: the run's, where the stacks of processes that hang go.
+        blueprint: the model's, where it is no causal language model.
 
         Raises:
             ConfigError: what several processes cannot share yet.
@@ -79,7 +81,7 @@ class RankedLearner:
         check_model(model)
         if config.routing_replay:
             Routing.of(model)  # what listens to the routers is a part of the blueprint
-        own = Blueprint.of(model, temperature)
+        own = Blueprint.of(model, temperature) if blueprint is None else blueprint
         read, bare = "logp_ref" in algorithm.needs, reference is None and _bare(model, algorithm)
         theirs = None if not read or bare else own
         if read and reference is not None:
@@ -153,8 +155,10 @@ class RankedLearner:
         return self._learner.values()
 
     def do(self, function: Callable[..., T], *args: Any) -> T:
-        """A function of the learner's share and of these arguments, in every process; what it returns in this one."""
-        return self._do(function, *args)
+        """A function of the learner's share and of these arguments, in every process; what it returns in this one. A signal waits
+        until all are through."""
+        with not_in_its_midst():
+            return self._do(function, *args)
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """The state of a checkpoint, of whatever number of processes."""

@@ -58,6 +58,11 @@ class ShardedEvaluator(Evaluator):
             root.unshard()
         return found
 
+    def within(self, work: Callable[[], Tensor]) -> Tensor:
+        """As `Evaluator.within`; all processes do it at once."""
+        found: Tensor = cast(Any, self.root)(lambda: work().clone())  # of a view FSDP could lose sight
+        return found
+
     def at_rest(self) -> None:
         """As `Evaluator.at_rest`."""
         Evaluator.at_rest(self)

@@ -11,7 +11,7 @@ from policygrad.learners.config import LearnerConfig
 _ONE = "let one process learn (learner.ranks 1)"
 
 
-def check_ranks(config: LearnerConfig, algorithm: Algorithm) -> None:
+def check_ranks(config: LearnerConfig, algorithm: Algorithm | None = None) -> None:
     """Raises ConfigError for the first option that several processes cannot share."""
     if config.ranks == 1:
         return

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from policygrad.core.metrics import Metrics
 from policygrad.learners.local.packing import Pack
 
+T = TypeVar("T")
+"""A micro-batch of whatever kind."""
+
+
+def nodes(part: Pack) -> int:
+    """Tokens that are computed."""
+    return len(part.ids)
+
 
 class Division:
     """One process, which does all."""
 
     def packs(
-        self, made: Callable[[int], Iterator[Pack]], budget: int, idle: Callable[[Pack], object]
-    ) -> Iterator[Pack]:
+        self,
+        made: Callable[[int], Iterator[T]],
+        budget: int,
+        idle: Callable[[Pack], object],
+        tokens: Callable[[T], int] | None = None,
+    ) -> Iterator[T]:
         """This process's share of the micro-batches that are `made` of at most `budget` tokens. idle: a pass that adds nothing, for
-        where others have one more."""
+        where others have one more. tokens: of a micro-batch; None = the nodes of a `Pack`."""
         return made(budget)
 
-    def dealt(self, packs: Iterator[Pack], idle: Callable[[Pack], object]) -> Iterator[Pack]:
+    def dealt(self, packs: Iterator[T], idle: Callable[[Pack], object]) -> Iterator[T]:
         """As `packs`, of micro-batches that must stay what they are."""
         return packs
 

@@ -92,6 +92,10 @@ class Evaluator:
         if self.network.routing is not None:
             self.network.routing.replay(None)
 
+    def within(self, work: Callable[[], Tensor]) -> Tensor:
+        """What `work` gives, which calls the model as a whole."""
+        return work()
+
     def reading(self, part: Pack) -> Network:
         """The network as it reads this pack."""
         if self.network.branches and self.window is not None and part.paths.shape[1] > self.window:

@@ -10,6 +10,7 @@ import tyro
 
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.fsdp.supported import check_ranks
 from policygrad.models.lora import RATE
 from policygrad.trackers.services import check_services
 from policygrad.training.config.checks import check_seed
@@ -82,11 +83,11 @@ class Supervised:
             raise ConfigError(
                 f"learner.score_parameters is for policy gradients; {self.kind} reads none: leave it empty"
             )
-        for name in ("ranks", "patience"):
-            if getattr(self.learner, name) != getattr(LearnerConfig(), name):
-                raise ConfigError(
-                    f"learner.{name} is for policygrad train; {self.kind} learns in one process: leave it out"
-                )
+        if self.learner.routing_replay:
+            raise ConfigError(
+                f"learner.routing_replay replays the experts that sampled, and {self.kind} samples nothing: leave it out"
+            )
+        check_ranks(self.learner)
 
     def resolved(self) -> Self:
         """With every open choice filled in.
