@@ -24,7 +24,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics
 from policygrad.errors import HangError, PolicygradError, RunError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.learners.fsdp.blueprint import Blueprint
+from policygrad.learners.fsdp.blueprint import Blueprint, without_numbers
 from policygrad.learners.fsdp.learner import FsdpLearner, Plan
 from policygrad.learners.fsdp.line import Line
 from policygrad.learners.fsdp.ranks import Ranks, check_devices
@@ -33,7 +33,8 @@ from policygrad.learners.local.checks import check_widths
 from policygrad.models.adapters import untouched
 from policygrad.models.routing import Routing
 from policygrad.signals import AGAIN, SIGNALS
-from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.base import PassedError, Published
+from policygrad.weight_sync.gathered import Gathered
 
 T = TypeVar("T")
 AGREED = (PolicygradError, KeyError)
@@ -47,6 +48,7 @@ class RankedLearner:
         self, ranks: Ranks, plan: Plan, model: nn.Module, reference: nn.Module | None, folder: Path | None = None
     ) -> None:
         self._ranks, self._whole, self._lock, self.samples = ranks, True, threading.Lock(), plan.samples
+        self._likes: dict[str, Tensor] | None = None  # of what is gathered one by one
         ranks.watchdog.start(plan.config.patience, folder)
         with self.together("making the learner"):
             ranks.tell(plan)
@@ -66,10 +68,13 @@ class RankedLearner:
         optimizer: OptimizerConfig | None = None,
         reference: nn.Module | None = None,
         samples: bool = False,
+        streams: bool = False,
         folder: Path | None = None,
     ) -> Self:
         """The arguments are those of `LocalLearner`. `model` stays whole in this process: `publish` writes the weights into it.
-        samples: it is whole in all of them, for each to draw with. folder: the run's, where the stacks of processes that hang go.
+        samples: it is whole in all of them, for each to draw with. streams: in none of them: `model` is left without its numbers,
+        on the meta device, and what `publish` gives is gathered one by one. folder: the run's, where the stacks of processes that
+        hang go.
 
         Raises:
             ConfigError: what several processes cannot share yet.
@@ -98,8 +103,13 @@ class RankedLearner:
             device=next(model.parameters()).device.type,
             threads=_threads(ranks.size),
             samples=samples,
+            streams=streams,
         )
-        return cls(ranks, plan, model, model if reference is None else reference, folder)
+        found = cls(ranks, plan, model, model if reference is None else reference, folder)
+        if streams:
+            without_numbers(model)
+            found._likes = {name: p.detach() for name, p in model.named_parameters()}
+        return found
 
     @property
     def ranks(self) -> int:
@@ -140,8 +150,15 @@ class RankedLearner:
         return self._do(FsdpLearner.update, batch, psi, algorithm)
 
     def publish(self) -> Published:
-        """The model's own tensors, with the weights as they are."""
-        return self._do(FsdpLearner.publish)
+        """The model's own tensors, with the weights as they are; or such as are gathered one by one, as long as they are."""
+        if self._likes is None:
+            return self._do(FsdpLearner.publish)
+        version, likes = self.version, self._likes
+
+        def gather(name: str) -> Tensor:
+            return self._at(version, FsdpLearner.gathered, name, likes[name].dtype)
+
+        return Published(version, Gathered(likes, gather), lambda ids: self._at(version, FsdpLearner.logits, ids))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Gathered: that of one process."""
@@ -180,6 +197,14 @@ class RankedLearner:
 
     def _do(self, method: Callable[..., T], *args: Any) -> T:
         with self.together(method.__name__) as ranks:
+            ranks.tell((method, args))
+            return method(self._learner, *args)
+
+    def _at(self, version: int, method: Callable[..., T], *args: Any) -> T:
+        """As `_do`, with weights of this version. Raises PassedError where they are others."""
+        with self.together(method.__name__) as ranks:
+            if self.version != version:
+                raise PassedError(f"version {version} of the weights is nowhere any more, they are those of version {self.version}")
             ranks.tell((method, args))
             return method(self._learner, *args)
 

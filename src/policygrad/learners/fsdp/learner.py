@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ class Plan:
     """That each process computes with, on the CPU."""
     samples: bool
     """Whether every process has the whole policy beside its share, to draw completions with."""
+    streams: bool = False
+    """Whether none has it, not even rank 0 to publish it from."""
 
 
 class FsdpLearner(LocalLearner):
@@ -71,6 +73,8 @@ class FsdpLearner(LocalLearner):
         torch.set_num_threads(plan.threads)
         self._device = _device(plan.device)
         self.whole = plan.policy.empty(self._device) if source is None and plan.samples else source
+        if plan.streams:
+            self.whole = None
         self._mesh = init_device_mesh(plan.device, (ranks.size,))
         given = (ranks, self._mesh, self._device, plan.temperature)
         self._own = sharded(plan.policy, source, *given)
@@ -134,6 +138,21 @@ class FsdpLearner(LocalLearner):
                     own[name].copy_(whole)
             self._published = self.version
         return Published(self.version, own)
+
+    @torch.no_grad()
+    def gathered(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One parameter, rounded before it is gathered."""
+        parameter = self.model.get_parameter(name).detach()
+        return full(parameter.to(dtype))
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor) -> Tensor:
+        """[b, L, V] of ids [b, L], which every process computes: each layer is gathered once."""
+        ids = ids.to(self._device)
+        where = torch.arange(ids.shape[1], device=self._device).expand_as(ids)
+        call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": where, "use_cache": False}
+        found: Tensor = cast(Any, self._own.root)(lambda: self.model(**call).logits)
+        return found
 
     @torch.no_grad()
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
