@@ -29,6 +29,7 @@ from policygrad.learners.fsdp.learner import FsdpLearner, Plan
 from policygrad.learners.fsdp.line import Line
 from policygrad.learners.fsdp.ranks import Ranks, check_devices
 from policygrad.learners.fsdp.supported import check_model, check_ranks
+from policygrad.learners.fsdp.tensor import check_tensor
 from policygrad.learners.local.checks import check_widths
 from policygrad.models.adapters import untouched
 from policygrad.models.routing import Routing
@@ -82,6 +83,7 @@ class RankedLearner:
         config = config or LearnerConfig()
         check_ranks(config, algorithm)
         check_model(model)
+        check_tensor(model, config.tensor, algorithm)
         if config.routing_replay:
             Routing.of(model)  # what listens to the routers is a part of the blueprint
         own = Blueprint.of(model, temperature)

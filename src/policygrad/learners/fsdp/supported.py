@@ -13,6 +13,11 @@ _ONE = "let one process learn (learner.ranks 1)"
 
 def check_ranks(config: LearnerConfig, algorithm: Algorithm) -> None:
     """Raises ConfigError for the first option that several processes cannot share."""
+    if config.ranks % config.tensor:
+        raise ConfigError(
+            f"learner.tensor {config.tensor} of learner.ranks {config.ranks} processes share a layer: give a divisor of it, as "
+            f"--learner.ranks {config.tensor} --learner.tensor {config.tensor}"
+        )
     if config.ranks == 1:
         return
     options = {
