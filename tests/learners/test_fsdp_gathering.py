@@ -84,7 +84,7 @@ def _follows_the_weights(alone: LocalLearner, ranked: RankedLearner) -> None:
     assert old.logits is not None
     assert torch.allclose(new.logits(ids), expected, atol=1e-5)
     for asked in (lambda: old.tensors["transformer.wte.weight"], lambda: old.logits(ids)):  # type: ignore[misc]
-        with pytest.raises(PassedError, match="version 0 of the weights"):
+        with pytest.raises(PassedError, match="the weights of version 0 have passed"):
             asked()
     assert ranked.publish().version == 1  # and all go on
 

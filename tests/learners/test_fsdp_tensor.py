@@ -24,6 +24,7 @@ from policygrad.learners.fsdp.ranks import Ranks
 from policygrad.learners.fsdp.supported import check_ranks
 from policygrad.learners.fsdp.tensor import check_tensor, plan_of
 
+
 @contextmanager
 def started(size: int) -> Iterator[Ranks]:
     threads, found = torch.get_num_threads(), Ranks.start(size)

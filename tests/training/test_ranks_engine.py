@@ -45,7 +45,9 @@ def test_a_run_with_an_engine_is_that_of_one_process(
     watch = Bare()
     one = pg.train(replace(run, output=str(tmp_path / "one")), display=False)
     two = pg.train(
-        replace(run, learner=replace(run.learner, ranks=2), output=str(tmp_path / "two")), display=False, callbacks=[watch]
+        replace(run, learner=replace(run.learner, ranks=2), output=str(tmp_path / "two")),
+        display=False,
+        callbacks=[watch],
     )
     assert watch.seen == 2
     said = [[row["completion"] for row in rows(r.output / "completions.jsonl")] for r in (one, two)]

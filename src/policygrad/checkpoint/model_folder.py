@@ -22,7 +22,7 @@ def save_model(folder: Path, model: nn.Module | Weights, tokenizer: Any, resume:
     """`folder/model`, which the AutoModel class it came from and AutoTokenizer load; whole and on the disk, or as it was before.
     Of a model with adapters these alone, in PEFT's format.
 
-    model: or what writes it into a folder. tokenizer: transformers' own. resume: what goes on with the run, for the message. card: README.md.
+    model: or what writes it. tokenizer: transformers' own. resume: what goes on with the run, for the message. card: README.md.
 
     Raises:
         RunError: a full disk, say; the checkpoint of the last step still holds the weights.

@@ -28,8 +28,8 @@ HIGH = 2.0
 """The second temperature: far enough from 1 that raw log-probabilities show, and flat, so that what is cut off shows too."""
 ROWS = 16
 """Sequences at a time whose logits are asked for, where no process has the model."""
-Logits = Callable[[Tensor], Tensor]
-"""From ids [b, L] to logits [b, L, V]."""
+Source = nn.Module | Callable[[Tensor], Tensor]
+"""The learner's model; or from ids [b, L] to its logits [b, L, V]."""
 CHANCE = 1e-6
 """Of refusing a server that draws as it should, by what it has drawn."""
 _STREAM = 0x70726F62
@@ -60,7 +60,7 @@ def requests(vocabulary: int, temperature: float, version: int) -> list[Request]
 
 
 def judge(
-    model: nn.Module | Logits,
+    model: Source,
     asked: Sequence[Request],
     drawn: Sequence[Generation],
     tolerance: float,
@@ -107,9 +107,7 @@ def judge(
 
 
 @torch.no_grad()
-def looked_up(
-    model: nn.Module | Logits, asked: Sequence[Request], drawn: Sequence[Generation]
-) -> tuple[Tensor, Tensor, Tensor]:
+def looked_up(model: Source, asked: Sequence[Request], drawn: Sequence[Generation]) -> tuple[Tensor, Tensor, Tensor]:
     """Per token drawn [N]: its log-probability at the temperature, that at temperature 1, and the probability of all tokens that
     are at least as probable."""
     own, raw, within = [], [], []
@@ -135,7 +133,7 @@ def _alone(model: nn.Module, texts: Sequence[Tensor]) -> Iterator[Tensor]:
     model.train(training)
 
 
-def _together(logits: Logits, texts: Sequence[Tensor]) -> Iterator[Tensor]:
+def _together(logits: Callable[[Tensor], Tensor], texts: Sequence[Tensor]) -> Iterator[Tensor]:
     """The same, some at a time: all processes gather every layer for it. No token sees what stands behind it."""
     for first in range(0, len(texts), ROWS):
         some = texts[first : first + ROWS]

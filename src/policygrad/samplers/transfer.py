@@ -105,7 +105,10 @@ class Transfer(VersionFolder, ABC):
             own = dict(self._model.named_parameters())
             tensors = {name: own[name].detach() for name in tensors}
         self._tensors = tensors if self._twice is None else with_another(tensors, *self._twice)
-        name, size = f"v{weights.version:08d}-{uuid.uuid4().hex[:8]}", sum(t.nbytes for t in likes(self._tensors).values())
+        name, size = (
+            f"v{weights.version:08d}-{uuid.uuid4().hex[:8]}",
+            sum(t.nbytes for t in likes(self._tensors).values()),
+        )
         return Publication(name, weights.version, self.root / name, size)
 
     def sweep(self, current: Publication) -> None:

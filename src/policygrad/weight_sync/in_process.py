@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from policygrad.errors import EngineError
+from policygrad.weight_sync.base import Published
 
 
 @torch.no_grad()
@@ -32,3 +33,15 @@ def put_weights(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
         tensor = tensors[name]
         if own[name].data_ptr() != tensor.data_ptr():
             own[name].copy_(tensor)
+
+
+def taken(weights: Published, model: nn.Module) -> nn.Module | Callable[[Tensor], Tensor]:
+    """Puts published weights into the model, and is it; where no process has them as a whole, what asks for their logits.
+
+    Raises:
+        EngineError: as `put_weights`.
+    """
+    if weights.logits is not None:
+        return weights.logits
+    put_weights(weights.tensors, model)
+    return model

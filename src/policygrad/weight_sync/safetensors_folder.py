@@ -42,8 +42,8 @@ def safetensors_writer(model: Any, tokenizer: Any, *, head_too: bool = False) ->
 
 
 def write_weights(tensors: Mapping[str, Tensor], folder: Path, most: int = BUCKET) -> None:
-    """One file of safetensors, or where they are more than `most` bytes several and their index, as transformers names them: no more
-    than a file's are held at a time."""
+    """One file of safetensors, or where they are more than `most` bytes several and their index, as transformers names them. No
+    more than a file's are held at a time."""
     from safetensors.torch import save_file
 
     parts = portions(tensors, most)

@@ -28,6 +28,7 @@ from policygrad.learners.fsdp.blueprint import Blueprint, without_numbers
 from policygrad.learners.fsdp.learner import FsdpLearner, Plan
 from policygrad.learners.fsdp.line import Line
 from policygrad.learners.fsdp.ranks import Ranks, check_devices
+from policygrad.learners.fsdp.streaming import one_by_one
 from policygrad.learners.fsdp.supported import check_model, check_ranks
 from policygrad.learners.fsdp.tensor import check_tensor
 from policygrad.learners.local.checks import check_widths
@@ -35,7 +36,6 @@ from policygrad.models.adapters import untouched
 from policygrad.models.routing import Routing
 from policygrad.signals import AGAIN, SIGNALS
 from policygrad.weight_sync.base import PassedError, Published
-from policygrad.weight_sync.gathered import Gathered
 
 T = TypeVar("T")
 AGREED = (PolicygradError, KeyError)
@@ -155,12 +155,7 @@ class RankedLearner:
         """The model's own tensors, with the weights as they are; or such as are gathered one by one, as long as they are."""
         if self._likes is None:
             return self._do(FsdpLearner.publish)
-        version, likes = self.version, self._likes
-
-        def gather(name: str) -> Tensor:
-            return self._at(version, FsdpLearner.gathered, name, likes[name].dtype)
-
-        return Published(version, Gathered(likes, gather), lambda ids: self._at(version, FsdpLearner.logits, ids))
+        return one_by_one(self._at, self.version, self._likes)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Gathered: that of one process."""
@@ -198,15 +193,15 @@ class RankedLearner:
         self._whole = False
 
     def _do(self, method: Callable[..., T], *args: Any) -> T:
-        with self.together(method.__name__) as ranks:
-            ranks.tell((method, args))
-            return method(self._learner, *args)
+        return self._at(None, method, *args)
 
-    def _at(self, version: int, method: Callable[..., T], *args: Any) -> T:
-        """As `_do`, with weights of this version. Raises PassedError where they are others."""
+    def _at(self, version: int | None, method: Callable[..., T], *args: Any) -> T:
+        """In every process, with weights of this version, None = any. Raises PassedError where they are others."""
         with self.together(method.__name__) as ranks:
-            if self.version != version:
-                raise PassedError(f"version {version} of the weights is nowhere any more, they are those of version {self.version}")
+            if version not in (None, self.version):
+                raise PassedError(
+                    f"the weights of version {version} have passed: the learner has those of {self.version}"
+                )
             ranks.tell((method, args))
             return method(self._learner, *args)
 

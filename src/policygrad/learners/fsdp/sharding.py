@@ -157,7 +157,10 @@ def _made(
     def numbers(p: nn.Parameter) -> Tensor:
         return given(names[p], at_least_float32(p))
 
-    plan, called = plan_of(model) if across is not None else {}, {module: name for name, module in model.named_modules()}
+    plan, called = (
+        plan_of(model) if across is not None else {},
+        {module: name for name, module in model.named_modules()},
+    )
 
     def before(unit: nn.Module) -> None:
         fill(unit.modules(), device, numbers, made)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from policygrad.errors import ConfigError
@@ -21,9 +20,9 @@ Read = Callable[[tuple[Sequence[int], Sequence[int]] | None], Tensor]
 
 
 def part_of(x: Tensor, first: bool, counts: bool = True) -> tuple[tuple[int, ...], Tensor] | None:
-    """(where it begins, its numbers) of the part that this process is to write; None where it has none, or another writes the same.
-    first: whether this is rank 0, which writes what is not spread. counts: whether this is the first of those that share matrices,
-    who all have the rest.
+    """(where it begins, its numbers) of what this process is to write; None: it has none, or another writes it.
+    first: whether this is rank 0, which writes what is not spread. counts: whether this is the first of those that share matrices
+    and all have the rest.
 
     Raises:
         ConfigError: a tensor that is spread in ways of which no process has a box.

@@ -1,9 +1,9 @@
-"""Each layer's matrices cut between processes that compute the same texts (tensor parallel), as transformers' plan for a model says.
+"""Each layer's matrices cut between processes that compute the same texts (tensor parallel), as transformers' plan for it says.
 
-A plan names layers: `colwise`, whose outputs are cut (heads, the inner width), `rowwise`, whose inputs are cut and whose outputs are
-summed over the processes, and `replicated_with_grad_allreduce`, whole in each, which looks at cut activations, so that its gradient
-is summed. The rest, embeddings, norms and head, is the same in all of them, and computed in all of them. It is PyTorch's
-`parallelize_module` that cuts, before `fully_shard` cuts what is left over the processes that read other texts.
+A plan names modules: `colwise`, whose outputs are cut (heads, the inner width); `rowwise`, whose inputs are cut and whose outputs
+are summed over the processes; and `replicated_with_grad_allreduce`, whole in each, which looks at cut activations, so that its
+gradient is summed. The rest, embeddings, norms and head, is the same in all of them, and computed in all of them. PyTorch's
+`parallelize_module` cuts; then `fully_shard` cuts what is left over the processes that read other texts.
 
 Source: transformers 5, src/transformers/integrations/tensor_parallel.py (`ALL_PARALLEL_STYLES`) and each configuration's
 `base_model_tp_plan`; Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3.
@@ -46,13 +46,15 @@ def check_tensor(model: Any, size: int, algorithm: Algorithm) -> None:
     """size: processes that a layer's matrices are cut between.
 
     Raises:
-        ConfigError: a model without a plan, or one that is not to be cut so; an algorithm that looks at gradients in ways of its own.
+        ConfigError: a model without a plan, or that is not to be cut so; an algorithm that looks at gradients in ways of its own.
     """
     if size == 1:
         return
     name, plan = type(model).__name__, plan_of(model)
     if adapters_of(model):
-        raise ConfigError(f"learner.tensor {size}: adapters (learner.lora) are not cut by transformers' plans: {_WAY_OUT}")
+        raise ConfigError(
+            f"learner.tensor {size}: adapters (learner.lora) are not cut by transformers' plans: {_WAY_OUT}"
+        )
     if not plan:
         raise ConfigError(f"learner.tensor {size}: transformers has no plan for cutting a {name}'s layers: {_WAY_OUT}")
     if odd := sorted(set(plan.values()) - {COLUMNS, ROWS, SUMMED}):
@@ -71,7 +73,9 @@ def check_tensor(model: Any, size: int, algorithm: Algorithm) -> None:
         "OptimalBaseline(norm='exact')": "score_norm" in algorithm.needs,
     }
     for way in (way for way, holds in ways.items() if holds):
-        raise ConfigError(f"learner.tensor {size}: {way} looks at gradients in ways of its own, layer by layer: {_WAY_OUT}")
+        raise ConfigError(
+            f"learner.tensor {size}: {way} looks at gradients in ways of its own, layer by layer: {_WAY_OUT}"
+        )
 
 
 def _cut(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, str, int]]:
@@ -107,7 +111,7 @@ class _Summed(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.contiguous().clone()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
