@@ -134,7 +134,7 @@ def test_what_is_not_cut_is_refused() -> None:
     exact = replace(pg.OPO, psi=(pg.OptimalBaseline(norm="exact"),))
     refused(llama, r"OptimalBaseline\(norm='exact'\) looks at gradients", algorithm=exact)
     check_tensor(model(), 1, pg.TRPO)
-    with pytest.raises(pg.ConfigError, match=r"learner\.tensor 2 of learner\.ranks 3 processes.*a divisor"):
+    with pytest.raises(pg.ConfigError, match=r"learner\.tensor 2 of 3 processes \(learner\.ranks\).*a divisor"):
         check_ranks(pg.LearnerConfig(ranks=3, tensor=2), pg.GRPO)
     with pytest.raises(pg.ConfigError, match=r"learner\.tensor must be at least 1, not 0"):
         pg.LearnerConfig(tensor=0)

@@ -41,8 +41,8 @@ def part_of(x: Tensor, first: bool, counts: bool = True) -> tuple[tuple[int, ...
 
 
 def box_of(x: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offset, size) of this process's part. What `_StridedShard` cuts is cut after the rest: rows that tensor parallelism has dealt
-    out already, which FSDP then deals out among those that have the same."""
+    """(offset, size) of this process's part. What `_StridedShard` cuts is cut after the rest: rows that tensor parallelism has
+    dealt out already, which FSDP then deals out among those that have the same."""
     offset, size = [0] * x.ndim, list(x.shape)
     where: Sequence[int] = x.device_mesh.get_coordinate() or ()
     cuts = zip(x.placements, where, x.device_mesh.shape, strict=True)

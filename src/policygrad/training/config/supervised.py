@@ -82,7 +82,7 @@ class Supervised:
             raise ConfigError(
                 f"learner.score_parameters is for policy gradients; {self.kind} reads none: leave it empty"
             )
-        for name in ("ranks", "patience"):
+        for name in ("ranks", "tensor", "patience"):
             if getattr(self.learner, name) != getattr(LearnerConfig(), name):
                 raise ConfigError(
                     f"learner.{name} is for policygrad train; {self.kind} learns in one process: leave it out"
