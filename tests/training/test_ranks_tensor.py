@@ -15,8 +15,9 @@ LOOSE = 2e-4
 """Sums are taken in another order."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "then"), [(2, 1), pytest.param(4, 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("ranks", "then"), [(2, 1), (4, 3)])
 def test_a_run_goes_on_cut_otherwise(small: pg.Run, tmp_path: Path, ranks: int, then: int) -> None:
     """Begun by one process, gone on with by such as share layers, ended by others again."""
     run = replace(small, algorithm=pg.GRPO, steps=4, learner=pg.LearnerConfig(micro_tokens=64))
