@@ -25,8 +25,9 @@ class Bare(pg.Callback):
         self.seen += all(p.is_meta for p in trainer.model.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", ["", pytest.param("rank=4", marks=pytest.mark.long)])
+@pytest.mark.parametrize("lora", ["", "rank=4"])
 def test_a_run_with_an_engine_is_that_of_one_process(
     small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: str
 ) -> None:

@@ -16,7 +16,7 @@ def check_ranks(config: LearnerConfig, algorithm: Algorithm) -> None:
     """Raises ConfigError for the first option that several processes cannot share."""
     if (ranks := ranks_of(config.ranks)) % config.tensor:
         raise ConfigError(
-            f"learner.tensor {config.tensor} of {ranks} processes (learner.ranks) share a layer: give a divisor of their number, as "
+            f"learner.tensor {config.tensor} of {ranks} processes (learner.ranks) share a layer: give a divisor of that, as "
             f"in --learner.ranks {config.tensor} --learner.tensor {config.tensor}"
         )
     if config.ranks == 1:
