@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from policygrad.checkpoint.disk import install, is_full
 from policygrad.durable import as_others, sync
 from policygrad.errors import RunError
 
+Weights = Callable[[Path], None]
+"""Writes a model into a folder, which may not be there yet."""
 
-def save_model(folder: Path, model: nn.Module, tokenizer: Any, resume: str = "", card: str = "") -> Path:
+
+def save_model(folder: Path, model: nn.Module | Weights, tokenizer: Any, resume: str = "", card: str = "") -> Path:
     """`folder/model`, which the AutoModel class it came from and AutoTokenizer load; whole and on the disk, or as it was before.
     Of a model with adapters these alone, in PEFT's format.
 
-    tokenizer: transformers' own. resume: what goes on with the run, for the message. card: README.md.
+    model: or what writes it. tokenizer: transformers' own. resume: what goes on with the run, for the message. card: README.md.
 
     Raises:
         RunError: a full disk, say; the checkpoint of the last step still holds the weights.
@@ -29,7 +33,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any, resume: str = "",
 
 
 def write_model(
-    final: Path, model: nn.Module, tokenizer: Any, left: tuple[str, str] = ("", "then again"), card: str = ""
+    final: Path, model: nn.Module | Weights, tokenizer: Any, left: tuple[str, str] = ("", "then again"), card: str = ""
 ) -> Path:
     """The folder `final`, written as a whole. left: what stands before and behind the way out, for the message. card: README.md.
 
@@ -42,7 +46,8 @@ def write_model(
 
     try:
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        model.save_pretrained(temporary)  # type: ignore[operator]
+        write: Any = model.save_pretrained if isinstance(model, nn.Module) else model
+        write(temporary)
         tokenizer.save_pretrained(temporary)
         if card:  # in the place of PEFT's, which is a form
             (temporary / "README.md").write_text(card, encoding="utf-8")

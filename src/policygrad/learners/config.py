@@ -80,6 +80,8 @@ class LearnerConfig:
     """Recompute activations in the backward pass: less memory, more time."""
     ranks: int = 1
     """Processes that learn together, weights, gradients and moments spread over them (FSDP2); on GPUs each has one of its own."""
+    tensor: int = 1
+    """Of these, how many share each layer's matrices and compute the same texts (tensor parallel, by transformers' plan)."""
     patience: float = 45.0
     """Seconds that one of several processes may stand still in what all do together, before the run ends resumably; 0 = any."""
     trainable: str = ""
@@ -107,6 +109,8 @@ class LearnerConfig:
             raise ConfigError(f"learner.dtype must be fp32 or bf16, or auto, not {self.dtype!r}")
         if self.ranks < 1:
             raise ConfigError(f"learner.ranks must be at least 1, not {self.ranks}")
+        if self.tensor < 1:
+            raise ConfigError(f"learner.tensor must be at least 1, not {self.tensor}")
         if not 0 <= self.patience < math.inf:
             raise ConfigError(f"learner.patience must be at least 0, and finite, not {self.patience}: 0 waits for ever")
         if self.micro_tokens < 0:

@@ -22,16 +22,16 @@ def merged(model: nn.Module) -> nn.Module:
     for module in list(tuned(model)):
         name = next(name for name, found in model.named_modules() if found is module)
         above, _, last = name.rpartition(".")
-        plain = _plain(module, name)
-        setattr(model.get_submodule(above), last, plain)
+        found = plain(module, name)
+        setattr(model.get_submodule(above), last, found)
     model._hf_peft_config_loaded = False  # type: ignore[assignment]
     model._weight_conversions = None  # type: ignore[assignment]  # of an adapter's names, by which saving would go
     del model.peft_config
     return model
 
 
-def _plain(module: Any, name: str) -> nn.Module:
-    """What PEFT's module is without PEFT, in place."""
+def plain(module: Any, name: str) -> nn.Module:
+    """What PEFT's module is without PEFT, in place. Raises ModelError: a sum that is not finite."""
     if not hasattr(module, "get_base_layer"):
         return module.modules_to_save[module.active_adapters[0]]  # type: ignore[no-any-return]
     try:
@@ -55,6 +55,6 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name.removeprefix(PREFIX), parameter
     for name, module in found:
         with torch.no_grad():
-            plain = _plain(copy.deepcopy(module), name)
-        for key, parameter in plain.named_parameters():
+            whole = plain(copy.deepcopy(module), name)
+        for key, parameter in whole.named_parameters():
             yield f"{name}.{key}".removeprefix(PREFIX), parameter

@@ -33,9 +33,9 @@ from policygrad.samplers.pieces import in_pieces
 from policygrad.samplers.seeds import seeds
 from policygrad.samplers.servers import Server, Servers
 from policygrad.weight_sync.adapter_folder import adapter_writer
-from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.base import PassedError, Published
 from policygrad.weight_sync.folder import Publication, VersionFolder, Write
-from policygrad.weight_sync.in_process import put_weights
+from policygrad.weight_sync.in_process import taken
 
 TAIL = 0.9
 """The share of answers that come before the tail."""
@@ -65,8 +65,8 @@ class EngineSampler(ABC):
         temperature: float = 1.0,
         tell: Phase = nobody,
     ) -> None:
-        """model: with the learner's weights, or a replica that takes them over; folder: where weights are published; tell: is told
-        when no server is there.
+        """model: with the learner's weights, or a replica that takes them over, or without any, where they are gathered; folder:
+        where weights are published; tell: is told when no server is there.
 
         Raises:
             EngineError: a model that the engine cannot be given.
@@ -77,11 +77,10 @@ class EngineSampler(ABC):
         self.versions = VersionFolder(folder, adapter_writer(model) if self.adapter else self.writer())
         self.http = Http(config.timeout)
         self.published: Publication | None = None
+        self._source: probe.Source = model  # of log-probabilities
         self.in_flight = config.piece > 0
-        self.verdicts: dict[str, probe.Verdict] = {}
-        """By server, of the weights of now."""
-        self.refused = set[str]()
-        """Servers whose last probe failed, which are given their weights again whatever they say of themselves."""
+        self.verdicts: dict[str, probe.Verdict] = {}  # by server, of the weights of now
+        self.refused = set[str]()  # whose last probe failed: they are given their weights again whatever they say
         table: Any = model.get_input_embeddings()  # type: ignore[operator]
         self.vocabulary = len(tokenizer.hf) if table is None else int(table.weight.shape[0])
         self.loads = concurrency.Loads(lambda url: self.http.get(url, config.heartbeat or config.timeout), self.gauges)
@@ -114,8 +113,6 @@ class EngineSampler(ABC):
 
     async def stop(self) -> None:  # noqa: B027
         """Ends what `start` began, if anything."""
-
-    # the sampler
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """One generation per request, in their order, from whichever servers are there. Weights may be updated meanwhile: what is
@@ -162,7 +159,7 @@ class EngineSampler(ABC):
             EngineError: they cannot be written, or a server draws from something else.
         """
         began, first, there = time.perf_counter(), self.published is None, sum(s.ready for s in self.servers.all)
-        put_weights(weights.tensors, self.model)
+        self._source = taken(weights, self.model)
         self.published = self.versions.publish(weights)
         self.verdicts.clear()
         await self.servers.ready()
@@ -205,7 +202,9 @@ class EngineSampler(ABC):
         await self.load(server.url, self.published)
         try:
             self.verdicts[server.url] = await self.probe(server.url)
-        except EngineError:
+        except EngineError as error:
+            if isinstance(error, PassedError):
+                raise AwayError(f"it is looked at after the next publication: {error}") from error
             self.refused.add(server.url)
             raise
         self.refused.discard(server.url)
@@ -229,7 +228,10 @@ class EngineSampler(ABC):
             drawn = await together([one(request, word) for request, word in zip(asked, words, strict=True)])
         except EngineError as error:
             raise EngineError(f"{url} does not answer as {self.name} does: {error}. {self.way_out}") from error
-        return probe.judge(self.model, asked, drawn, self.tolerance, f"{self.name} at {url}", self.way_out)
+        how = (asked, drawn, self.tolerance, f"{self.name} at {url}", self.way_out)
+        if self._source is self.model:
+            return probe.judge(self.model, *how)
+        return await asyncio.to_thread(probe.judge, self._source, *how)  # it may wait for what the learner is at
 
     async def _ask(self, request: Request, word: int, begun: bool) -> Generation:
         return await self.servers.call(partial(self._one, request, word >> 33), begun)

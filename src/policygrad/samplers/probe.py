@@ -9,7 +9,7 @@ of at most q^N.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,10 @@ LENGTH, DRAWN = 12, 16
 """Tokens of each, and tokens that continue it, at most."""
 HIGH = 2.0
 """The second temperature: far enough from 1 that raw log-probabilities show, and flat, so that what is cut off shows too."""
+ROWS = 16
+"""Sequences at a time whose logits are asked for, where no process has the model."""
+Source = nn.Module | Callable[[Tensor], Tensor]
+"""The learner's model; or from ids [b, L] to its logits [b, L, V]."""
 CHANCE = 1e-6
 """Of refusing a server that draws as it should, by what it has drawn."""
 _STREAM = 0x70726F62
@@ -56,7 +60,7 @@ def requests(vocabulary: int, temperature: float, version: int) -> list[Request]
 
 
 def judge(
-    model: nn.Module,
+    model: Source,
     asked: Sequence[Request],
     drawn: Sequence[Generation],
     tolerance: float,
@@ -65,7 +69,7 @@ def judge(
 ) -> Verdict:
     """Compares what was drawn with the model's own distribution.
 
-    where: begins the message. way_out: what the server has to be started with.
+    model: the learner's, or what asks for its logits. where: begins the message. way_out: what the server has to be started with.
 
     Raises:
         EngineError: it is not drawn from the model's distribution, and as far as that can be seen, why not.
@@ -103,24 +107,35 @@ def judge(
 
 
 @torch.no_grad()
-def looked_up(model: nn.Module, asked: Sequence[Request], drawn: Sequence[Generation]) -> tuple[Tensor, Tensor, Tensor]:
+def looked_up(model: Source, asked: Sequence[Request], drawn: Sequence[Generation]) -> tuple[Tensor, Tensor, Tensor]:
     """Per token drawn [N]: its log-probability at the temperature, that at temperature 1, and the probability of all tokens that
     are at least as probable."""
-    device, own, raw, within = next(model.parameters()).device, [], [], []
-    training = model.training
-    model.eval()
-    for request, generation in zip(asked, drawn, strict=True):
-        ids = torch.cat([request.tokens, generation.tokens])[None].to(device)
-        logits = (
-            at_least_float32(model(input_ids=ids, use_cache=False).logits)[0, len(request.tokens) - 1 : -1]
-            .double()
-            .cpu()
-        )
+    own, raw, within = [], [], []
+    texts = [torch.cat([r.tokens, g.tokens]) for r, g in zip(asked, drawn, strict=True)]
+    found = _alone(model, texts) if isinstance(model, nn.Module) else _together(model, texts)
+    for request, generation, every in zip(asked, drawn, found, strict=True):
+        logits = at_least_float32(every)[len(request.tokens) - 1 : -1].double().cpu()
         tempered = (logits / request.sampling.temperature).log_softmax(-1)
         chosen = generation.tokens[:, None]
         logp = tempered.gather(-1, chosen)
         own.append(logp[:, 0])
         raw.append(logits.log_softmax(-1).gather(-1, chosen)[:, 0])
         within.append(tempered.exp().masked_fill(tempered < logp, 0.0).sum(-1))
-    model.train(training)
     return torch.cat(own), torch.cat(raw), torch.cat(within)
+
+
+def _alone(model: nn.Module, texts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Logits [L, V] of each text."""
+    device, training = next(model.parameters()).device, model.training
+    model.eval()
+    for text in texts:
+        yield model(input_ids=text[None].to(device), use_cache=False).logits[0]
+    model.train(training)
+
+
+def _together(logits: Callable[[Tensor], Tensor], texts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The same, some at a time: all processes gather every layer for it. No token sees what stands behind it."""
+    for first in range(0, len(texts), ROWS):
+        some = texts[first : first + ROWS]
+        found = logits(nn.utils.rnn.pad_sequence(list(some), batch_first=True))
+        yield from (row[: len(text)] for row, text in zip(found, some, strict=True))

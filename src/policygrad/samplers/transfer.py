@@ -10,7 +10,7 @@ import asyncio
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from policygrad.errors import EngineError
 from policygrad.samplers.http import AwayError, Http
-from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.base import PassedError, Published
 from policygrad.weight_sync.buckets import BUCKET, Bucket, buckets
 from policygrad.weight_sync.folder import Publication, VersionFolder
+from policygrad.weight_sync.gathered import Gathered, likes, with_another
 from policygrad.weight_sync.nccl_library import GroupError
 
 if TYPE_CHECKING:
@@ -97,15 +98,18 @@ class Transfer(VersionFolder, ABC):
     # instead of a folder
 
     def publish(self, weights: Published) -> Publication:
-        """From now on this is what is sent: the model's own tensors, which hold these weights."""
-        own = dict(self._model.named_parameters())
-        tensors: dict[str, Tensor] = {name: own[name].detach() for name in weights.tensors}
-        if self._twice is not None:
-            name, other = self._twice
-            tensors.setdefault(name, own[other].detach())
-        self._tensors = tensors
-        name = f"v{weights.version:08d}-{uuid.uuid4().hex[:8]}"
-        return Publication(name, weights.version, self.root / name, sum(tensor.nbytes for tensor in tensors.values()))
+        """From now on this is what is sent: the model's own tensors, which hold these weights, or what is gathered, a bucket at a
+        time for each server, as long as the learner has it."""
+        tensors = weights.tensors
+        if not isinstance(tensors, Gathered):
+            own = dict(self._model.named_parameters())
+            tensors = {name: own[name].detach() for name in tensors}
+        self._tensors = tensors if self._twice is None else with_another(tensors, *self._twice)
+        name, size = (
+            f"v{weights.version:08d}-{uuid.uuid4().hex[:8]}",
+            sum(t.nbytes for t in likes(self._tensors).values()),
+        )
+        return Publication(name, weights.version, self.root / name, size)
 
     def sweep(self, current: Publication) -> None:
         """Of older versions nothing is anywhere."""
@@ -141,9 +145,9 @@ class Transfer(VersionFolder, ABC):
             async with asyncio.timeout(self._patience):
                 joined = self._groups.get(url) or await self._join(http, url)
                 await self.begin(http, url)
-                for bucket in buckets(self._tensors, self._bucket):
-                    asked = self.take(http, url, bucket, joined.name, publication.name)
-                    await _both(asked, partial(joined.group.send, bucket.tensors))
+                portions = buckets(self._tensors, self._bucket)
+                while await self._one(http, url, joined, portions, publication.name):
+                    pass
                 await self.finish(http, url, publication.name)
                 joined.version = publication.name
                 self._broken.discard(url)
@@ -153,9 +157,20 @@ class Transfer(VersionFolder, ABC):
         except GroupError as error:
             await self._drop(url)
             raise AwayError(f"the group with it is broken: {error}") from error
+        except PassedError as error:
+            await self._drop(url)
+            raise AwayError(f"it is sent the next weights: {error}") from error
         except BaseException:
             await self._drop(url)
             raise
+
+    async def _one(self, http: Http, url: str, joined: Joined, portions: Iterator[Bucket], version: str) -> bool:
+        """Sends one bucket, and lets go of it; whether there are more. What is gathered may wait for what the learner is at, which
+        this loop does not."""
+        bucket = await asyncio.to_thread(next, portions) if isinstance(self._tensors, Gathered) else next(portions)
+        asked = self.take(http, url, bucket, joined.name, version)
+        await _both(asked, partial(joined.group.send, bucket.tensors))
+        return not bucket.last
 
     async def _join(self, http: Http, url: str) -> Joined:
         if url in self._broken:

@@ -28,7 +28,8 @@ def facts(run: Run, resources: Resources, learner: Learner, folder: Path, measur
         "run": str(folder),
     }
     if run.learner.ranks > 1:
-        told["learner"] = f"{run.learner.ranks} processes"
+        shared = f", every {run.learner.tensor} of which share each layer" if run.learner.tensor > 1 else ""
+        told["learner"] = f"{run.learner.ranks} processes{shared}"
     if run.sampler.engine != LOCAL:
         told["sampler"] = f"{run.sampler.engine} at {', '.join(run.sampler.urls) or 'a server started here'}"
     if isinstance(learner, LocalLearner) and run.algorithm.reference and run.algorithm.reference.model:

@@ -49,7 +49,8 @@ def local_learner(model: nn.Module, run: Run) -> Learner:
         from policygrad.learners.fsdp.leader import ranked_learner
 
         samples = run.sampler.engine == LOCAL and not run.staleness
-        make = partial(ranked_learner, samples=samples, folder=Path(run.output) if run.output else None)
+        folder = Path(run.output) if run.output else None
+        make = partial(ranked_learner, samples=samples, streams=run.streams, folder=folder)
     return make(
         model,
         run.algorithm,

@@ -302,10 +302,14 @@ class Lifecycle(ABC, Generic[C, P, M]):
         numbers, measured = self.numbers(self.progress, after), self.summary(after)
         held_out = self.told.facts.get("held out", "")
         told = card(self.kind, self.folder.name, tomllib.loads(dumps(self.config)), measured, numbers, held_out)
-        model = save_model(self.folder, self.model, self.tokenizer.hf, self.resume_words, told)
+        model = save_model(self.folder, self.write_weights, self.tokenizer.hf, self.resume_words, told)
         write_atomically(self.folder / "result.json", json.dumps(numbers, indent=1) + "\n")
         self.trackers.finish({**measured, "model": str(model), "run": str(self.folder)})
         return Result(self.folder, self.progress.step, self.before, after, model)
+
+    def write_weights(self, folder: Path) -> None:
+        """The trained model, as others load it."""
+        self.model.save_pretrained(folder)  # type: ignore[operator]
 
     def _stopped(self) -> Result[M | None]:
         step = self.progress.step

@@ -337,7 +337,7 @@ def needed_for(
         engine=engine_of(run.sampler, Path(run.output or ".") / FOLDER, run.sampling, sampler, phase),
         environment=chosen_environment(run.environment, environment),
         routing_replay=run.learner.routing_replay,
-        apart=run.staleness > 0,
+        apart=run.staleness > 0 and not run.streams,
         trust_remote_code=run.trust_remote_code,
         lora=run.learner.adapters,
         map=run.map,

@@ -112,7 +112,7 @@ def restore(learner: FsdpLearner, path: Path, tensors: Mapping[str, Tensor], val
     found, wrong = dict[str, Tensor](), ""
     try:
         with opened(path) as pieces:
-            found = {name: learner.share(like, partial(pieces.read, name)) for name, like in tensors.items()}
+            found = {name: learner.share(name, like, partial(pieces.read, name)) for name, like in tensors.items()}
     except (CheckpointError, OSError, SafetensorError) as error:
         wrong = f"rank {learner.ranks.rank} cannot read its share: {error}"
     if said := [words for words in learner.ranks.gathered(wrong) if words]:

@@ -46,7 +46,9 @@ from policygrad.training.resources import Resources, SamplerFactory, needed_for
 from policygrad.training.resources import load as load_resources
 from policygrad.training.stopping import Stop
 from policygrad.training.threads import few_threads
+from policygrad.weight_sync.gathered import Gathered
 from policygrad.weight_sync.in_process import put_weights
+from policygrad.weight_sync.safetensors_folder import save_gathered
 
 if TYPE_CHECKING:  # torch.distributed takes a while to import
     from policygrad.training.shares import Shares
@@ -148,7 +150,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         )
         self.model, self.tokenizer = found.model, found.tokenizer
         stack.enter_context(few_threads(found.model))
-        there = located(run)
+        there, device = located(run), next(found.model.parameters()).device.type
         self.learner = learner_of(self._learner, found.model, there)
         if isinstance(self.learner, Closing):
             stack.callback(self.learner.close)
@@ -158,7 +160,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
             self.resources, self._shares = drawn_by_all(found, self.learner), shares_of(self.learner)
         code = dict(zip(_code(run), _code(there), strict=True))
-        self._began = began(there, next(found.model.parameters()).device.type, code)
+        self._began = began(there, device, code)
         check_rate(self.learner, run.guard)
         measured = run.evaluation.problems if found.scored else 0
         self.held_out = HeldOut(run, found.task.held_out(measured) if measured else ())
@@ -172,7 +174,8 @@ class Trainer(Lifecycle[Run, Progress, float]):
         memory."""
         published = self.learner.publish()
         self.resources.rollouter.update(published)
-        put_weights(published.tensors, self.model)
+        if not isinstance(published.tensors, Gathered):
+            put_weights(published.tensors, self.model)
 
     @property
     def version(self) -> int:
@@ -294,8 +297,17 @@ class Trainer(Lifecycle[Run, Progress, float]):
             self.stopping.breakable,
             self._guarding.settle,
         )
-        put_weights(self.learner.publish().tensors, self.model)
+        tensors = self.learner.publish().tensors
+        if not isinstance(tensors, Gathered):
+            put_weights(tensors, self.model)
         return progress
+
+    def write_weights(self, folder: Path) -> None:
+        tensors = self.learner.publish().tensors
+        if isinstance(tensors, Gathered):
+            save_gathered(self.model, tensors, folder)
+        else:
+            super().write_weights(folder)
 
     def record(self, done: Done) -> Metrics:
         """After every step: its lines in the files, its picture on the display, and perhaps an evaluation."""

@@ -61,8 +61,8 @@ def adapter_writer(model: nn.Module) -> Write:
         from safetensors.torch import save_file
 
         found = {
-            _name(name, adapter): tensor.detach().to("cpu", copy=True).contiguous()
-            for name, tensor in tensors.items()
+            _name(name, adapter): tensors[name].detach().to("cpu", copy=True).contiguous()
+            for name in tensors
             if ".lora_" in name
         }
         if not found:

@@ -1,4 +1,4 @@
-"""A policy's weights in portions that servers take one by one, so that none holds the policy twice."""
+"""A policy's weights in portions that servers take one by one, and files hold, so that nobody holds the policy twice."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from policygrad.weight_sync.gathered import likes
 
 BUCKET = 2**29
 """Bytes of a portion, unless one tensor has more."""
@@ -30,13 +32,20 @@ class Bucket:
         return [list(tensor.shape) for tensor in self.tensors]
 
 
-def buckets(tensors: Mapping[str, Tensor], most: int = BUCKET) -> Iterator[Bucket]:
-    """Portions of at most `most` bytes, in the mapping's order; a larger tensor is one of its own."""
-    names, size = list[str](), 0
-    for name, tensor in tensors.items():
-        if names and size + tensor.nbytes > most:
-            yield Bucket(names, [tensors[n] for n in names], last=False)
-            names, size = [], 0
-        names.append(name)
+def portions(tensors: Mapping[str, Tensor], most: int = BUCKET) -> list[list[str]]:
+    """Names, in the mapping's order, of tensors of at most `most` bytes together; a larger one is alone. Nothing is gathered."""
+    found, size = [list[str]()], 0
+    for name, tensor in likes(tensors).items():
+        if found[-1] and size + tensor.nbytes > most:
+            found.append([])
+            size = 0
+        found[-1].append(name)
         size += tensor.nbytes
-    yield Bucket(names, [tensors[n] for n in names], last=True)
+    return found
+
+
+def buckets(tensors: Mapping[str, Tensor], most: int = BUCKET) -> Iterator[Bucket]:
+    """The portions, each gathered when its turn comes: whoever lets go of one before the next holds no more than one."""
+    parts = portions(tensors, most)
+    for i, names in enumerate(parts, 1):
+        yield Bucket(names, [tensors[name] for name in names], last=i == len(parts))

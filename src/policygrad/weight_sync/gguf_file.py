@@ -10,6 +10,7 @@ from torch import Tensor
 
 from policygrad.errors import EngineError
 from policygrad.weight_sync.folder import Write
+from policygrad.weight_sync.gathered import Gathered
 from policygrad.weight_sync.gguf_weights import add_weights, package, rows, unfit, writing
 from policygrad.weight_sync.safetensors_folder import check_whole, without_adapters
 
@@ -30,9 +31,9 @@ def gguf_writer(model: Any, end: frozenset[int]) -> Write:
     package()
 
     def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
-        with writing(folder / FILE, model) as writer:
+        with writing(folder / FILE, model, spooled=isinstance(tensors, Gathered)) as writer:
             _vocabulary(writer, rows(model), end)
-            add_weights(writer, model, dict(without_adapters(model, tensors)))
+            add_weights(writer, model, without_adapters(model, tensors))
 
     return write
 

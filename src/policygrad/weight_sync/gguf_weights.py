@@ -52,13 +52,14 @@ def rows(model: Any) -> int:
 
 
 @contextmanager
-def writing(path: Path, model: Any, file_type: int = 0) -> Iterator[Any]:
+def writing(path: Path, model: Any, file_type: int = 0, *, spooled: bool = False) -> Iterator[Any]:
     """A writer that knows the model's shape; the file is written when the context ends, with what was put in meanwhile.
 
-    file_type: of the weights, by `gguf.LlamaFileType`; 0 = float32.
+    file_type: of the weights, by `gguf.LlamaFileType`; 0 = float32. spooled: what was put in waits in a temporary file, not in
+    memory.
     """
     gguf, config = package(), model.config
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[_KINDS[config.model_type]]])
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[_KINDS[config.model_type]]], spooled)
     _metadata(writer, config, rows(model), file_type)
     yield writer
     writer.write_header_to_file()

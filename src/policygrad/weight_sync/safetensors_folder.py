@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from torch import Tensor
 from policygrad.errors import EngineError
 from policygrad.models.adapters import PREFIX, adapters_of
 from policygrad.models.merging import merged_tensors
+from policygrad.weight_sync.buckets import BUCKET, portions
 from policygrad.weight_sync.folder import Write
+from policygrad.weight_sync.gathered import Gathered, likes, with_another
+from policygrad.weight_sync.merged import merged_one_by_one
+
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def safetensors_writer(model: Any, tokenizer: Any, *, head_too: bool = False) -> Write:
@@ -26,18 +33,50 @@ def safetensors_writer(model: Any, tokenizer: Any, *, head_too: bool = False) ->
     head = tied_head(model) if head_too else None
 
     def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
-        from safetensors.torch import save_file
-
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         every = without_adapters(model, tensors)
-        whole = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in every}
-        if head is not None:
-            name, embeddings = head
-            whole.setdefault(name, whole[embeddings].clone())
-        save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+        write_weights(every if head is None else with_another(every, *head), folder)
 
     return write
+
+
+def write_weights(tensors: Mapping[str, Tensor], folder: Path, most: int = BUCKET) -> None:
+    """One file of safetensors, or where they are more than `most` bytes several and their index, as transformers names them. No
+    more than a file's are held at a time."""
+    from safetensors.torch import save_file
+
+    parts = portions(tensors, most)
+    single = len(parts) == 1
+    files = [FILE if single else f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+    for file, names in zip(files, parts, strict=True):
+        own = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in names}
+        save_file(own, folder / file, metadata={"format": "pt"})
+        del own  # before the next are gathered
+    if single:
+        return
+    size = sum(tensor.nbytes for tensor in likes(tensors).values())
+    places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def save_gathered(model: Any, tensors: Gathered, folder: Path) -> None:
+    """As `model.save_pretrained(folder)`, of a model without numbers: of one with adapters these alone, any other by its files."""
+    if adapters_of(model):
+        for module_name, module in model.named_modules():
+            for key, p in module._parameters.items():
+                if p is not None and p.requires_grad:
+                    tensor = tensors[f"{module_name}.{key}"].detach().to("cpu", copy=True)
+                    module._parameters[key] = torch.nn.Parameter(tensor)
+        model.save_pretrained(folder)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.architectures = [type(model).__name__]
+    for about in (model.config, getattr(model, "generation_config", None)):
+        if about is not None:
+            about.save_pretrained(folder)
+    write_weights(tensors, folder)
 
 
 def tied_head(model: Any) -> tuple[str, str] | None:
@@ -49,10 +88,12 @@ def tied_head(model: Any) -> tuple[str, str] | None:
     return f"{names[id(head)]}.weight", f"{names[id(embeddings)]}.weight"
 
 
-def without_adapters(model: Any, tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """(name, tensor) of the whole model; where it has adapters, W + (α/r)·B·A for W, of the model's own tensors, which are those
-    that are published."""
-    return merged_tensors(model) if adapters_of(model) else tensors.items()
+def without_adapters(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The whole model's by name; where it has adapters, W + (α/r)·B·A for W, of the model's own tensors, which are those that are
+    published, or of such as are gathered."""
+    if not adapters_of(model):
+        return tensors
+    return merged_one_by_one(model, tensors) if isinstance(tensors, Gathered) else dict(merged_tensors(model))
 
 
 def check_whole(model: Any) -> None:

@@ -75,6 +75,17 @@ def fill(
             module._buffers[key] = None if buffer is None else buffer.to(device)
 
 
+def without_numbers(model: nn.Module) -> None:
+    """Moves the parameters to the meta device, tied ones as one: of the model its structure is left, and its buffers."""
+    made = dict[Tensor, nn.Parameter]()
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None:
+                if p not in made:
+                    made[p] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+                module._parameters[key] = made[p]
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Leaves out the numbers of parameters. Buffers keep theirs: they are small, and nobody else computes them."""
 

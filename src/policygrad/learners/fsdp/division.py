@@ -31,6 +31,8 @@ class Dealt(Division):
     mesh: DeviceMesh
     narrow: torch.dtype | None
     """What a backbone computes in, where that is not what its weights are kept in."""
+    tensor: int = 1
+    """Neighbouring processes that compute the same."""
 
     def packs(
         self,
@@ -41,23 +43,25 @@ class Dealt(Division):
     ) -> Iterator[T]:
         """Smaller ones where that gives each process equally many."""
         count: Callable[[Any], int] = nodes if tokens is None else tokens
-        return self.dealt(iter(_evened(made, budget, self.ranks.size, count)), idle)
+        return self.dealt(iter(_evened(made, budget, self.ranks.size // self.tensor, count)), idle)
 
     def dealt(self, packs: Iterator[T], idle: Callable[[Pack], object]) -> Iterator[T]:
         """As cards are dealt; then the passes for the sake of those that have one more."""
-        rank, size, dealt = self.ranks.rank, self.ranks.size, list(packs)
+        rank, size, dealt = self.ranks.rank // self.tensor, self.ranks.size // self.tensor, list(packs)
         mine = dealt[rank::size]
         yield from mine
         for _ in range(-(-len(dealt) // size) - len(mine)):
             idle(_nothing())
 
     def summed(self, x: Tensor) -> Tensor:
+        if self.ranks.rank % self.tensor:  # of those that compute the same one counts
+            x.zero_()
         return self.ranks.summed(x)
 
     def merged(self, metrics: Metrics) -> Metrics:
         """In the order of the processes."""
         plain = {n: type(m)(*(float(getattr(m, f.name)) for f in fields(m))) for n, m in metrics.items()}
-        return merge(*self.ranks.gathered(plain))
+        return merge(*self.ranks.gathered(plain)[:: self.tensor])
 
     def spread(self, network: nn.Module) -> nn.Module:
         """A network that every process has built, with the numbers that rank 0 has drawn. A head alone stays in float32."""

@@ -24,16 +24,18 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics
 from policygrad.errors import HangError, PolicygradError, RunError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.learners.fsdp.blueprint import Blueprint
+from policygrad.learners.fsdp.blueprint import Blueprint, without_numbers
 from policygrad.learners.fsdp.learner import FsdpLearner, Plan
 from policygrad.learners.fsdp.line import Line
 from policygrad.learners.fsdp.ranks import Ranks, check_devices
+from policygrad.learners.fsdp.streaming import one_by_one
 from policygrad.learners.fsdp.supported import check_model, check_ranks
+from policygrad.learners.fsdp.tensor import check_tensor
 from policygrad.learners.local.checks import check_widths
 from policygrad.models.adapters import untouched
 from policygrad.models.routing import Routing
 from policygrad.signals import AGAIN, SIGNALS
-from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.base import PassedError, Published
 
 T = TypeVar("T")
 AGREED = (PolicygradError, KeyError)
@@ -47,6 +49,7 @@ class RankedLearner:
         self, ranks: Ranks, plan: Plan, model: nn.Module, reference: nn.Module | None, folder: Path | None = None
     ) -> None:
         self._ranks, self._whole, self._lock, self.samples = ranks, True, threading.Lock(), plan.samples
+        self._likes: dict[str, Tensor] | None = None  # of what is gathered one by one
         ranks.watchdog.start(plan.config.patience, folder)
         with self.together("making the learner"):
             ranks.tell(plan)
@@ -66,12 +69,14 @@ class RankedLearner:
         optimizer: OptimizerConfig | None = None,
         reference: nn.Module | None = None,
         samples: bool = False,
+        streams: bool = False,
         folder: Path | None = None,
         blueprint: Blueprint | None = None,
     ) -> Self:
         """The arguments are those of `LocalLearner`. `model` stays whole in this process: `publish` writes the weights into it.
-        samples: it is whole in all of them, for each to draw with. folder: the run's, where the stacks of processes that hang go.
-        blueprint: the model's, where it is no causal language model.
+        samples: it is whole in all of them, for each to draw with. streams: in none of them: `model` is left without its numbers,
+        on the meta device, and what `publish` gives is gathered one by one. folder: the run's, where the stacks of processes that
+        hang go. blueprint: the model's, where it is no causal language model.
 
         Raises:
             ConfigError: what several processes cannot share yet.
@@ -79,6 +84,7 @@ class RankedLearner:
         config = config or LearnerConfig()
         check_ranks(config, algorithm)
         check_model(model)
+        check_tensor(model, config.tensor, algorithm)
         if config.routing_replay:
             Routing.of(model)  # what listens to the routers is a part of the blueprint
         own = Blueprint.of(model, temperature) if blueprint is None else blueprint
@@ -100,8 +106,13 @@ class RankedLearner:
             device=next(model.parameters()).device.type,
             threads=_threads(ranks.size),
             samples=samples,
+            streams=streams,
         )
-        return cls(ranks, plan, model, model if reference is None else reference, folder)
+        found = cls(ranks, plan, model, model if reference is None else reference, folder)
+        if streams:
+            without_numbers(model)
+            found._likes = {name: p.detach() for name, p in model.named_parameters()}
+        return found
 
     @property
     def ranks(self) -> int:
@@ -142,8 +153,10 @@ class RankedLearner:
         return self._do(FsdpLearner.update, batch, psi, algorithm)
 
     def publish(self) -> Published:
-        """The model's own tensors, with the weights as they are."""
-        return self._do(FsdpLearner.publish)
+        """The model's own tensors, with the weights as they are; or such as are gathered one by one, as long as they are."""
+        if self._likes is None:
+            return self._do(FsdpLearner.publish)
+        return one_by_one(self._at, self.version, self._likes)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Gathered: that of one process."""
@@ -183,7 +196,15 @@ class RankedLearner:
         self._whole = False
 
     def _do(self, method: Callable[..., T], *args: Any) -> T:
+        return self._at(None, method, *args)
+
+    def _at(self, version: int | None, method: Callable[..., T], *args: Any) -> T:
+        """In every process, with weights of this version, None = any. Raises PassedError where they are others."""
         with self.together(method.__name__) as ranks:
+            if version not in (None, self.version):
+                raise PassedError(
+                    f"the weights of version {version} have passed: the learner has those of {self.version}"
+                )
             ranks.tell((method, args))
             return method(self._learner, *args)
 

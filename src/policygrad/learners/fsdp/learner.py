@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
@@ -26,7 +26,7 @@ from policygrad.learners.fsdp.division import Dealt
 from policygrad.learners.fsdp.ranks import Ranks
 from policygrad.learners.fsdp.score_norms import ShardedScoreNorms
 from policygrad.learners.fsdp.sharding import BareEvaluator, ShardedEvaluator, sharded, twin
-from policygrad.learners.fsdp.shares import Read, part_of, share_of
+from policygrad.learners.fsdp.shares import Read, part, part_of, share_as, share_of
 from policygrad.learners.fsdp.units import units
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Evaluator
@@ -57,6 +57,8 @@ class Plan:
     """That each process computes with, on the CPU."""
     samples: bool
     """Whether every process has the whole policy beside its share, to draw completions with."""
+    streams: bool = False
+    """Whether none has it, not even rank 0 to publish it from."""
 
 
 class FsdpLearner(LocalLearner):
@@ -71,10 +73,12 @@ class FsdpLearner(LocalLearner):
         torch.set_num_threads(plan.threads)
         self._device = _device(plan.device)
         self.whole = plan.policy.empty(self._device) if source is None and plan.samples else source
-        self._mesh = init_device_mesh(plan.device, (ranks.size,))
-        given = (ranks, self._mesh, self._device, plan.temperature)
+        if plan.streams:
+            self.whole = None
+        self._mesh, self._across = meshes(plan.device, ranks.size, plan.config.tensor)
+        given = (ranks, self._mesh, self._device, plan.temperature, self._across)
         self._own = sharded(plan.policy, source, *given)
-        self.division = Dealt(ranks, self._mesh, plan.policy.narrow)
+        self.division = Dealt(ranks, self._mesh, plan.policy.narrow, plan.config.tensor)
         self._theirs: ShardedEvaluator | None = BareEvaluator.of(self._own) if plan.bare else None
         if plan.reference is not None:
             self._theirs = sharded(plan.reference, reference, *given)
@@ -99,7 +103,7 @@ class FsdpLearner(LocalLearner):
     def _twin(self, evaluator: Evaluator, build: Build | None) -> Evaluator:
         blueprint = self._plan.reference if evaluator is self._theirs else self._plan.policy
         assert blueprint is not None  # of an adapter that is off there is no second one: see `RankedLearner.of`
-        return twin(evaluator, blueprint, self._mesh, self._device)
+        return twin(evaluator, blueprint, self._mesh, self._device, self._across)
 
     def _curvature(self) -> Curvature:
         return ShardedCurvature(self.networks, units=units(self._own.root)).checked()
@@ -136,6 +140,21 @@ class FsdpLearner(LocalLearner):
         return Published(self.version, own)
 
     @torch.no_grad()
+    def gathered(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One parameter, rounded before it is gathered."""
+        parameter = self.model.get_parameter(name).detach()
+        return full(parameter.to(dtype))
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor) -> Tensor:
+        """[b, L, V] of ids [b, L], which every process computes: each layer is gathered once."""
+        ids = ids.to(self._device)
+        where = torch.arange(ids.shape[1], device=self._device).expand_as(ids)
+        call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": where, "use_cache": False}
+        found: Tensor = cast(Any, self._own.root)(lambda: self.model(**call).logits)
+        return found
+
+    @torch.no_grad()
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As of one process, so that any number of them can go on with it; the tensors are rank 0's alone."""
         tensors, values = super().state()
@@ -149,7 +168,7 @@ class FsdpLearner(LocalLearner):
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """The state of a checkpoint, which rank 0 has; the others know its names, shapes and types."""
-        self.adopt({name: self._spread(tensor) for name, tensor in tensors.items()}, values)
+        self.adopt({name: self._spread(name, tensor) for name, tensor in tensors.items()}, values)
 
     @torch.no_grad()
     def adopt(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -157,24 +176,56 @@ class FsdpLearner(LocalLearner):
         self._published = -1
         super().restore(tensors, values)
 
-    def share(self, like: Tensor, read: Read) -> Tensor:
-        """This process's share of a checkpoint's tensor of this shape."""
-        return share_of(like, read, self._mesh, self._device) if like.ndim else read(None)
+    def share(self, name: str, like: Tensor, read: Read) -> Tensor:
+        """This process's share of a checkpoint's tensor of this name and shape."""
+        if not like.ndim:
+            return read(None)
+        kept = self._kept(name) if self._across is not None else None
+        return share_of(like, read, self._mesh, self._device) if kept is None else share_as(kept, like, read)
+
+    def _kept(self, name: str) -> DTensor | None:
+        """The parameter that a checkpoint's tensor is of, as it is spread; None where there is none of the name."""
+        beside, _, rest = name.partition("/")
+        own: Mapping[str, Tensor] = self.optimizer.masters
+        if beside == "reference" and self.reference is not None:
+            own, rest = dict(self.reference.model.named_parameters()), f"weights/{rest}"
+        elif beside == "critic" and self.critic is not None:
+            own = self.critic.optimizer.masters
+        elif beside == "reward_model" and self.reward_model is not None:
+            own = self.reward_model.optimizer.masters
+        else:
+            rest = name
+        kind, _, rest = rest.partition("/")
+        found = own.get(rest if kind == "weights" else rest.rpartition("/")[0])
+        return found if isinstance(found, DTensor) else None
 
     def held(self) -> dict[str, tuple[torch.Size, tuple[int, ...], Tensor]]:
         """What this process is to write of the state: of each tensor the whole one's shape, where its part begins, the part."""
         tensors, _ = super().state()
-        found = {name: (x.shape, part_of(x, self.ranks.rank == 0)) for name, x in tensors.items()}
+        first = self.ranks.rank == 0, self.ranks.rank % self._plan.config.tensor == 0
+        found = {name: (x.shape, part_of(x, *first)) for name, x in tensors.items()}
         return {name: (shape, *part) for name, (shape, part) in found.items() if part is not None}
 
     def values(self) -> dict[str, Any]:
         """The state's values, which all processes have."""
         return super().state()[1]
 
-    def _spread(self, tensor: Tensor) -> Tensor:
+    def _spread(self, name: str, tensor: Tensor) -> Tensor:
         device = self._device if tensor.ndim else torch.device("cpu")
         whole = self.ranks.given(None if tensor.is_meta else tensor, tensor, device)
+        kept = self._kept(name) if tensor.ndim and self._across is not None else None
+        if kept is not None:
+            return share_as(kept, whole, lambda box: whole if box is None else part(whole, *box))
         return distribute_tensor(whole, self._mesh, [Shard(0)], src_data_rank=None) if tensor.ndim else whole
+
+
+def meshes(device: str, size: int, tensor: int) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """(of the processes that read other texts than this one, of those that share its layers' matrices, if any)."""
+    if tensor == 1:
+        return init_device_mesh(device, (size,)), None
+    both = init_device_mesh(device, (size // tensor, tensor), mesh_dim_names=("texts", "tensor"))
+    both._flatten("all")  # what is summed over both is summed once, and PyTorch does not warn that it takes two sums
+    return both["texts"], both["tensor"]
 
 
 def _device(kind: str) -> torch.device:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from policygrad.core.batch import Forward
 from policygrad.learners.fsdp.blueprint import Blueprint, fill
 from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.learners.fsdp.tensor import cut, plan_of
 from policygrad.learners.local.curvature import Call
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.network import Network
@@ -115,24 +116,31 @@ def sharded(
     mesh: DeviceMesh,
     device: torch.device,
     temperature: float,
+    across: DeviceMesh | None = None,
 ) -> ShardedEvaluator:
     """The blueprint's model, with the numbers of `source`, which rank 0 has. No process holds more than a layer of it as a whole
-    on the way."""
+    on the way. across: the processes that its layers' matrices are cut between too."""
     given = None if source is None else dict(source.named_parameters())
 
     def numbers(name: str, p: Tensor) -> Tensor:
         return ranks.given(None if given is None else given[name], p, device)
 
-    return _made(blueprint, numbers, mesh, device, temperature)
+    return _made(blueprint, numbers, mesh, device, temperature, across)
 
 
-def twin(evaluator: Evaluator, blueprint: Blueprint, mesh: DeviceMesh, device: torch.device) -> ShardedEvaluator:
+def twin(
+    evaluator: Evaluator,
+    blueprint: Blueprint,
+    mesh: DeviceMesh,
+    device: torch.device,
+    across: DeviceMesh | None = None,
+) -> ShardedEvaluator:
     """Of a second model with the numbers of the evaluator's, of which each process copies its share; frozen."""
 
     def numbers(name: str, p: Tensor) -> Tensor:
         return torch.empty_like(p, device=device)
 
-    found = _made(blueprint, numbers, mesh, device, evaluator.temperature)
+    found = _made(blueprint, numbers, mesh, device, evaluator.temperature, across)
     copy_weights(evaluator.model, found.model)
     found.model.requires_grad_(False)
     return found
@@ -144,6 +152,7 @@ def _made(
     mesh: DeviceMesh,
     device: torch.device,
     temperature: float,
+    across: DeviceMesh | None,
 ) -> ShardedEvaluator:
     """given: whole parameters, by name and likeness."""
     model = blueprint.model()
@@ -153,7 +162,17 @@ def _made(
     def numbers(p: nn.Parameter) -> Tensor:
         return given(names[p], at_least_float32(p))
 
-    shard(root, mesh, blueprint.narrow, lambda unit: fill(unit.modules(), device, numbers, made))
+    plan, called = (
+        plan_of(model) if across is not None else {},
+        {module: name for name, module in model.named_modules()},
+    )
+
+    def before(unit: nn.Module) -> None:
+        fill(unit.modules(), device, numbers, made)
+        if across is not None and unit is not root:
+            cut(unit, called, plan, across)
+
+    shard(root, mesh, blueprint.narrow, before)
     network = ShardedNetwork(model, split_head=blueprint.split_head, branches=blueprint.branches, root=root)
     return ShardedEvaluator(network, temperature, blueprint.window, root=root)
 

@@ -7,12 +7,18 @@ from torch import nn
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
+from policygrad.learners.fsdp.torchrun import ranks_of
 
 _ONE = "let one process learn (learner.ranks 1)"
 
 
 def check_ranks(config: LearnerConfig, algorithm: Algorithm | None = None) -> None:
     """Raises ConfigError for the first option that several processes cannot share."""
+    if (ranks := ranks_of(config.ranks)) % config.tensor:
+        raise ConfigError(
+            f"learner.tensor {config.tensor} of {ranks} processes (learner.ranks) share a layer: give a divisor of that, as "
+            f"in --learner.ranks {config.tensor} --learner.tensor {config.tensor}"
+        )
     if config.ranks == 1:
         return
     options = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class Optimizer:
             self.taken += 1
             return None, rate
         limit = self.config.clip or math.inf
-        total = full(nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None]))
+        total = total_norm([m.grad for m in masters if m.grad is not None])
         norm = float(total)
         if not math.isfinite(norm):
             where = first_bad({n: m.grad for n, m in self.masters.items() if m.grad is not None}, self.masters)
@@ -71,7 +71,8 @@ class Optimizer:
                 f"the gradient's norm is {norm} at update {self.taken + 1}{where}: the weights were left as they were. "
                 "Lower --lr or optimizer.clip, or use learner.dtype fp32"
             )
-        nn.utils.clip_grads_with_norm_(masters, limit, total)
+        for some in alike(masters):
+            nn.utils.clip_grads_with_norm_(some, limit, total)
         for group in self.adam.param_groups:
             group["lr"] = rate
         self.taken, self.whole = self.taken + 1, False
@@ -153,6 +154,20 @@ class Optimizer:
                 on_host = moment == "step"  # AdamW keeps its counter on the CPU
                 self.adam.state[master][moment] = tensor.clone() if on_host else tensor.to(master.device, copy=True)
         self.taken = values["taken"]
+
+
+def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those that are spread over the same processes together: an operation on a list takes no others."""
+    found: dict[Any, list[Tensor]] = {}
+    for x in tensors:
+        found.setdefault(getattr(x, "device_mesh", None), []).append(x)
+    return list(found.values())
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """[] the norm of all of them together."""
+    norms = [full(nn.utils.get_total_norm(some)) for some in alike(gradients)]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def first_bad(gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:

@@ -15,7 +15,7 @@ from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.models.lora import RATE
 from policygrad.rewards.config import Rewarding
 from policygrad.samplers.base import Sampling
-from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.config import LOCAL, SamplerConfig
 from policygrad.training.config.checks import check
 from policygrad.training.config.guard import Guard
 from policygrad.training.config.hints import named as named
@@ -199,6 +199,11 @@ class Run(Draft):
     def group_size(self) -> int:
         """G."""
         return self.algorithm.samples_per_prompt if self.samples_per_prompt is None else self.samples_per_prompt
+
+    @property
+    def streams(self) -> bool:
+        """Whether no process has the policy as a whole once training has begun: several learn, and engines draw."""
+        return self.learner.ranks > 1 and self.sampler.engine != LOCAL
 
     def ahead(self, step: int) -> int:
         """Rollouts that are drawn before `step` begins."""

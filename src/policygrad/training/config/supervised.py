@@ -87,6 +87,10 @@ class Supervised:
             raise ConfigError(
                 f"learner.routing_replay replays the experts that sampled, and {self.kind} samples nothing: leave it out"
             )
+        if self.learner.tensor > 1:
+            raise ConfigError(
+                f"learner.tensor is for policygrad train; {self.kind} spreads by learner.ranks: leave it out"
+            )
         check_ranks(self.learner)
 
     def resolved(self) -> Self:

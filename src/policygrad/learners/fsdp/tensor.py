@@ -1,0 +1,134 @@
+"""Each layer's matrices cut between processes that compute the same texts (tensor parallel), as transformers' plan for it says.
+
+A plan names modules: `colwise`, whose outputs are cut (heads, the inner width); `rowwise`, whose inputs are cut and whose outputs
+are summed over the processes; and `replicated_with_grad_allreduce`, whole in each, which looks at cut activations, so that its
+gradient is summed. The rest, embeddings, norms and head, is the same in all of them, and computed in all of them. PyTorch's
+`parallelize_module` cuts; then `fully_shard` cuts what is left over the processes that read other texts.
+
+Source: transformers 5, src/transformers/integrations/tensor_parallel.py (`ALL_PARALLEL_STYLES`) and each configuration's
+`base_model_tp_plan`; Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from policygrad.core.algorithm import Algorithm
+from policygrad.errors import ConfigError
+from policygrad.models.adapters import adapters_of
+
+COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+_WAY_OUT = "set learner.tensor to 1, which spreads the weights too"
+
+
+def plan_of(model: Any) -> dict[str, str]:
+    """How each module of a model that the plan names is cut, by the module's name; {} where transformers has no plan."""
+    config = model.config.get_text_config() if hasattr(model, "config") else None
+    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    found = {}
+    for name, _ in model.named_modules():
+        plain = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        style = next((style for key, style in plan.items() if plain == key or plain.endswith(f".{key}")), None)
+        if style is not None:
+            found[name] = style
+    return found
+
+
+def check_tensor(model: Any, size: int, algorithm: Algorithm) -> None:
+    """size: processes that a layer's matrices are cut between.
+
+    Raises:
+        ConfigError: a model without a plan, or that is not to be cut so; an algorithm that looks at gradients in ways of its own.
+    """
+    if size == 1:
+        return
+    name, plan = type(model).__name__, plan_of(model)
+    if adapters_of(model):
+        raise ConfigError(
+            f"learner.tensor {size}: adapters (learner.lora) are not cut by transformers' plans: {_WAY_OUT}"
+        )
+    if not plan:
+        raise ConfigError(f"learner.tensor {size}: transformers has no plan for cutting a {name}'s layers: {_WAY_OUT}")
+    if odd := sorted(set(plan.values()) - {COLUMNS, ROWS, SUMMED}):
+        raise ConfigError(
+            f"learner.tensor {size}: transformers' plan for a {name} cuts by {', '.join(odd)}, and here it is done by {COLUMNS}, "
+            f"{ROWS} and {SUMMED} alone: {_WAY_OUT}"
+        )
+    config = model.config.get_text_config()
+    heads = {word: getattr(config, word, None) for word in ("num_attention_heads", "num_key_value_heads")}
+    sides = {f"{name}'s {side}": n for name, side, n in _cut(model, plan)}
+    for what, n in {**heads, **sides}.items():
+        if n is not None and n % size:
+            raise ConfigError(f"learner.tensor {size} does not divide {what}, {n}: give a divisor of it")
+    ways = {
+        type(algorithm.step).__name__: not algorithm.step.uses_lr,
+        "OptimalBaseline(norm='exact')": "score_norm" in algorithm.needs,
+    }
+    for way in (way for way, holds in ways.items() if holds):
+        raise ConfigError(
+            f"learner.tensor {size}: {way} looks at gradients in ways of its own, layer by layer: {_WAY_OUT}"
+        )
+
+
+def _cut(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, str, int]]:
+    """(module, what is cut of it, how much there is)."""
+    linear = [(name, style, model.get_submodule(name)) for name, style in plan.items() if style != SUMMED]
+    if odd := [name for name, _, module in linear if not isinstance(module, nn.Linear)]:
+        raise ConfigError(f"learner.tensor: {odd[0]} is no nn.Linear, and is not cut here: {_WAY_OUT}")
+    return [
+        (name, "outputs", module.out_features) if style == COLUMNS else (name, "inputs", module.in_features)
+        for name, style, module in linear
+        if isinstance(module, nn.Linear)
+    ]
+
+
+def cut(unit: nn.Module, names: Mapping[nn.Module, str], plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Leaves this process its part of the matrices in a layer whose parameters are here as a whole. names: of the model's modules.
+    mesh: of the processes that share them."""
+    styles: dict[str, Any] = {COLUMNS: ColwiseParallel, ROWS: RowwiseParallel}
+    for module in unit.modules():
+        style = plan.get(names.get(module, ""), "")
+        if style in styles and not hasattr(module.weight, "device_mesh"):
+            parallelize_module(module, mesh, styles[style](), src_data_rank=None)
+        elif style == SUMMED:
+            _sum_gradients(module, mesh.get_group())
+
+
+class _Summed(torch.autograd.Function):
+    """x; its gradient is summed over the processes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def _sum_gradients(module: nn.Module, group: Any) -> None:
+    """While the module is called its parameters are such that their gradients are summed."""
+    held = dict[str, nn.Parameter]()
+
+    def enter(module: Any, args: Any) -> None:
+        for key, p in module._parameters.items():
+            if p is not None:
+                held[key], module._parameters[key] = p, _Summed.apply(p, group)  # type: ignore[no-untyped-call]
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        module._parameters.update(held)
+        held.clear()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)

@@ -1,0 +1,98 @@
+"""What each process has in memory while engines are published to: its share, and one parameter at a time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import policygrad as pg
+from doubles.ranked import BATCH, HOW, learned, model
+from policygrad.learners.fsdp.leader import RankedLearner
+from policygrad.learners.fsdp.learner import FsdpLearner
+from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.weight_sync.base import PassedError
+from policygrad.weight_sync.gathered import Gathered
+
+ALGORITHM = pg.DR_GRPO.with_budget(6)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Two."""
+    threads, found = torch.get_num_threads(), Ranks.start(2)
+    yield found
+    found.close(whole=False)
+    torch.set_num_threads(threads)
+
+
+def held(learner: FsdpLearner) -> list[int]:
+    """In every process, bytes of floating-point tensors that somebody has, each memory once."""
+    gc.collect()
+    found = {}
+    for x in gc.get_objects():
+        if isinstance(x, Tensor) and x.is_floating_point():
+            local = getattr(x, "_local_tensor", x)
+            if local.device.type == "cpu" and local.untyped_storage().nbytes():
+                found[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return learner.ranks.gathered(sum(found.values()))
+
+
+@pytest.mark.slow
+def test_no_process_has_more_than_its_share_and_one_parameter(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted while each parameter is there: what both have at most is less than the model, of which rank 0 has the structure."""
+    sizes = {"n_embd": 60, "n_inner": 120}
+    whole, local = (model(torch.float32, **sizes) for _ in range(2))
+    total, largest = (f(p.nbytes for p in whole.parameters()) for f in (sum, max))
+    alone = LocalLearner(local, ALGORITHM, **HOW)
+    before = held_here() - total  # beside the model that is spread now
+    ranked = RankedLearner.of(ranks, whole, ALGORITHM, streams=True, **HOW)
+    assert all(p.is_meta for p in whole.parameters())
+    tensors, most = ranked.publish().tensors, [0, 0]
+    assert isinstance(tensors, Gathered)
+    assert [*tensors] == [name for name, _ in local.named_parameters()]
+    for name in tensors:
+        tensor = tensors[name]
+        assert torch.equal(tensor, local.get_parameter(name))
+        now = ranked.do(held)
+        most = [max(most[0], now[0] - before), max(most[1], now[1])]
+        del tensor
+    share = 0.6 * total  # rows are not to be halved everywhere, and buffers are small
+    assert share + largest < 0.9 * total
+    assert 0.4 * total < most[0] < share + largest
+    assert 0.4 * total < most[1] < share + largest
+    _follows_the_weights(alone, ranked)
+
+
+def _follows_the_weights(alone: LocalLearner, ranked: RankedLearner) -> None:
+    """Logits too; and what was published before is gone."""
+    old, ids = ranked.publish(), torch.tensor([[3, 4, 5], [5, 6, 0]])
+    for learner in (alone, ranked):
+        learned(learner, ALGORITHM, replace(BATCH, reward=BATCH.reward.float()))
+    new = ranked.publish()
+    assert (old.version, new.version) == (0, 1)
+    for name, tensor in new.tensors.items():
+        assert torch.allclose(tensor, alone.model.get_parameter(name), atol=1e-6)
+    with torch.no_grad():
+        expected = alone.model(input_ids=ids).logits  # type: ignore[operator]
+    assert new.logits is not None
+    assert old.logits is not None
+    assert torch.allclose(new.logits(ids), expected, atol=1e-5)
+    for asked in (lambda: old.tensors["transformer.wte.weight"], lambda: old.logits(ids)):  # type: ignore[misc]
+        with pytest.raises(PassedError, match="the weights of version 0 have passed"):
+            asked()
+    assert ranked.publish().version == 1  # and all go on
+
+
+def held_here() -> int:
+    gc.collect()
+    found = {}
+    for x in gc.get_objects():
+        if isinstance(x, Tensor) and x.is_floating_point() and x.device.type == "cpu":
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(found.values())

@@ -1,0 +1,158 @@
+"""Layers that are cut between processes: the same gradients, metrics and checkpoints as in one, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+import policygrad as pg
+from doubles.algorithms import runnable
+from doubles.architectures import CONFIGS, PLAIN
+from doubles.batches import branching
+from doubles.cut import llama, qwen3
+from doubles.ranked import agree, filled, learned, model, pair, values
+from policygrad.algorithms import ALGORITHMS
+from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.learners.fsdp.supported import check_ranks
+from policygrad.learners.fsdp.tensor import check_tensor, plan_of
+
+
+@contextmanager
+def started(size: int) -> Iterator[Ranks]:
+    threads, found = torch.get_num_threads(), Ranks.start(size)
+    try:
+        yield found
+    finally:
+        found.close(whole=False)
+        torch.set_num_threads(threads)
+
+
+def compared(
+    ranks: Ranks,
+    algorithm: pg.Algorithm,
+    make: Callable[..., nn.Module],
+    tolerance: float = 1e-12,
+    dtype: torch.dtype = torch.float64,
+    *,
+    several: bool = False,
+    **changes: Any,
+) -> tuple[Any, Any, nn.Module]:
+    """Metrics, and all that a checkpoint holds, after a step."""
+    algorithm = algorithm.with_budget(6).at(algorithm.with_budget(6).init())
+    config = pg.LearnerConfig(micro_tokens=24, ranks=ranks.size, tensor=2)
+    local, ranked, whole = pair(ranks, algorithm, make, **({"config": config} | changes))
+    batch = branching(filled(algorithm, dtype)) if several else filled(algorithm, dtype)
+    expected, found = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
+    assert found.pop("completions/computed", 0) >= expected.pop("completions/computed", 0)
+    coarse = max(1e-9, tolerance) if algorithm.critic is None else 1e-6
+    assert found == pytest.approx(expected, rel=coarse, abs=max(1e-12, tolerance))
+    agree(local, ranked, tolerance)
+    ranked.publish()
+    state, _ = ranked.state()
+    assert all(torch.equal(p, state[f"weights/{n}"].to(p.dtype)) for n, p in whole.named_parameters())
+    return local, ranked, whole
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_every_layer_learn_as_one() -> None:
+    with started(2) as ranks:
+        local, ranked, _ = compared(ranks, pg.GRPO, llama)
+        ranked.restore(*local.state())
+        agree(local, ranked, 0.0)
+        for learner in (local, ranked):
+            learned(learner, pg.GRPO.with_budget(6))
+        agree(local, ranked)
+        compared(ranks, pg.GRPO, qwen3)
+
+
+TWICE = pg.FirstOrder(epochs=2, minibatches=2)
+PARTS = {
+    "exact KLs": replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(0.3), pg.ExactKLToReference(0.2)), step=TWICE),
+    "exact entropy": replace(pg.DR_GRPO, terms=(pg.ExactEntropy(0.1),)),
+    "ppo, a head alone": replace(pg.PPO, critic=pg.Critic(features="policy", hidden=5)),
+    "a reference that is renewed": replace(pg.GRPO, reference=pg.Reference(every=1, reset=True)),
+}
+
+
+TABLE = {name: runnable(name) for name in ALGORITHMS} | {"kl_cov": replace(pg.KL_COV, behaviour="sampler")} | PARTS
+"""Of the sign of log r see `test_fsdp_matrix.py`."""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_algorithm_that_takes_gradient_steps_learns_as_in_one_process(size: int) -> None:
+    """Two processes that share each layer, and two pairs of such. A reference that is a model of its own is not cut."""
+    cases = {
+        name: algorithm
+        for name, algorithm in TABLE.items()
+        if algorithm.step.uses_lr and "score_norm" not in algorithm.needs
+    }
+    assert len(cases) > 0.8 * len(TABLE)
+    with started(size) as ranks:
+        wrong = {}
+        for name, algorithm in cases.items():
+            try:
+                compared(ranks, algorithm, llama)
+            except AssertionError as error:
+                wrong[name] = str(error)
+        assert wrong == {}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_episodes_of_several_texts_float32_rows_that_are_not_to_be_halved_and_recomputed_activations() -> None:
+    with started(4) as ranks:
+        compared(ranks, pg.GRPO, llama, several=True)
+        compared(ranks, pg.GRPO, partial(llama, intermediate_size=18))
+        compared(ranks, pg.GRPO, partial(llama, torch.float32), 1e-5, torch.float32)
+        config = pg.LearnerConfig(micro_tokens=24, ranks=4, tensor=2, gradient_checkpointing=True)
+        compared(ranks, pg.GRPO, qwen3, config=config)
+
+
+def test_what_is_not_cut_is_refused() -> None:
+    def refused(make: Any, words: str, size: int = 2, algorithm: pg.Algorithm = pg.GRPO) -> None:
+        with pytest.raises(pg.ConfigError, match=words):
+            check_tensor(make(), size, algorithm)
+
+    mixtral = partial(tf.MixtralConfig, num_local_experts=2)
+    sizes = CONFIGS["qwen3"]().to_dict()
+    moe: Any = mixtral(**{key: sizes[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")})
+    refused(model, r"learner\.tensor 2: transformers has no plan for cutting a GPT2LMHeadModel's layers.*tensor to 1")
+    refused(lambda: tf.MixtralForCausalLM(moe), r"cuts by .*, and here it is done by colwise")
+    refused(llama, r"learner\.tensor 4 does not divide num_key_value_heads, 2", 4)
+    refused(partial(llama, intermediate_size=21), r"does not divide model\.layers\.0\.mlp\.gate_proj's outputs, 21")
+    refused(llama, "TrustRegion looks at gradients in ways of its own", algorithm=pg.TRPO)
+    exact = replace(pg.OPO, psi=(pg.OptimalBaseline(norm="exact"),))
+    refused(llama, r"OptimalBaseline\(norm='exact'\) looks at gradients", algorithm=exact)
+    check_tensor(model(), 1, pg.TRPO)
+    with pytest.raises(pg.ConfigError, match=r"learner\.tensor 2 of 3 processes \(learner\.ranks\).*a divisor"):
+        check_ranks(pg.LearnerConfig(ranks=3, tensor=2), pg.GRPO)
+    with pytest.raises(pg.ConfigError, match=r"learner\.tensor must be at least 1, not 0"):
+        pg.LearnerConfig(tensor=0)
+
+
+def test_adapters_are_not_cut() -> None:
+    pytest.importorskip("peft")
+    from policygrad.models.adapters import adapt
+    from policygrad.models.lora import Lora
+
+    with pytest.raises(pg.ConfigError, match=r"adapters \(learner\.lora\) are not cut"):
+        check_tensor(adapt(llama(), Lora(rank=2)), 2, pg.GRPO)
+
+
+def test_a_plan_names_modules_of_every_layer() -> None:
+    found = plan_of(llama())
+    assert len(found) == 7 * 2
+    assert found["model.layers.1.self_attn.q_proj"] == "colwise"
+    assert found["model.layers.0.mlp.down_proj"] == "rowwise"
+    assert plan_of(qwen3())["model.layers.0.self_attn.q_norm"] == "replicated_with_grad_allreduce"
+    assert plan_of(tf.GPT2LMHeadModel(tf.GPT2Config(**PLAIN, n_embd=8, n_layer=1, n_head=2))) == {}

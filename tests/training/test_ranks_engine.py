@@ -1,0 +1,62 @@
+"""Several processes that learn and an engine that draws: nobody has the policy as a whole, and the run is that of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import policygrad as pg
+from doubles.files import rows, weights
+from policygrad.samplers.config import ENGINES, SamplerConfig
+
+LOOSE = 2e-4
+"""Sums are taken in another order."""
+
+
+class Bare(pg.Callback):
+    """Sees that the process in command has no numbers of the model."""
+
+    seen = 0
+
+    def step(self, trainer: pg.Trainer, step: int, metrics: object) -> None:
+        self.seen += all(p.is_meta for p in trainer.model.parameters())
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", ["", "rank=4"])
+def test_a_run_with_an_engine_is_that_of_one_process(
+    small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: str
+) -> None:
+    if lora:
+        pytest.importorskip("peft")
+    monkeypatch.setitem(ENGINES, "vllm", "doubles.folder_engine:FolderEngine")
+    sampler = SamplerConfig(engine="vllm", urls=("http://there",), parallel=64)
+    run = replace(
+        small,
+        algorithm=pg.GRPO,
+        steps=2,
+        sampler=sampler,
+        evaluation=pg.Evaluation(problems=4, samples=2),
+        learner=pg.LearnerConfig(micro_tokens=64, lora=lora),
+    )
+    watch = Bare()
+    one = pg.train(replace(run, output=str(tmp_path / "one")), display=False)
+    two = pg.train(
+        replace(run, learner=replace(run.learner, ranks=2), output=str(tmp_path / "two")),
+        display=False,
+        callbacks=[watch],
+    )
+    assert watch.seen == 2
+    said = [[row["completion"] for row in rows(r.output / "completions.jsonl")] for r in (one, two)]
+    assert said[0] == said[1]
+    expected, found = weights(one.output), weights(two.output)
+    assert expected.keys() == found.keys()
+    assert all(torch.allclose(expected[name], found[name], atol=LOOSE) for name in expected)
+    files = [sorted(path.name for path in (r.output / "model").iterdir()) for r in (one, two)]
+    assert files[0] == files[1]
+    again = pg.train(replace(run, steps=3), resume=two.output, display=False)  # by one process
+    assert again.steps == 3

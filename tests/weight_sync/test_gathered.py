@@ -1,0 +1,152 @@
+"""Weights that are gathered one by one: what is written of them is what they are, and no more than a portion is ever held."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import policygrad as pg
+from policygrad.learners.fsdp.blueprint import without_numbers
+from policygrad.models.adapters import adapt, adapters_of
+from policygrad.models.loading import load_model
+from policygrad.models.lora import Lora
+from policygrad.models.merging import merged_tensors
+from policygrad.models.tokenizer import load_tokenizer
+from policygrad.weight_sync.adapter_folder import adapter_writer
+from policygrad.weight_sync.buckets import buckets, portions
+from policygrad.weight_sync.gathered import Gathered, with_another
+from policygrad.weight_sync.in_process import put_weights
+from policygrad.weight_sync.merged import merged_one_by_one
+from policygrad.weight_sync.safetensors_folder import INDEX, safetensors_writer, save_gathered, write_weights
+
+
+class Source:
+    """Tensors as of other processes: each is made anew, and those that somebody still has are counted whenever one is asked for."""
+
+    def __init__(self, make: Callable[[str], Tensor], likes: dict[str, Tensor]) -> None:
+        self.asked: list[str] = []
+        self.most = 0
+        made: list[tuple[weakref.ref[Tensor], int]] = []
+
+        def gather(name: str) -> Tensor:
+            self.asked.append(name)
+            found = make(name)
+            made.append((weakref.ref(found), found.nbytes))
+            self.most = max(self.most, sum(size for tensor, size in made if tensor() is not None))
+            return found
+
+        self.tensors = Gathered(likes, gather)
+
+
+SIZES = {"a": 300, "b": 200, "c": 700, "d": 100, "e": 2000, "f": 400}
+
+
+def source() -> Source:
+    likes = {name: torch.empty(size, device="meta") for name, size in SIZES.items()}
+    return Source(lambda name: torch.full((SIZES[name],), float(ord(name))), likes)
+
+
+def test_names_and_shapes_are_known_before_anything_is_gathered() -> None:
+    found = source()
+    assert list(found.tensors) == list(SIZES)
+    assert portions(found.tensors, 4000) == [["a", "b"], ["c", "d"], ["e"], ["f"]]
+    assert "a" in found.tensors or not found.asked
+    with pytest.raises(KeyError):
+        found.tensors["z"]
+
+
+def test_no_more_than_a_bucket_is_held() -> None:
+    """4000 bytes, or the one tensor that has more, 8000."""
+    found, names = source(), list[str]()
+    for bucket in buckets(found.tensors, 4000):
+        names += bucket.names
+        del bucket
+    assert names == found.asked == list(SIZES)
+    assert found.most == 8000
+
+
+def test_no_more_than_a_file_is_held_while_it_is_written(tmp_path: Path) -> None:
+    """Of what is gathered one tensor; of what is written copies."""
+    found = source()
+    write_weights(found.tensors, tmp_path, 4000)
+    assert found.asked == list(SIZES)
+    assert found.most == 8000
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == [*(f"model-{i:05}-of-00004.safetensors" for i in range(1, 5)), INDEX]
+    together = {name: x for file in files[:-1] for name, x in load_file(tmp_path / file).items()}
+    assert {name: (len(x), float(x[0])) for name, x in together.items()} == {n: (s, ord(n)) for n, s in SIZES.items()}
+
+
+def test_another_name_is_gathered_too() -> None:
+    found = source()
+    two = with_another(found.tensors, "head", "b")
+    assert [*two] == [*SIZES, "head"]
+    assert torch.equal(two["head"], two["b"])
+    assert with_another(two, "head", "c") is two
+    plain = {"b": torch.zeros(2)}
+    assert with_another(plain, "head", "b")["head"] is plain["b"]
+
+
+def gathered(model: nn.Module) -> Gathered:
+    """A model's tensors as of other processes; the model is left without its own."""
+    held = {name: p.detach().clone() for name, p in model.named_parameters()}
+    without_numbers(model)
+    assert all(p.is_meta for p in model.parameters())
+    return Gathered({name: p.detach() for name, p in model.named_parameters()}, lambda name: held[name].clone())
+
+
+def test_a_folder_of_several_files_loads(random_model: Path, tmp_path: Path) -> None:
+    expected, model = load_model(str(random_model)), load_model(str(random_model))
+    tensors = gathered(model)
+    safetensors_writer(model, load_tokenizer(str(random_model), model).hf)(tensors, tmp_path)
+    saved = tmp_path / "several"
+    save_gathered(model, tensors, saved)
+    (saved / "model.safetensors").unlink()
+    write_weights(tensors, saved, 50_000)
+    assert (saved / INDEX).is_file()
+    for folder in (tmp_path, saved):
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        for name, parameter in expected.named_parameters():
+            assert torch.equal(loaded.get_parameter(name), parameter)
+
+
+def test_adapters_are_merged_one_by_one_and_written_alone(random_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+
+    def adapted() -> nn.Module:
+        made = adapt(load_model(str(random_model)), Lora(rank=3, alpha=6.0))
+        for name, p in made.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+        return made
+
+    whole, model = adapted(), adapted()
+    expected = dict(merged_tensors(whole))
+    tensors = gathered(model)
+    found = merged_one_by_one(model, tensors)
+    assert found.keys() == expected.keys()
+    assert all(found.likes[name].shape == x.shape for name, x in expected.items())
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    for one, given in ((whole, dict(whole.named_parameters())), (model, tensors)):
+        folder = tmp_path / str(one is whole)
+        folder.mkdir()
+        adapter_writer(one)(given, folder)
+    alone = [load_file(tmp_path / str(which) / "adapter_model.safetensors") for which in (True, False)]
+    assert alone[0].keys() == alone[1].keys()
+    assert all(torch.equal(alone[0][name], alone[1][name]) for name in alone[0])
+    assert adapters_of(model)
+
+
+def test_a_model_without_room_takes_no_weights() -> None:
+    layer = nn.Linear(2, 2)
+    tensors = dict(nn.Linear(2, 2).named_parameters())
+    without_numbers(layer)
+    with pytest.raises(pg.EngineError, match=r"weight is spread over the processes.*one by one"):
+        put_weights(tensors, layer)
