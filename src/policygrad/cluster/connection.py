@@ -51,7 +51,7 @@ def connected(config: ClusterConfig) -> Iterator[Any]:
             "`ray start --head` starts one here, --cluster local too for as long as the run lasts"
             if config.address == AUTO
             else "is it a Ray cluster's? ray:// takes the port of the head's Ray Client server (10001), a plain address that of "
-            "its GCS (6379)"
+            "its GCS (6379); one that asks for a token wants RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here too"
         )
         raise RunError(f"--cluster {config.address}: no Ray cluster is there ({_line(error)}): {how}") from error
     except (RuntimeError, ValueError) as error:  # versions that differ, a port that is another's, a client in a driver

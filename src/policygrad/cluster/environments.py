@@ -150,9 +150,9 @@ class RayEnvironment:
         found = await self._ask("call")
         if found[:-1] != self._said:
             raise EngineError(
-                f"an actor of the {ENVIRONMENTS} died, and the episode of {self._example.source or 'an example'}, played again with "
-                "the same actions, went another way: a world that is no function of its example, seed and actions has to stay with "
-                "rank 0, --cluster.environments 0"
+                f"an actor of the {ENVIRONMENTS} died, and the episode of {self._example.source or 'an example'}, played again "
+                "with the same actions, went another way: a world that is no function of its example, seed and actions has to stay "
+                "with rank 0, --cluster.environments 0"
             )
         self._said = found
         return found[-1]

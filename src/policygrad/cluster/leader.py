@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -142,7 +143,9 @@ def hosts(site: Site, roles: tuple[Role, ...], run: Run, followers: Followers) -
 def _again() -> bool:
     import ray
 
-    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own, of how it finds that out
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _left(work: Work, folder: Path) -> int | None:
