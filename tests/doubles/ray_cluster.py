@@ -17,8 +17,8 @@ from pathlib import Path
 
 MARK = "POLICYGRAD_RAY_TEST"
 """In the environment of every process of the cluster, so that no other cluster's is ever killed."""
-START = 120
-"""Seconds."""
+START, TRIES = 120, 3
+"""Seconds, and how often."""
 if find_spec("ray"):  # which reads it once per process, when it is imported
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
@@ -70,23 +70,35 @@ def ray_cluster(log: Path, cpus: int = 2) -> Iterator[RayCluster]:
         "--include-dashboard": "false",
     }
     words = [str(ray), "start", "--head", "--block", *(f"{name}={value}" for name, value in options.items())]
-    with log.open("w") as out:
-        head = subprocess.Popen(
-            words, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {MARK: found.mark}, start_new_session=True
-        )
+    environment = os.environ | {MARK: found.mark}
+    for attempt in range(TRIES):  # Ray gives itself half a minute, which a busy machine may exceed
+        with log.open("w") as out:
+            head = subprocess.Popen(
+                words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+        if _listens(head, found.port) and _listens(head, found.client_port):
+            break
+        head.terminate()
+        head.wait()
+        assert attempt + 1 < TRIES, log.read_text()
     try:
-        waiting = threading.Event()
-        for port in (found.port, found.client_port):
-            for _ in range(START * 10):
-                with suppress(OSError):
-                    socket.create_connection(("127.0.0.1", port), 1).close()
-                    break
-                assert head.poll() is None, log.read_text()
-                waiting.wait(0.1)
         yield found
     finally:
         head.terminate()
         head.wait()
+
+
+def _listens(head: subprocess.Popen[bytes], port: int) -> bool:
+    """Whether it comes to listen there, instead of ending."""
+    waiting = threading.Event()
+    for _ in range(START * 10):
+        with suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return head.poll() is None
+        if head.poll() is not None:
+            return False
+        waiting.wait(0.1)
+    return False
 
 
 class Killer:

@@ -43,7 +43,7 @@ def connected(config: ClusterConfig) -> Iterator[Any]:
         RunError: nobody answers at the address, or with another version of Ray or Python.
     """
     ray = imported()
-    _check_reached(config)
+    check_reached(config)
     try:
         ray.init(address=config.address, log_to_driver=True, logging_level="warning")
     except ConnectionError as error:
@@ -64,8 +64,8 @@ def connected(config: ClusterConfig) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _check_reached(config: ClusterConfig) -> None:
-    """Ray itself would try for half a minute and more."""
+def check_reached(config: ClusterConfig) -> None:
+    """Raises RunError where nobody listens there: Ray itself would try for half a minute and more."""
     if config.place is None:
         return
     host, port = config.place

@@ -68,7 +68,7 @@ def short(roles: tuple[Role, ...], there: Mapping[str, float], free: Mapping[str
     if not said:
         return ""
     actors = ", ".join(f"{role.count} × {role.name}" for role in roles)
-    return f"the run's actors ({actors}) need {' and '.join(said)}"
+    return f"the run's actors ({actors}) need {'; and '.join(said)}"
 
 
 WAY_OUT = (

@@ -103,6 +103,11 @@ def train(args: list[str]) -> int:
     run, command = asked(args)
     cluster = command.on_cluster()
     if (found := launched()) is not None:
+        if cluster is not None:
+            raise ConfigError(
+                "torchrun has started several processes, and --cluster has Ray start them: let one process run "
+                "`policygrad train --cluster …`"
+            )
         run = replace(run, learner=replace(run.learner, ranks=ranks_of(run.learner.ranks)))
         if found[0] > 0:
             return 0 if command.dry_run else _follow()
