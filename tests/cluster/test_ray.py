@@ -187,5 +187,5 @@ def test_a_sampler_that_always_dies_ends_the_run_resumably(
 def test_the_reason_of_an_actor_is_the_user_s(run: pg.Run, tmp_path: Path, cluster: RayCluster) -> None:
     (tmp_path / "odd.py").write_text("def odd(prompts, completions, nowhere, **columns):\n    return [0.0]\n")
     odd = replace(run, output=str(tmp_path / "run"), reward=(f"{tmp_path / 'odd.py'}:odd",))
-    with pytest.raises(pg.RewardError, match=r"'odd' needs the column 'nowhere'"):
+    with pytest.raises(pg.RewardError, match=r"odd' needs the column 'nowhere'"):
         train(odd, on(cluster))
