@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test test-environments test-extras test-long test-vllm lint format fast control base-model constraints clean help
+.PHONY: bench docs site lab train test test-environments test-ray test-extras test-long test-vllm lint format fast control base-model constraints clean help
 help:
-	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | clean"
+	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | clean"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,13 +37,16 @@ REAL_verifiers := verifiers==0.4.0
 
 $(OTHERS)/%/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHERS)/$*
-	grep -E '^(torch|transformers|tokenizers|safetensors|reasoning_gym|pytest)==' constraints.txt > $(OTHERS)/$*/constraints.txt
+	grep -E '^(torch|transformers|tokenizers|safetensors|reasoning_gym|pytest|ray)==' constraints.txt > $(OTHERS)/$*/constraints.txt
 	$(OTHERS)/$*/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHERS)/$*/constraints.txt -e '.[$*]' $(REAL_$*) pytest
 	@touch $@
 
 test-environments: $(OTHERS)/openenv/.installed $(OTHERS)/textarena/.installed $(OTHERS)/verifiers/.installed
 	for name in openenv textarena verifiers; do \
 		$(OTHERS)/$$name/bin/python -m pytest -m environments tests/environments/test_real_$$name.py $(ARGS) || exit 1; done
+
+test-ray: $(OTHERS)/ray/.installed
+	$(OTHERS)/ray/bin/python -m pytest -m ray tests/cluster $(ARGS)
 
 # Every extra alone: some gigabytes come and go in .extras; ARGS='--only lora' for one.
 test-extras: $(STAMP)

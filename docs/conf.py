@@ -23,6 +23,7 @@ NAV = {
         "distillation",
         "engines",
         "many-processes",
+        "ray",
         "planning",
         "extras",
         "evaluation",

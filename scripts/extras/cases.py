@@ -193,6 +193,12 @@ CASES = (
     tracked("trackio", (), TRACKIO),
     tracked("mlflow", ("run/tracked.json",), MLFLOW),
     Case(
+        "ray",
+        "`train --cluster local`",
+        (*TRAIN, "--cluster", "local"),
+        leaves=("run/model/model.safetensors",),
+    ),
+    Case(
         "docs",
         "`make site`",
         ("{root}/scripts/make_site.py", "site"),

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
+from policygrad.cluster.config import ClusterConfig
 from policygrad.commands import STOPPED
 from policygrad.commands.describe import describe, page_width, paragraphs
 from policygrad.commands.foreign.answers import refuse_foreign
@@ -65,12 +66,48 @@ class TrainOptions(CommandOptions):
     """Code that the file of --resume or --config may name and have imported; what the command names itself needs no leave."""
     teacher: Annotated[str | None, optional("ID|DIR", "none")] = None
     """A model to learn from (distill needs one), short for --algorithm.reference.model: a folder, a hub id, a run's folder."""
+    cluster: Annotated[str | None, optional("ADDRESS", "none")] = None
+    """Let actors of a Ray cluster do the work: ray://HOST:PORT, HOST:PORT, auto or local (docs/ray.md)."""
+    cluster_samplers: Annotated[
+        int | None,
+        tyro.conf.arg(name="cluster.samplers", metavar="INT", help_behavior_hint="(default: 1; beside an engine 0)"),
+    ] = None
+    """Actors that draw completions; 0 = those that learn do."""
+    cluster_rewards: Annotated[int, tyro.conf.arg(name="cluster.rewards")] = 1
+    """Actors that judge, each with --rewards.workers processes; 0 = rank 0's machine does."""
+    cluster_environments: Annotated[int, tyro.conf.arg(name="cluster.environments")] = 1
+    """Actors that episodes of --environment take place in; 0 = rank 0's process."""
+    cluster_cpus: Annotated[float, tyro.conf.arg(name="cluster.cpus")] = 0.5
+    """CPUs that Ray sets aside for each actor."""
+    cluster_restarts: Annotated[int, tyro.conf.arg(name="cluster.restarts")] = 3
+    """Times that Ray starts an actor again which has died, before the run ends."""
+    cluster_patience: Annotated[float, tyro.conf.arg(name="cluster.patience")] = 30.0
+    """Seconds that a cluster may take to have room for all actors, or an actor to come back."""
+
+    def on_cluster(self) -> ClusterConfig | None:
+        """The cluster's options. Raises ConfigError for some without --cluster."""
+        names = ("samplers", "rewards", "environments", "cpus", "restarts", "patience")
+        given = {name: getattr(self, f"cluster_{name}") for name in names}
+        if self.cluster is not None:
+            return ClusterConfig(self.cluster, **given)
+        plain = ClusterConfig("auto")
+        if odd := [name for name, value in given.items() if value != getattr(plain, name)]:
+            raise ConfigError(
+                f"--cluster.{odd[0]} is of a Ray cluster, and none is named: --cluster ADDRESS, or leave it away"
+            )
+        return None
 
 
 def train(args: list[str]) -> int:
     """`policygrad train [ALGORITHM] [options]`."""
     run, command = asked(args)
+    cluster = command.on_cluster()
     if (found := launched()) is not None:
+        if cluster is not None:
+            raise ConfigError(
+                "torchrun has started several processes, and --cluster has Ray start them: let one process run "
+                "`policygrad train --cluster …`"
+            )
         run = replace(run, learner=replace(run.learner, ranks=ranks_of(run.learner.ranks)))
         if found[0] > 0:
             return 0 if command.dry_run else _follow()
@@ -78,6 +115,18 @@ def train(args: list[str]) -> int:
         print(dry_run(run))
         print(memory(run))
         return 0
+    if cluster is not None:
+        from policygrad.cluster.driver import train as on_cluster
+
+        done = on_cluster(
+            run,
+            cluster,
+            resume=command.resume,
+            stop_after=command.stop_after,
+            stop_before=command.stop_before,
+            overwrite=command.overwrite,
+        )
+        return STOPPED if done.interrupted else 0
     from policygrad.trackers import default_tracker
     from policygrad.training.copied import going_on
     from policygrad.training.trainer import train as start

@@ -104,7 +104,7 @@ class RewardPool:
         Raises DataError for lists of different lengths, and RewardError when a function needs a column that is not
         there, no worker can load it, or it never answers; never because of what a function does with a sample.
         """
-        rewards, table = self._table(prompts, completions, columns, process_rewards=False, begun=begun)
+        rewards, table = self.judge(prompts, completions, columns, process_rewards=False, begun=begun)
         return summarise(rewards, table, completions)
 
     def pays(self, count: int) -> bool:
@@ -133,10 +133,10 @@ class RewardPool:
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> ProcessScores:
         """The steps of completion i by every process reward; the same arguments and errors as `score`."""
-        rewards, table = self._table(prompts, completions, columns, process_rewards=True)
+        rewards, table = self.judge(prompts, completions, columns, process_rewards=True)
         return gather(rewards, table)
 
-    def _table(
+    def judge(
         self,
         prompts: Sequence[Any],
         completions: Sequence[str],
@@ -145,7 +145,7 @@ class RewardPool:
         process_rewards: bool,
         begun: Begun | None = None,
     ) -> tuple[list[Reward], list[list[Judgement]]]:
-        """The rewards of one kind, and what each said of each completion."""
+        """The rewards of one kind, and what each said of each completion. The same arguments and errors as `score`."""
         if not self._close.alive:
             raise RewardError("this RewardPool is closed; score inside its `with` block")
         self._check(prompts, completions, columns)

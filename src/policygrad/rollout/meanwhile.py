@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from policygrad.rewards import RewardPool
+from policygrad.rewards.base import Pool
 from policygrad.rollout.judging import Score
 from policygrad.rollout.trajectory import Start, asked_of
 from policygrad.samplers.base import Request, Sampler, Watchable
@@ -17,7 +17,7 @@ from policygrad.samplers.base import Request, Sampler, Watchable
 
 @contextmanager
 def meanwhile(
-    pool: RewardPool | None, sampler: Sampler, starts: Sequence[Start], n: int, decode: Callable[[Any], str]
+    pool: Pool | None, sampler: Sampler, starts: Sequence[Start], n: int, decode: Callable[[Any], str]
 ) -> Iterator[Score | None]:
     """Inside n answers to each start are played, each of them the one turn of its episode, and judged by what is yielded.
     None = it would not be faster, or cannot be."""

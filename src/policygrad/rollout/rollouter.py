@@ -15,7 +15,7 @@ from policygrad.core.metrics import Metrics, merge
 from policygrad.core.vine import Vine
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.errors import ConfigError
-from policygrad.rewards import RewardPool
+from policygrad.rewards.base import Pool
 from policygrad.rewards.voting import voted_by
 from policygrad.rollout.batching import measure, to_batch, used
 from policygrad.rollout.demonstrations import joined
@@ -92,7 +92,7 @@ class Rollouter:
     """Where reasoning steps end and what they are worth; None = nobody looks at them."""
     environment: EnvironmentFactory = SingleTurn
     wait: Waiter = field(default_factory=Waiter)
-    pool: RewardPool | None = None
+    pool: Pool | None = None
     """Whose `score` it is, so that what is over can be judged while others are drawn; None = all is judged at the end."""
     turn: threading.RLock = field(default_factory=threading.RLock)
     """Whoever collects while another thread may evaluate holds it: sampler and pool are told of one batch of episodes at a time."""

@@ -119,7 +119,7 @@ def new_folder(
     if overwrite and output is None:
         raise ConfigError("--overwrite is for the folder that --output names; without that every run has a new one")
     if output is None:
-        folder, made = _next_free(name)
+        folder, made = next_free(name)
     else:
         folder = Path(output)
         made = _make(folder)
@@ -164,7 +164,8 @@ def _foreign(folder: Path, leaves: tuple[str, ...]) -> bool:
     return any(path.name not in (lock, unfinished) for path in folder.iterdir())
 
 
-def _next_free(name: str) -> tuple[Path, tuple[Path, ...]]:
+def next_free(name: str) -> tuple[Path, tuple[Path, ...]]:
+    """runs/NAME-N, made now; and all the folders that were made for it, outermost first."""
     name = re.sub(r"[^\w.+-]", "_", name).lstrip(".") or "run"  # an algorithm of a user's own may be called anything
     number = 1
     while not (made := _make(folder := Path("runs") / f"{name}-{number}")):

@@ -18,14 +18,15 @@ from policygrad.models.adapters import adapt, adapters_of
 from policygrad.models.reference import load_reference
 from policygrad.samplers.config import LOCAL
 from policygrad.training.config.run import Run
+from policygrad.training.hosts import HERE, Hosts
 from policygrad.training.resources import made, policy_tokenizer
 
 LearnerFactory = Callable[[nn.Module, Run], Learner]
 """From the run's model and its configuration to what learns: `local_learner`, or a wrapper around it."""
 
 
-def local_learner(model: nn.Module, run: Run) -> Learner:
-    """The learner of a run: in this process, and in `learner.ranks` − 1 others.
+def local_learner(model: nn.Module, run: Run, hosts: Hosts = HERE) -> Learner:
+    """The learner of a run: in this process, and in `learner.ranks` − 1 others. hosts: where those are, and who draws.
 
     Raises:
         ModelError: a reference that is named and cannot be read, or has not the policy's tokenizer.
@@ -48,9 +49,9 @@ def local_learner(model: nn.Module, run: Run) -> Learner:
     if run.learner.ranks > 1:  # torch.distributed takes a while to import
         from policygrad.learners.fsdp.leader import ranked_learner
 
-        samples = run.sampler.engine == LOCAL and not run.staleness
+        samples = run.sampler.engine == LOCAL and not run.staleness and hosts.sampler is None
         folder = Path(run.output) if run.output else None
-        make = partial(ranked_learner, samples=samples, streams=run.streams, folder=folder)
+        make = partial(ranked_learner, samples=samples, streams=run.streams, folder=folder, places=hosts.places)
     return make(
         model,
         run.algorithm,

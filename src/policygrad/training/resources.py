@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from policygrad.models.replica import replica
 from policygrad.models.routing import Routing
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import Reward, RewardPool, resolve
+from policygrad.rewards.base import Pool
 from policygrad.rewards.config import Rewarding
 from policygrad.rewards.process_rewards import StepEnd
 from policygrad.rewards.waits import Phase, nobody
@@ -33,6 +34,7 @@ from policygrad.training.config.places import located, rewards_of
 from policygrad.training.config.run import Run
 from policygrad.training.engines import FOLDER, engine_of
 from policygrad.training.environment import chosen_environment
+from policygrad.training.hosts import HERE, Hosts
 from policygrad.training.reading import row_reading
 from policygrad.waiting import Waiter
 
@@ -79,6 +81,8 @@ class Needed:
     skip_bad_rows: bool = False
     decontaminate: int = 0
     """Words in a row that a training prompt may not share with a held-out one."""
+    pool: Callable[[Sequence[Reward], Rewarding, Phase], Pool] | None = None
+    """Makes what judges; None = workers of this process."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +155,10 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     return Resources(task, names, model, tokenizer, rollouter, scored)
 
 
-def _pool(chosen: tuple[Reward, ...], needed: Needed) -> RewardPool:
+def _pool(chosen: tuple[Reward, ...], needed: Needed) -> Pool:
     asked = needed.rewards
+    if needed.pool is not None:
+        return needed.pool(chosen, asked, needed.phase)
     return RewardPool(
         chosen,
         workers=asked.workers,
@@ -315,9 +321,12 @@ def needed_for(
     sampler: Sampler | SamplerFactory | None = None,
     environment: EnvironmentFactory | None = None,
     phase: Phase = nobody,
+    hosts: Hosts = HERE,
 ) -> Needed:
     """What a run is to load."""
     rewards, run = rewards_of(run), located(run)
+    engine = engine_of(run.sampler, Path(run.output or ".") / FOLDER, run.sampling, sampler, phase)
+    world = chosen_environment(run.environment, environment)
     return Needed(
         run.model,
         run.task,
@@ -334,8 +343,8 @@ def needed_for(
         rewards=run.rewards,
         phase=phase,
         sampler=sampler,
-        engine=engine_of(run.sampler, Path(run.output or ".") / FOLDER, run.sampling, sampler, phase),
-        environment=chosen_environment(run.environment, environment),
+        engine=engine or hosts.sampler,
+        environment=world if world is None or hosts.environment is None else hosts.environment(world),
         routing_replay=run.learner.routing_replay,
         apart=run.staleness > 0 and not run.streams,
         trust_remote_code=run.trust_remote_code,
@@ -343,4 +352,5 @@ def needed_for(
         map=run.map,
         skip_bad_rows=run.skip_bad_rows,
         decontaminate=run.decontaminate,
+        pool=hosts.pool,
     )

@@ -36,6 +36,7 @@ from policygrad.training.facts import facts
 from policygrad.training.folder import check_resumable
 from policygrad.training.guarding import Guarding, check_rate, without_spread
 from policygrad.training.held_out import HeldOut
+from policygrad.training.hosts import HERE, Hosts
 from policygrad.training.learner import LearnerFactory, learner_of, put_back
 from policygrad.training.learner import local_learner as local_learner
 from policygrad.training.lifecycle import Followers, Lifecycle, Result
@@ -101,7 +102,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     sampler: what draws completions, or a function of (model, tokenizer) that makes it; None = this process, with the learner's
     own weights. learner: a function of (model, run). environment: a function of an example, called once per episode; None = the
-    prompt and one answer. display, trackers, callbacks: who follows it, see `Lifecycle`.
+    prompt and one answer. hosts: who else does a part of the work. display, trackers, callbacks: who follows it, see `Lifecycle`.
     """
 
     kind, file = "train", "run.toml"
@@ -115,12 +116,14 @@ class Trainer(Lifecycle[Run, Progress, float]):
         sampler: Sampler | SamplerFactory | None = None,
         learner: Learner | LearnerFactory = local_learner,
         environment: EnvironmentFactory | None = None,
+        hosts: Hosts = HERE,
         **followers: Unpack[Followers],
     ) -> None:
         run = run or Run()
         self._few_prompts = run.few_prompts  # which the resolved run no longer shows
         super().__init__(run.resolved(), **followers)
-        self._sampler, self._learner, self._environment = sampler, learner, environment
+        self._sampler, self._environment, self._hosts = sampler, environment, hosts
+        self._learner = partial(local_learner, hosts=hosts) if learner is local_learner else learner
         given = {
             "sampler": sampler,
             "environment": environment,
@@ -146,7 +149,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
     def build(self, stack: ExitStack) -> None:
         run = self.config
         self.resources = found = load_resources(
-            stack, needed_for(run, self._sampler, self._environment, self.trackers.phase)
+            stack, needed_for(run, self._sampler, self._environment, self.trackers.phase, self._hosts)
         )
         self.model, self.tokenizer = found.model, found.tokenizer
         stack.enter_context(few_threads(found.model))

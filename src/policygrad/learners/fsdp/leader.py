@@ -27,7 +27,7 @@ from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.blueprint import Blueprint, without_numbers
 from policygrad.learners.fsdp.learner import FsdpLearner, Plan
 from policygrad.learners.fsdp.line import Line
-from policygrad.learners.fsdp.ranks import Ranks, check_devices
+from policygrad.learners.fsdp.ranks import Places, Ranks, check_devices
 from policygrad.learners.fsdp.streaming import one_by_one
 from policygrad.learners.fsdp.supported import check_model, check_ranks
 from policygrad.learners.fsdp.tensor import check_tensor
@@ -240,11 +240,15 @@ def _bare(model: nn.Module, algorithm: Algorithm) -> bool:
     return untouched(model) and not renewed and not second
 
 
-def ranked_learner(model: nn.Module, algorithm: Algorithm, *, config: LearnerConfig, **how: Any) -> RankedLearner:
-    """A `RankedLearner` with processes of its own, `config.ranks` of them, or with torchrun's; `close` ends them."""
+def ranked_learner(
+    model: nn.Module, algorithm: Algorithm, *, config: LearnerConfig, places: Places | None = None, **how: Any
+) -> RankedLearner:
+    """A `RankedLearner` with processes of its own, `config.ranks` of them, or with torchrun's; `close` ends them. places: where
+    they are; None = on this machine."""
     check_ranks(config, algorithm)
-    check_devices(next(model.parameters()).device.type, config.ranks)
-    ranks = Ranks.start(config.ranks)
+    if places is None:
+        check_devices(next(model.parameters()).device.type, config.ranks)
+    ranks = Ranks.start(config.ranks, places)
     try:
         return RankedLearner.of(ranks, model, algorithm, config=config, **how)
     except BaseException as error:

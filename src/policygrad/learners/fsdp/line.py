@@ -24,9 +24,9 @@ class Line:
         self._store = store
 
     @classmethod
-    def between(cls, rank: int, size: int, group: dist.ProcessGroup) -> Line:
-        """Rank 0's, which tells the others of the group where it is."""
-        host = os.environ["MASTER_ADDR"] if launched() is not None else "127.0.0.1"
+    def between(cls, rank: int, size: int, group: dist.ProcessGroup, host: str) -> Line:
+        """Rank 0's, which tells the others of the group where it is. host: its machine, unless torchrun says it."""
+        host = os.environ["MASTER_ADDR"] if launched() is not None else host
         own = TCPStore(host, 0, size, True, FOREVER, wait_for_workers=False) if rank == 0 else None
         box = [0 if own is None else own.port]
         dist.broadcast_object_list(box, src=0, group=group)

@@ -12,10 +12,11 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
@@ -41,19 +42,49 @@ _BOOT = (
 )
 
 
+HERE = "127.0.0.1"
+"""This machine, to itself."""
+
+
+class Other(Protocol):
+    """A process that this one has started, as `subprocess.Popen` says it."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it lives."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code. Raises subprocess.TimeoutExpired."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the processes of rank 1 and above are: on this machine, unless something else starts them."""
+
+    start: Callable[[str, int, int, int], Other]
+    """(host, port, rank, size): starts the process that `Ranks.at` is to be called in, with these."""
+    host: str = HERE
+    """This machine, to those processes."""
+
+
 class Ranks:
     """This process among those that learn together."""
 
-    def __init__(self, rank: int, size: int, others: Sequence[subprocess.Popen[bytes]] = ()) -> None:
-        """Of a process in torch's default group. others: those that this one has started."""
+    def __init__(self, rank: int, size: int, others: Sequence[Other] = (), host: str = HERE) -> None:
+        """Of a process in torch's default group. others: those that this one has started. host: rank 0's machine."""
         self.rank, self.size, self._others = rank, size, others
         self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.line = Line.between(rank, size, self._control)
+        self.line = Line.between(rank, size, self._control, host)
         self.watchdog = Watchdog(self.line, size, self._killed)  # which rank 0 starts
 
     @classmethod
-    def start(cls, size: int) -> Ranks:
-        """Rank 0, with the others: torchrun's, or processes that are started now.
+    def start(cls, size: int, places: Places | None = None) -> Ranks:
+        """Rank 0, with the others: torchrun's, or processes that are started now. places: where; None = on this machine.
 
         Raises:
             ConfigError: a torch without `torch.distributed`, or one whose processes are somebody else's.
@@ -69,25 +100,27 @@ class Ranks:
             )
         if launched() is not None:
             return cls.joined()
-        store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-        others = [_started(store.port, rank, size) for rank in range(1, size)]
+        places = places or Places(_started)
+        store = TCPStore(places.host, 0, size, is_master=True, wait_for_workers=False)
+        others = [places.start(places.host, store.port, rank, size) for rank in range(1, size)]
         try:
             _come(store, others)
             dist.init_process_group(_backend(), store=store, rank=0, world_size=size)
-            return cls(0, size, others)
+            return cls(0, size, others, places.host)
         except BaseException:
             _kill(others)
             _leave()
             raise
 
     @classmethod
-    def at(cls, port: int, rank: int, size: int) -> Ranks:
-        """One of the processes that another has started."""
-        os.environ["LOCAL_RANK"] = str(rank)
-        store = TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
+    def at(cls, port: int, rank: int, size: int, host: str = HERE, device: int | None = None) -> Ranks:
+        """One of the processes that another has started. host: rank 0's machine. device: its GPU's number on its own machine;
+        None = its rank."""
+        os.environ["LOCAL_RANK"] = str(rank if device is None else device)
+        store = TCPStore(host, port, size, is_master=False, wait_for_workers=False)
         store.set(_here(rank), "")
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=size)
-        return cls(rank, size)
+        return cls(rank, size, host=host)
 
     @classmethod
     def joined(cls) -> Ranks:
@@ -194,7 +227,7 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _started(port: int, rank: int, size: int) -> subprocess.Popen[bytes]:
+def _started(host: str, port: int, rank: int, size: int) -> subprocess.Popen[bytes]:
     """A fresh interpreter with this one's import path."""
     words = [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, (port, rank, size))]
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)  # a terminal's Ctrl-C is rank 0's
@@ -204,7 +237,7 @@ def _here(rank: int) -> str:
     return f"rank {rank} is here"
 
 
-def _come(store: Store, others: Sequence[subprocess.Popen[bytes]]) -> None:
+def _come(store: Store, others: Sequence[Other]) -> None:
     """Returns when all are there. Raises RunError where one has ended instead."""
     while others and not store.check([_here(rank) for rank in range(1, len(others) + 1)]):
         if said := _ended(others):
@@ -212,12 +245,12 @@ def _come(store: Store, others: Sequence[subprocess.Popen[bytes]]) -> None:
         time.sleep(LOOK)
 
 
-def _ended(others: Sequence[subprocess.Popen[bytes]]) -> str:
+def _ended(others: Sequence[Other]) -> str:
     codes = [(rank, other.poll()) for rank, other in enumerate(others, 1)]
     return next((f"rank {rank} has ended (exit code {code})" for rank, code in codes if code is not None), "")
 
 
-def _kill(others: Sequence[subprocess.Popen[bytes]]) -> None:
+def _kill(others: Sequence[Other]) -> None:
     for other in others:
         other.kill()
     for other in others:

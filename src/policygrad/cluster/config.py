@@ -1,0 +1,57 @@
+"""What of a run is done by whom on a cluster. Data only, for the command line; none of it is part of the run."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from policygrad.errors import ConfigError
+
+AUTO, LOCAL, CLIENT = "auto", "local", "ray://"
+_PLACE = re.compile(r"(ray://)?(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d+)/?")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """A Ray cluster, and how many actors of each role a run has there."""
+
+    address: str
+    """auto, local, HOST:PORT or ray://HOST:PORT."""
+    samplers: int | None = None
+    """Actors that draw completions; 0 = the learners do. None = 1, and 0 where an engine draws."""
+    rewards: int = 1
+    """Actors that judge, each with `rewards.workers` processes; 0 = rank 0's machine does."""
+    environments: int = 1
+    """Actors that episodes take place in, where the run has an environment; 0 = rank 0's process."""
+    cpus: float = 0.5
+    """CPUs that Ray sets aside for each actor."""
+    restarts: int = 3
+    """Times that Ray starts an actor again which has died, before the run ends."""
+    patience: float = 30.0
+    """Seconds that the cluster may take to have room for all actors, or an actor to come back."""
+
+    def __post_init__(self) -> None:
+        if self.address not in (AUTO, LOCAL) and _PLACE.fullmatch(self.address) is None:
+            raise ConfigError(
+                f"--cluster {self.address!r} is no address: ray://HOST:10001 or HOST:6379 of a cluster's head, auto for the "
+                "cluster of this machine or of `ray job submit`, local for one that is started here"
+            )
+        for name in ("samplers", "rewards", "environments", "restarts"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"--cluster.{name} must be at least 0, not {getattr(self, name)}")
+        if not (0 < self.cpus < math.inf and 0 < self.patience < math.inf):
+            raise ConfigError(
+                f"--cluster.cpus and --cluster.patience must be above 0 and finite, not {self.cpus:g} and {self.patience:g}"
+            )
+        if self.cpus > 1 and self.cpus != int(self.cpus):
+            raise ConfigError(
+                f"--cluster.cpus above 1 must be whole, as Ray has it, not {self.cpus:g}: take {int(self.cpus)} or "
+                f"{int(self.cpus) + 1}"
+            )
+
+    @property
+    def place(self) -> tuple[str, int] | None:
+        """(host, port) of the address, where it has one."""
+        found = _PLACE.fullmatch(self.address)
+        return None if found is None else (found[2].strip("[]"), int(found[3]))

@@ -1,0 +1,191 @@
+"""A real Ray: a run of actors is the run of one process, to the letter, and stays it when actors are killed. `make test-ray`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import policygrad as pg
+from doubles.files import rows, same, untimed, weights
+from doubles.ray_cluster import Killer, RayCluster, ray_cluster
+
+pytest.importorskip("ray")
+
+from policygrad.cluster.config import ClusterConfig
+from policygrad.cluster.driver import train
+from policygrad.errors import EngineError, RunError
+from policygrad.training.config.toml import dumps
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+LOOSE = 2e-4
+"""Sums are taken in another order where others draw."""
+WORLD = """
+import asyncio
+import os
+from random import Random
+
+import policygrad as pg
+
+
+class Guess:
+    '''Three turns: a number is told, another one each time, and letters count.'''
+
+    def __init__(self, example, seed):
+        self.example, self.draw, self.turns = example, Random(seed), 0
+
+    async def reset(self):
+        return pg.Observation(f"{self.example.columns['answer']} then {self.draw.randrange(100)}: ")
+
+    async def step(self, action):
+        self.turns += 1
+        if self.turns == 2 and os.path.exists(FOLDER + "/kill"):
+            os.unlink(FOLDER + "/kill")
+            os.kill(os.getpid(), 9)
+        await asyncio.sleep(0)
+        worth = float(sum(c.isdigit() for c in action.text)) + 0.25 * len(action.text) + self.draw.random()
+        if self.turns == 3:
+            return pg.Step(reward=worth, ended="guessed")
+        return pg.Step(pg.Observation(f" no, {self.draw.randrange(100)}: "), worth / 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    with ray_cluster(tmp_path_factory.mktemp("ray") / "log") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def run(small: pg.Run) -> pg.Run:
+    return replace(small, evaluation=pg.Evaluation(problems=4, samples=2))
+
+
+@pytest.fixture(scope="module")
+def alone(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run in one process."""
+    return pg.train(replace(run, output=str(tmp_path_factory.mktemp("alone") / "run")), display=False).output
+
+
+def numbers(folder: Path) -> list[dict[str, object]]:
+    """Without what belongs to a process: its clock, its memory, who was asked again."""
+    found = untimed(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if "memory" not in k and k != "sampler/moved"} for row in found]
+
+
+def check_same(undisturbed: Path, folder: Path) -> None:
+    """Every completion once, with its reward; the metrics; the weights: to the bit."""
+    assert rows(folder / "completions.jsonl") == rows(undisturbed / "completions.jsonl")
+    assert numbers(folder) == numbers(undisturbed)
+    assert same(weights(folder), weights(undisturbed))
+
+
+def check_alike(alone: Path, folder: Path) -> None:
+    """The same completions and held-out scores, and numbers that differ by rounding."""
+    assert rows(folder / "completions.jsonl") == [
+        row | {"advantage": pytest.approx(row["advantage"], abs=LOOSE)} for row in rows(alone / "completions.jsonl")
+    ]
+    for one, other in zip(numbers(alone), numbers(folder), strict=True):
+        assert other == pytest.approx(one, rel=LOOSE, abs=LOOSE)
+    expected, found = weights(alone), weights(folder)
+    assert expected.keys() == found.keys()
+    assert all(torch.allclose(expected[name], found[name], atol=LOOSE) for name in expected)
+
+
+def on(cluster: RayCluster, **changes: object) -> ClusterConfig:
+    return ClusterConfig(**{"address": cluster.address, "patience": 120.0} | changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def acted(run: pg.Run, cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of actors that nobody kills."""
+    result = train(replace(run, output=str(tmp_path_factory.mktemp("acted") / "run")), on(cluster))
+    assert (result.steps, result.interrupted) == (run.steps, False)
+    assert result.after is not None
+    return result.output
+
+
+def test_a_run_of_actors_is_that_of_one_process(alone: Path, acted: Path) -> None:
+    check_alike(alone, acted)
+
+
+@pytest.mark.parametrize("title", ["ray::Sampler.draw", "ray::RewardWorkers.judge", "ray::Leader.train"])
+def test_an_actor_that_is_killed_costs_nothing(
+    title: str, run: pg.Run, acted: Path, tmp_path: Path, cluster: RayCluster
+) -> None:
+    folder = tmp_path / "run"
+    with Killer(cluster, title, folder / "metrics.jsonl", after=2) as killer:
+        train(replace(run, output=str(folder)), on(cluster))
+    assert killer.killed is not None
+    check_same(acted, folder)
+
+
+def test_an_episode_whose_actor_is_killed_goes_on(run: pg.Run, tmp_path: Path, cluster: RayCluster) -> None:
+    (tmp_path / "world.py").write_text(WORLD.replace("FOLDER", repr(str(tmp_path))))
+    world = replace(run, environment=f"{tmp_path / 'world.py'}:Guess", reward=())
+    pg.train(replace(world, output=str(tmp_path / "alone")), display=False)
+    (tmp_path / "kill").touch()  # from now on: the first actor to come to an episode's second turn ends
+    train(replace(world, output=str(tmp_path / "run")), on(cluster))
+    assert not (tmp_path / "kill").exists()
+    check_alike(tmp_path / "alone", tmp_path / "run")
+
+
+@pytest.mark.parametrize("title", ["", "ray::Learner.follow", "ray::Leader.train"])
+def test_actors_learn_together_and_one_that_is_killed_costs_nothing(
+    title: str, run: pg.Run, tmp_path: Path, cluster: RayCluster
+) -> None:
+    two, folder = replace(run, learner=replace(run.learner, ranks=2)), tmp_path / "run"
+    pg.train(replace(two, output=str(tmp_path / "alone")), display=False)
+    with Killer(cluster, title or "nobody", folder / "metrics.jsonl", after=2) as killer:
+        train(replace(two, output=str(folder)), on(cluster))
+    assert (killer.killed is not None) is bool(title)
+    check_alike(tmp_path / "alone", folder)
+
+
+def test_a_client_from_elsewhere_goes_on_with_a_stopped_run(
+    run: pg.Run, acted: Path, tmp_path: Path, cluster: RayCluster
+) -> None:
+    folder = tmp_path / "run"
+    script = "import sys; from policygrad.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", script, "train"]
+    (tmp_path / "run-it.toml").write_text(dumps(replace(run, output=str(folder))))
+    begun = ["--config", "run-it.toml", "--allow", str(Path(run.reward[0].partition(":")[0])), "--stop-after", "2"]
+    where = ["--cluster", cluster.client, "--cluster.patience", "120"]
+    done = subprocess.run([*words, *begun, *where], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "stopped after" in done.stdout, done.stdout
+    train(run, on(cluster), resume=str(folder))
+    check_same(acted, folder)
+
+
+def test_what_has_no_room_is_said_within_seconds(run: pg.Run, tmp_path: Path, cluster: RayCluster) -> None:
+    told = list[str]()
+    with pytest.raises(RunError, match=r"need 6 CPUs, and the cluster has 2, of which 2 are free.*--cluster\.cpus"):
+        train(replace(run, output=str(tmp_path / "run")), on(cluster, cpus=2, patience=1.0), note=told.append)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sampler_that_always_dies_ends_the_run_resumably(
+    run: pg.Run, acted: Path, tmp_path: Path, cluster: RayCluster
+) -> None:
+    folder = tmp_path / "run"
+    with (
+        Killer(cluster, "ray::Sampler.draw", folder / "metrics.jsonl", after=2),
+        pytest.raises(EngineError, match=r"no sampler actor has come back .*--cluster\.restarts"),
+    ):
+        train(replace(run, output=str(folder)), on(cluster, restarts=0, patience=2.0))
+    train(run, on(cluster), resume=str(folder))
+    check_same(acted, folder)
+
+
+def test_the_reason_of_an_actor_is_the_user_s(run: pg.Run, tmp_path: Path, cluster: RayCluster) -> None:
+    (tmp_path / "odd.py").write_text("def odd(prompts, completions, nowhere, **columns):\n    return [0.0]\n")
+    odd = replace(run, output=str(tmp_path / "run"), reward=(f"{tmp_path / 'odd.py'}:odd",))
+    with pytest.raises(pg.RewardError, match=r"odd' needs the column 'nowhere'"):
+        train(odd, on(cluster))

@@ -1,0 +1,190 @@
+"""What of a cluster needs no Ray: its options, the room that a run takes, what its actors do when they are called by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import cloudpickle
+import pytest
+
+import policygrad as pg
+from policygrad.cluster.config import ClusterConfig
+from policygrad.cluster.connection import check_reached
+from policygrad.cluster.driver import check_versions
+from policygrad.cluster.environments import Environments, RayEnvironment
+from policygrad.cluster.leader import versions
+from policygrad.cluster.needs import ENVIRONMENTS, LEARNERS, REWARDS, SAMPLERS, roles, short
+from policygrad.cluster.rewards import RewardWorkers
+from policygrad.errors import ConfigError, EngineError, RunError
+from policygrad.rewards import resolve
+from policygrad.rewards.config import Rewarding
+from policygrad.samplers.config import SamplerConfig
+from policygrad.tasks.types import Example
+
+
+@pytest.mark.parametrize("address", ["auto", "local", "ray://head:10001", "10.0.0.1:6379", "ray://[::1]:10001"])
+def test_an_address(address: str) -> None:
+    assert ClusterConfig(address).address == address
+
+
+@pytest.mark.parametrize("address", ["", "head", "http://head:8265", "ray://head", "ray://"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no address: ray://HOST:10001"):
+        ClusterConfig(address)
+
+
+@pytest.mark.parametrize("changes", [{"samplers": -1}, {"restarts": -1}, {"cpus": 0}, {"patience": 0}, {"cpus": 1.5}])
+def test_odd_numbers_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"--cluster\.{next(iter(changes))}"):
+        ClusterConfig("auto", **changes)
+
+
+def counts(run: pg.Run, config: ClusterConfig, gpus: float = 0.0) -> dict[str, tuple[int, int]]:
+    return {role.name: (role.count, role.gpus) for role in roles(run, config, gpus)}
+
+
+def test_the_roles_of_a_run() -> None:
+    auto = ClusterConfig("auto")
+    assert counts(pg.Run(), auto) == {LEARNERS: (1, 0), SAMPLERS: (1, 0), REWARDS: (1, 0)}
+    world = pg.Run(environment="calculator", learner=pg.LearnerConfig(ranks=2))
+    many = ClusterConfig("auto", samplers=3, rewards=0, environments=2)
+    assert counts(world, many) == {LEARNERS: (2, 0), SAMPLERS: (3, 0), ENVIRONMENTS: (2, 0)}
+
+
+def test_learners_and_samplers_take_gpus_where_there_are_any_or_one_is_asked_for() -> None:
+    auto = ClusterConfig("auto")
+    assert counts(pg.Run(), auto, gpus=2.0) == {LEARNERS: (1, 1), SAMPLERS: (1, 1), REWARDS: (1, 0)}
+    assert counts(pg.Run(learner=pg.LearnerConfig(device="cpu")), auto, gpus=2.0)[LEARNERS] == (1, 0)
+    assert counts(pg.Run(learner=pg.LearnerConfig(device="cuda", dtype="fp32")), auto)[LEARNERS] == (1, 1)
+
+
+def test_an_engine_draws_instead_of_actors() -> None:
+    run = pg.Run(sampler=SamplerConfig(engine="llama_cpp"))
+    assert SAMPLERS not in counts(run, ClusterConfig("auto"))
+    with pytest.raises(ConfigError, match=r"--cluster\.samplers 1 .* sampler\.engine is llama_cpp"):
+        roles(run, ClusterConfig("auto", samplers=1), 0.0)
+
+
+def test_what_is_missing_is_said() -> None:
+    crew = roles(pg.Run(), ClusterConfig("auto", cpus=1), 1.0)
+    assert short(crew, {"CPU": 4.0, "GPU": 2.0}, {"CPU": 3.0, "GPU": 2.0}) == ""
+    assert short(crew, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 0.5, "GPU": 1.0}) == (
+        "the run's actors (1 × learner, 1 × sampler, 1 × reward workers) need 3 CPUs, and the cluster has 2, of which 0.5 are "
+        "free; and 2 GPUs, and the cluster has 1, of which 1 are free"
+    )
+
+
+def test_nobody_at_the_address_is_said_at_once() -> None:
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{unheard.getsockname()[1]}"
+        with pytest.raises(RunError, match=rf"nobody answers at {where} .*ray start --head.*GCS"):
+            check_reached(ClusterConfig(where))
+        with pytest.raises(RunError, match="Ray Client server"):
+            check_reached(ClusterConfig(f"ray://{where}"))
+
+
+def test_other_versions_are_refused() -> None:
+    check_versions(versions())
+    with pytest.raises(RunError, match=r"the cluster has torch 1\.0, and this is torch .*on every machine"):
+        check_versions(versions() | {"torch": "1.0"})
+
+
+def test_options_of_a_cluster_want_one(run_command: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, said = run_command("train", "--cluster.samplers", "2", "--dry-run")
+    assert code == 2
+    assert "--cluster.samplers is of a Ray cluster" in said
+
+
+def test_the_cluster_is_no_part_of_the_run(run_command: Callable[..., tuple[int, str, str]]) -> None:
+    there, here = (run_command("train", *words, "--dry-run")[1] for words in (("--cluster", "auto"), ()))
+    assert tomllib.loads(there) == tomllib.loads(here)
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_it_is_named(run_command: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, said = run_command("train", "--cluster", "local")
+    assert code == 2
+    assert "pip install 'policygrad[ray]'" in said
+
+
+class Counter:
+    """Adds up the lengths of what is said; one that `forgets` does so from a number of its own."""
+
+    made = 0
+
+    def __init__(self, example: Example, forgets: bool = False) -> None:
+        Counter.made += 1
+        self.total = Counter.made if forgets else 0
+
+    async def reset(self) -> pg.Observation:
+        return pg.Observation(f"{self.total}")
+
+    async def step(self, action: pg.Action) -> pg.Step:
+        self.total += len(action.text)
+        return pg.Step(pg.Observation(f"{self.total}"))
+
+    async def cut(self) -> float:
+        return float(self.total)
+
+
+CODE = cloudpickle.dumps(Counter)
+
+
+def test_an_actor_that_does_not_know_an_episode_plays_it_again() -> None:
+    example, said = Example("?"), [None, pg.Action("abc"), pg.Action("de")]
+
+    async def played() -> None:
+        first, second = Environments("first"), Environments("second")
+        assert len(await first.call(CODE, 7, example, 0, said[:1])) == 1
+        whole = await first.call(CODE, 7, example, 0, said)
+        assert [o.content if isinstance(o, pg.Observation) else o.observation.content for o in whole] == ["0", "3", "5"]
+        assert await first.call(CODE, 7, example, 0, said) == whole  # asked twice, played once
+        assert await second.call(CODE, 7, example, 0, said) == whole
+        assert await Environments("third").cut(CODE, 7, example, 0, said) == 5.0
+        await first.close(7)
+        await first.close(7)
+
+    asyncio.run(played())
+
+
+class Home:
+    """An actor that is new at every call."""
+
+    def __init__(self, factory: Callable[..., Any]) -> None:
+        self.code = cloudpickle.dumps(factory)
+
+    async def ask(self, number: int, method: str, *args: Any) -> Any:
+        return await getattr(Environments("new"), method)(*args)
+
+
+def test_a_world_that_goes_another_way_when_it_is_played_again_is_refused() -> None:
+    async def played(factory: Callable[..., Any]) -> str:
+        home: Any = Home(factory)
+        episode = RayEnvironment(home, 0, Example("?"), 0)
+        await episode.reset()
+        step = await episode.step(pg.Action("abc"))
+        assert step.observation is not None
+        return str(step.observation.content)
+
+    assert asyncio.run(played(Counter)) == "3"
+    with pytest.raises(EngineError, match=r"went another way: .*--cluster\.environments 0"):
+        asyncio.run(played(lambda example: Counter(example, forgets=True)))
+
+
+def test_reward_workers_judge_as_a_pool_does() -> None:
+    workers = RewardWorkers("reward workers 0")
+    workers.begin(cloudpickle.dumps((resolve("exact_match"),)), replace(Rewarding(), workers=1))
+    pool = workers._pool
+    workers.begin(b"", Rewarding())  # told again what it knows
+    assert workers._pool is pool
+    assert pool is not None
+    with pool:
+        ((right, wrong),) = workers.judge(["1 + 1 =", "1 + 2 ="], ["2", "4"], {"answer": ["2", "3"]}, False)
+    assert (right.value, wrong.value) == (1.0, 0.0)
