@@ -58,7 +58,7 @@ def _scores(found: Data) -> list[str]:
     return [
         text,
         table(head, body),
-        f"{runs} runs; all of them: {files('staleness')}.",
+        f"{runs} runs; all of them: {files('staleness')}. {found.get('note', '')}".rstrip(),
         block(found["measured_by"], "sh"),
     ]
 
