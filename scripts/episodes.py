@@ -103,7 +103,7 @@ def programs(draw: Random, count: int) -> tuple[list[Row], list[Row]]:
     signs = {"plus": "+", "minus": "-", "times": "*"}
     rows, shown = [], []
     for i in range(count):
-        (first, second), n, m = draw.sample(sorted(signs), 2), draw.randint(2, 9), draw.randint(2, 9)
+        (first, second), n, m = draw.sample(sorted(signs), 2), draw.randint(2, 40), draw.randint(2, 40)
         text = f"Write f: x {first} {n}, then {second} {m}."
         right = f"(x {signs[first]} {n}) {signs[second]} {m}"
         tests = [f"assert f({x}) == {eval(right, {'x': x})}" for x in (2, 7, 11)]
@@ -140,6 +140,6 @@ TASKS = (
     Task("products", "a calculator", products, 4000, 12000, 48, 60, epochs=2, lr=1e-4, environment=PRODUCTS),
     Task("guess", "a guessing game of four turns", guesses, 4000, 6000, 24, 80, environment=Guess),
     Task(
-        "programs", "programs and their tests", programs, 3000, 3000, 40, 24, prompts=8, reward=("code",), problems=48
+        "programs", "programs and their tests", programs, 1500, 6000, 40, 24, prompts=8, reward=("code",), problems=48
     ),
 )
