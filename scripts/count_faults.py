@@ -45,7 +45,7 @@ HANGS = 600.0
 def written(kind: str, folder: Path) -> Path:
     """The data of a short run."""
     answers = (lambda n: {"completion": n}) if kind == "sft" else (lambda n: {"chosen": n, "rejected": "no"})
-    rows = [{"prompt": f"{i} + {i} =\n"} | answers(str(2 * i)) for i in range(80)]
+    rows = [{"prompt": f"{i} + {i} =\n"} | answers(str(2 * i)) for i in range(500)]
     file = folder / f"{kind}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file

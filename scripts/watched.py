@@ -56,7 +56,8 @@ def phase_of(stack: str) -> str:
         return "sampling"
     if within("trackers/"):
         return "logging"
-    return "updating" if within("training/loop") else "between"
+    learning = within("training/loop", "training/sft", "training/reward_model", "training/rows")
+    return "updating" if learning else "between"
 
 
 class Watched:

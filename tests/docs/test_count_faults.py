@@ -68,7 +68,7 @@ def test_an_error_is_raised_once_and_the_functions_are_put_back(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_a_killed_fine_tuning_is_compared_and_what_differs_is_said(tmp_path: Path) -> None:
-    words = ["sft", "--data", str(count_faults.written("sft", tmp_path)), "--batch-size", "20", "--epochs", "1"]
+    words = ["sft", "--data", str(count_faults.written("sft", tmp_path)), "--batch-size", "125", "--epochs", "1"]
     words += ["--checkpoint.every", "1"]
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     assert count_faults.lived(words, pieces, 0.5)[1] == "starting"

@@ -73,6 +73,7 @@ RUN = ("training/trainer:run", "training/lifecycle:_train", "training/lifecycle:
         (stack("rewards/pool:score", "rollout/judge:judged", "training/loop:loop", *RUN), "rewarding"),
         (stack("learners/local/learner:update", "training/loop:loop", *RUN), "updating"),
         (stack("core/advantages:__call__", "training/loop:loop", *RUN), "updating"),
+        (stack("training/rows:accumulate", "training/sft:step", "training/supervised:_train", *RUN[1:]), "updating"),
         (stack("checkpoint/format:save", "training/lifecycle:keep_going", "training/loop:loop", *RUN), "saving"),
         (stack("checkpoint/model_folder:save_model", "training/lifecycle:_finish", *RUN), "saving"),
         (stack("trackers/jsonl:_append", "training/lifecycle:log", "training/loop:loop", *RUN), "logging"),
