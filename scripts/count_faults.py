@@ -116,6 +116,11 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     adopt()
     found = json.loads(args.results.read_text(encoding="utf-8")) if args.results.is_file() else {}
+    about = {
+        "made_by": shlex.join(["python", "scripts/count_faults.py", *(sys.argv[1:] if words is None else words)]),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        **{name: version(name) for name in ("policygrad", "torch")},
+    }
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         content = disk_faults.made(folder) if {*args.only} - {"supervised"} else ({}, {})
@@ -127,10 +132,8 @@ def main(words: Sequence[str] | None = None) -> int:
         }
         for kind in args.only:
             began = time.monotonic()
-            found[kind] = jobs[kind]() | {"policygrad": version("policygrad"), "torch": version("torch")}
+            found[kind] = jobs[kind]() | about
             print(f"{kind}: {found[kind]['count']} in {time.monotonic() - began:.0f} s", flush=True)
-    found["made_by"] = shlex.join(["python", "scripts/count_faults.py", *(sys.argv[1:] if words is None else words)])
-    found["machine"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
     args.results.parent.mkdir(parents=True, exist_ok=True)
     args.results.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     wrong = [text for kind in KINDS for text in found.get(kind, {}).get("wrong", ())]

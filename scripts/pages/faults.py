@@ -31,7 +31,8 @@ def counted_section(found: Data | None) -> str:
             rows.append((fault + more, promise, str(seen["count"]), str(len(seen["wrong"]))))
     wrong = [f"- **It does not hold:** {text}." for kind in COUNTED for text in found.get(kind, {}).get("wrong", ())]
     lines = [head, command, table(("fault", "promise", "times", "did not hold"), rows)]
-    said = f"By `{found['made_by']}` ({found['machine']}). Kills of `policygrad train` are the soak's, below."
+    commands = dict.fromkeys(f"`{seen['made_by']}` ({seen['machine']})" for seen in found.values())
+    said = f"By {', '.join(commands)}. Kills of `policygrad train` are the soak's, below."
     return "\n\n".join([*lines, *(["\n".join(wrong)] if wrong else []), said])
 
 

@@ -86,14 +86,14 @@ def test_a_killed_fine_tuning_is_compared_and_what_differs_is_said(tmp_path: Pat
 
 
 def test_the_page_says_what_did_not_hold() -> None:
+    about = {"made_by": "python scripts/count_faults.py", "machine": "a machine"}
     found: dict[str, Any] = {
-        "kills": {"count": 60, "wrong": ["killed at call 3 of a save: it is gone"]},
-        "supervised": {"count": 2, "phases": {"updating": 2}, "wrong": []},
-        "made_by": "python scripts/count_faults.py",
-        "machine": "a machine",
+        "kills": {"count": 60, "wrong": ["killed at call 3 of a save: it is gone"], **about},
+        "supervised": {"count": 2, "phases": {"updating": 2}, "wrong": [], **about},
     }
     text = counted_section(found)
     assert "| 60 | 1 |" in text
     assert "(updating 2)" in text
     assert "**It does not hold:** killed at call 3 of a save: it is gone." in text
+    assert text.count("`python scripts/count_faults.py`") == 1
     assert "not been taken yet" in counted_section(None)

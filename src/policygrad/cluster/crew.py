@@ -86,6 +86,19 @@ class Crew:
                 raise
             raise EngineError(gone(self._role, self._patience, self.servers.all)) from error
 
+    async def ready(self) -> None:
+        """Returns when each has been told what it is told first, or is being started again while others have.
+
+        Raises:
+            EngineError: none of them comes back.
+        """
+        try:
+            await self.servers.ready()
+        except EngineError as error:
+            if not all(server.lost for server in self.servers.all):
+                raise
+            raise EngineError(gone(self._role, self._patience, self.servers.all)) from error
+
     def close(self) -> None:
         """Ends them."""
         import ray

@@ -84,7 +84,7 @@ class RaySampler:
             still = {name: p for name, p in self._model.named_parameters() if name not in weights.tensors}
             self._frame = ray.put((Blueprint.of(self._model, 1.0), _on_cpu(still), *self._how, self._routed))
         self._weights, self._version = ray.put(_on_cpu(weights.tensors)), weights.version
-        await self._crew.servers.ready()
+        await self._crew.ready()
         moved, self._moved = self._crew.servers.moved - self._moved, self._crew.servers.moved
         return {"sampler/moved": Sum(float(moved))}
 
