@@ -31,6 +31,7 @@ from pages.measured import measured_page
 from pages.metrics import metrics_page
 from pages.picture import picture
 from pages.planning import checked_block
+from pages.ranks import accuracy_block
 from pages.real_model import picture as real_model_picture
 from pages.real_model import seen_block
 from pages.reference import reference_pages
@@ -85,6 +86,7 @@ def generated() -> dict[Path, str]:
         DOCS / "real-model.svg": real_model_picture(),
         DOCS / "reliability.md": reliability_page(),
         DOCS / "staleness.md": staleness_page(),
+        DOCS / "many-processes.md": filled(DOCS / "many-processes.md", accuracy=accuracy_block()),
         DOCS / "planning.md": filled(DOCS / "planning.md", checked=checked_block()),
     }
 

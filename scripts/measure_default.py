@@ -11,40 +11,50 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+HEAD = "seed  before  after   gain  training  command  steps  sampled tokens"
+
+
+def trained(seed: int, options: Sequence[str]) -> dict[str, Any]:
+    """Held-out accuracy before and after, seconds of training and of the whole command, steps, sampled tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "run"
+        words = [sys.executable, "-m", "policygrad", "train", *options, "--seed", str(seed), "--output", str(output)]
+        start = time.perf_counter()
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        seconds = time.perf_counter() - start
+        result = json.loads((output / "result.json").read_text())
+        rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        return {
+            "before": result["held_out_before"],
+            "after": result["held_out_after"],
+            "training": result["seconds"],
+            "command": seconds,
+            "steps": result["steps"],
+            "tokens": sum(row.get("tokens/sampled") or 0 for row in rows),
+        }
+
+
+def line(seed: int, found: dict[str, Any]) -> str:
+    """A row under HEAD."""
+    before, after = found["before"], found["after"]
+    told = (
+        f"{seed:4}  {before:6.3f} {after:6.3f} {after - before:+6.3f} {found['training']:9.1f} {found['command']:8.1f}"
+    )
+    return f"{told} {found['steps']:6} {found['tokens']:15.0f}"
 
 
 def main() -> None:
-    """One row per seed: held-out accuracy before and after, seconds of training and of the whole command, sampled tokens."""
+    """One row per seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     args, options = parser.parse_known_args()
-    print("seed  before  after   gain  training  command  steps  sampled tokens", flush=True)
+    print(HEAD, flush=True)
     for seed in args.seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder) / "run"
-            command = [
-                sys.executable,
-                "-m",
-                "policygrad",
-                "train",
-                *options,
-                "--seed",
-                str(seed),
-                "--output",
-                str(output),
-            ]
-            start = time.perf_counter()
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            seconds = time.perf_counter() - start
-            result = json.loads((output / "result.json").read_text())
-            rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-            tokens = sum(row.get("tokens/sampled") or 0 for row in rows)
-            before, after = result["held_out_before"], result["held_out_after"]
-            told = (
-                f"{seed:4}  {before:6.3f} {after:6.3f} {after - before:+6.3f} {result['seconds']:9.1f} {seconds:8.1f}"
-            )
-            print(f"{told} {result['steps']:6} {tokens:15.0f}", flush=True)
+        print(line(seed, trained(seed, options)), flush=True)
 
 
 if __name__ == "__main__":

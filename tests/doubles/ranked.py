@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -38,6 +40,17 @@ HOW: dict[str, Any] = {
         eps=1.0
     ),  # a step that is about linear in the gradient, so that rounding stays rounding
 }
+
+
+@contextmanager
+def started(size: int) -> Iterator[Ranks]:
+    """So many processes, until the end of the block, and this one's threads as they were."""
+    threads, found = torch.get_num_threads(), Ranks.start(size)
+    try:
+        yield found
+    finally:
+        found.close(whole=False)
+        torch.set_num_threads(threads)
 
 
 def model(dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: int) -> nn.Module:

@@ -19,7 +19,7 @@ from torch import nn
 import policygrad as pg
 from doubles.architectures import PLAIN
 from doubles.experts import built, drawn, shaken
-from doubles.ranked import BATCH, HOW, agree, learned, model, pair, values
+from doubles.ranked import BATCH, HOW, agree, learned, model, pair, started, values
 from policygrad.learners.fsdp import leader
 from policygrad.learners.fsdp.division import Dealt
 from policygrad.learners.fsdp.leader import RankedLearner
@@ -47,10 +47,8 @@ distributions, products with the Fisher matrix, a second model that learns. All 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
     """Two."""
-    threads, found = torch.get_num_threads(), Ranks.start(2)
-    yield found
-    found.close(whole=False)
-    torch.set_num_threads(threads)
+    with started(2) as found:
+        yield found
 
 
 @pytest.mark.slow

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import policygrad as pg
-from doubles.ranked import BATCH, learned, model, pair
-from policygrad.learners.fsdp.ranks import Ranks
+from doubles.ranked import BATCH, learned, model, pair, started
 
 COARSE = 0.05
 """Of an update, relative: a micro-batch's gradient is rounded to 8 bits, and micro-batches are others in several processes."""
@@ -20,8 +19,7 @@ SINGLE = replace(BATCH, reward=BATCH.reward.float())
 @pytest.mark.slow
 def test_an_update_is_that_of_one_process_up_to_rounding() -> None:
     """With AdamW's ε at 1 a step is about linear in the gradient."""
-    threads, ranks = torch.get_num_threads(), Ranks.start(2)
-    try:
+    with started(2) as ranks:
         for algorithm in (pg.DR_GRPO, pg.GRPO):  # the second reads a reference
             chosen = algorithm.with_budget(6)
             local, ranked, _ = pair(ranks, chosen, make=partial(model, torch.bfloat16))
@@ -34,6 +32,3 @@ def test_an_update_is_that_of_one_process_up_to_rounding() -> None:
             assert moved > 0
             assert apart <= COARSE**2 * moved, algorithm.name
             assert all(found[name].dtype == expected[name].dtype == torch.float32 for name in before)
-    finally:
-        ranks.close(whole=False)
-        torch.set_num_threads(threads)

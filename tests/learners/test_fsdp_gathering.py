@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
-from doubles.ranked import BATCH, HOW, learned, model
+from doubles.ranked import BATCH, HOW, learned, model, started
 from policygrad.learners.fsdp.leader import RankedLearner
 from policygrad.learners.fsdp.learner import FsdpLearner
 from policygrad.learners.fsdp.ranks import Ranks
@@ -25,10 +25,8 @@ ALGORITHM = pg.DR_GRPO.with_budget(6)
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
     """Two."""
-    threads, found = torch.get_num_threads(), Ranks.start(2)
-    yield found
-    found.close(whole=False)
-    torch.set_num_threads(threads)
+    with started(2) as found:
+        yield found
 
 
 def counted(x: object) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +13,7 @@ from torch import nn
 import policygrad as pg
 from doubles.algorithms import runnable
 from doubles.batches import branching
-from doubles.ranked import agree, filled, learned, model, pair, values
+from doubles.ranked import agree, filled, learned, model, pair, started, values
 from policygrad.algorithms import ALGORITHMS
 from policygrad.learners.fsdp.ranks import Ranks
 from policygrad.models.adapters import adapt
@@ -40,16 +38,6 @@ APART = {"kl_cov": replace(pg.KL_COV, behaviour="sampler")}
 TABLE = {name: runnable(name) for name in ALGORITHMS} | APART | PARTS
 COARSE = {name: 1e-10 for name, a in TABLE.items() if not a.step.uses_lr}
 """Relative: ten steps of a conjugate gradient enlarge rounding, by up to the condition number of the Fisher matrix."""
-
-
-@contextmanager
-def started(size: int) -> Iterator[Ranks]:
-    threads, found = torch.get_num_threads(), Ranks.start(size)
-    try:
-        yield found
-    finally:
-        found.close(whole=False)
-        torch.set_num_threads(threads)
 
 
 def compared(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,21 +17,11 @@ from doubles.algorithms import runnable
 from doubles.architectures import CONFIGS, PLAIN
 from doubles.batches import branching
 from doubles.cut import llama, qwen3
-from doubles.ranked import agree, filled, learned, model, pair, values
+from doubles.ranked import agree, filled, learned, model, pair, started, values
 from policygrad.algorithms import ALGORITHMS
 from policygrad.learners.fsdp.ranks import Ranks
 from policygrad.learners.fsdp.supported import check_ranks
 from policygrad.learners.fsdp.tensor import check_tensor, plan_of
-
-
-@contextmanager
-def started(size: int) -> Iterator[Ranks]:
-    threads, found = torch.get_num_threads(), Ranks.start(size)
-    try:
-        yield found
-    finally:
-        found.close(whole=False)
-        torch.set_num_threads(threads)
 
 
 def compared(

@@ -20,7 +20,7 @@ import policygrad as pg
 from doubles.batches import VOCABULARY
 from doubles.files import same, untimed, weights, write_rows
 from doubles.models import changed_copy
-from doubles.ranked import BATCH, SIZES, model
+from doubles.ranked import BATCH, SIZES, model, started
 from policygrad.checkpoint import format as checkpoints
 from policygrad.learners.fsdp.blueprint import Blueprint
 from policygrad.learners.fsdp.leader import RankedLearner
@@ -139,15 +139,11 @@ def check_bf16(ranks: Ranks, kind: str) -> None:
 )
 def test_several_processes_learn_as_one_does(size: int) -> None:
     """In float64, to 12 digits. One start for all, since it takes seconds."""
-    threads, ranks = torch.get_num_threads(), Ranks.start(size)
-    try:
+    with started(size) as ranks:
         for kind in ("sft", "reward-model"):
             check_learns_as_one(ranks, kind)
             check_learns_as_one(ranks, kind, gradient_checkpointing=True)
             check_bf16(ranks, kind)
-    finally:
-        ranks.close(whole=False)
-        torch.set_num_threads(threads)
 
 
 # --- runs

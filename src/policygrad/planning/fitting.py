@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
+import numpy as np
+
 from policygrad.planning.pipeline import LearnerSpeed, Lengths, SamplerSpeed
 
 Columns = Sequence[Sequence[float]]
 FLAT = 1e-9
-"""A pivot this small beside its column's square says that the columns hang on each other."""
+"""A share of the squares; columns of length 1 whose smallest singular value is below its root hang on each other."""
 
 
 def sampler_speed(rollouts: Sequence[Lengths], seconds: Sequence[float], slots: int) -> SamplerSpeed:
@@ -40,46 +42,19 @@ def least_squares(columns: Columns, target: Sequence[float]) -> list[float]:
     """
     if not target or not columns:
         raise ValueError("a speed is fitted to at least one measurement")
-    best, found = sum(y * y for y in target), [0.0] * len(columns)
+    table, goal = np.asarray(columns, dtype=float).T, np.asarray(target, dtype=float)
+    norms = np.linalg.norm(table, axis=0)
+    best, found = float(goal @ goal), [0.0] * len(columns)
     enough = best * FLAT
     for count in range(1, len(columns) + 1):
-        for chosen in combinations(range(len(columns)), count):
-            some = _solved([columns[j] for j in chosen], target)
-            if some is None or min(some) < 0:
+        for chosen in map(list, combinations(np.flatnonzero(norms).tolist(), count)):
+            some, _, rank, _ = np.linalg.lstsq(table[:, chosen] / norms[chosen], goal, rcond=FLAT**0.5)
+            if rank < count or some.min() < 0:
                 continue
-            error = _error([columns[j] for j in chosen], some, target)
-            if error < best - enough:
+            some = some / norms[chosen]
+            left = goal - table[:, chosen] @ some
+            if (error := float(left @ left)) < best - enough:
                 best, found = error, [0.0] * len(columns)
-                for j, x in zip(chosen, some, strict=True):
+                for j, x in zip(chosen, some.tolist(), strict=True):
                     found[j] = x
     return found
-
-
-def _error(columns: Columns, x: Sequence[float], target: Sequence[float]) -> float:
-    rows = zip(*columns, strict=True)
-    left: list[float] = [
-        y - sum(a * b for a, b in zip(row, x, strict=True)) for row, y in zip(rows, target, strict=True)
-    ]
-    return sum(a * a for a in left)
-
-
-def _solved(columns: Columns, target: Sequence[float]) -> list[float] | None:
-    """The normal equations' solution, by Gaussian elimination on columns of length 1; None where they hang on each other."""
-    norms = [sum(a * a for a in column) ** 0.5 for column in columns]
-    if not all(norms):
-        return None
-    unit = [[a / norm for a in column] for column, norm in zip(columns, norms, strict=True)]
-    table = [[_dot(a, b) for b in unit] + [_dot(a, target)] for a in unit]
-    size = len(table)
-    for i in range(size):
-        if table[i][i] < FLAT:
-            return None
-        for k in range(size):
-            if k != i:
-                share = table[k][i] / table[i][i]
-                table[k] = [a - share * b for a, b in zip(table[k], table[i], strict=True)]
-    return [table[i][size] / table[i][i] / norms[i] for i in range(size)]
-
-
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))

@@ -202,9 +202,9 @@ class EngineSampler(ABC):
         await self.load(server.url, self.published)
         try:
             self.verdicts[server.url] = await self.probe(server.url)
-        except EngineError as error:
-            if isinstance(error, PassedError):
-                raise AwayError(f"it is looked at after the next publication: {error}") from error
+        except PassedError as error:
+            raise AwayError(f"it is looked at after the next publication: {error}") from error
+        except EngineError:
             self.refused.add(server.url)
             raise
         self.refused.discard(server.url)
