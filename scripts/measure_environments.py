@@ -4,7 +4,7 @@
 
 First demonstrations (`policygrad sft`, once per task), then GRPO from what they made, once per seed. What is finished is not run
 again, and what was broken off is gone on with. Writes docs/results/environments.json, of which `make docs` makes the tables of
-docs/environments-measured.md. The programs of a policy run behind the sandbox's wall; without one that task is refused.
+docs/environments.md. The programs of a policy run behind the sandbox's wall; without one that task is refused.
 """
 
 from __future__ import annotations
