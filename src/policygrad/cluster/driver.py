@@ -45,9 +45,19 @@ def train(
         work = Work(run, os.getcwd(), resume, **how)
         with placed(ray, crew, config, _name(work), note) as groups:
             result, words = _trained(ray, work, config, crew, groups, ending, note)
-    if result.interrupted:
-        note(f"stopped; go on with: {words}")  # as rank 0 has said it, whose last words may have come too late
+    note(
+        _last_words(result, words)
+    )  # as rank 0 has said it, whose own may come too late for whoever leaves the cluster
     return result
+
+
+def _last_words(result: Result[float | None], words: str) -> str:
+    if result.model is None:
+        return f"stopped; go on with: {words}"
+    score = (
+        "" if result.before is None or result.after is None else f", held-out {result.before:.2f} -> {result.after:.2f}"
+    )
+    return f"done at step {result.steps}{score}; model: {result.model}"
 
 
 def _trained(
