@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import policygrad as pg
-from doubles.ray_cluster import RayCluster, ray_cluster
-from doubles.ray_runs import PATIENCE, begin, check_same, command, on
+from doubles.ray_cluster import PATIENCE, RayCluster, ray_cluster
+from doubles.ray_runs import begin, check_same, command, on
 
 pytest.importorskip("ray")
 
@@ -71,7 +71,7 @@ def test_a_signal_ends_a_run_resumably_and_leaves_nobody(
     assert began.wait(PATIENCE) == STOPPED, log.read_text()
     last = log.read_text().splitlines()[-1]
     assert last.startswith(f"stopped; go on with: policygrad train --resume {folder} ")
-    assert last.endswith(f" --cluster {where} --cluster.cpus 0.6 --cluster.patience 120")
+    assert last.endswith(f" --cluster {where} --cluster.cpus 0.6 --cluster.patience {PATIENCE}")
     assert 2 <= _steps(folder) < run.steps
     assert cluster.comes(cluster.empty)
     train(run, on(cluster, cpus=ROOM), resume=str(folder))  # for which there is room again
@@ -109,9 +109,7 @@ def test_a_job_is_submitted_stopped_and_gone_on_with(
     folder = tmp_path / "run"
     words = [*command(run, folder), *options("auto")]
     patient = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "100"}})  # instead of 3
-    begun = job(
-        cluster, "submit", "--no-wait", "--submission-id", "one", "--runtime-env-json", patient, "--", *words
-    )
+    begun = job(cluster, "submit", "--no-wait", "--submission-id", "one", "--runtime-env-json", patient, "--", *words)
     assert "submitted successfully" in begun, begun
     assert under_way(cluster, folder), job(cluster, "logs", "one")
     alive = {actor.name for actor in list_actors(address=cluster.dashboard, filters=[("state", "=", "ALIVE")])}

@@ -13,14 +13,12 @@ import torch
 
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights
-from doubles.ray_cluster import RayCluster
+from doubles.ray_cluster import PATIENCE, RayCluster
 from policygrad.cluster.config import ClusterConfig
 from policygrad.training.config.toml import dumps
 
 LOOSE = 2e-4
 """Sums are taken in another order where others draw."""
-PATIENCE = 120.0
-"""Seconds for a machine that has other things to do."""
 
 
 def on(cluster: RayCluster, **changes: object) -> ClusterConfig:
