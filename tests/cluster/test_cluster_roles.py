@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import shlex
+import signal
 import socket
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 
 import policygrad as pg
-from policygrad.cluster.config import ClusterConfig
+from policygrad.cluster.config import OPTIONS, ClusterConfig
 from policygrad.cluster.connection import check_reached
 from policygrad.cluster.driver import check_versions
+from policygrad.cluster.ending import Ending
 from policygrad.cluster.environments import Environments, RayEnvironment
 from policygrad.cluster.leader import versions
 from policygrad.cluster.needs import ENVIRONMENTS, LEARNERS, REWARDS, SAMPLERS, roles, short
 from policygrad.cluster.rewards import RewardWorkers
+from policygrad.commands.train import asked
 from policygrad.errors import ConfigError, EngineError, RunError
 from policygrad.rewards import resolve
 from policygrad.rewards.config import Rewarding
 from policygrad.samplers.config import SamplerConfig
 from policygrad.tasks.types import Example
+from policygrad.training.hosts import Hosts
+from policygrad.training.trainer import Trainer
 
 
 @pytest.mark.parametrize("address", ["auto", "local", "ray://head:10001", "10.0.0.1:6379", "ray://[::1]:10001"])
@@ -43,6 +51,60 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 def test_odd_numbers_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"--cluster\.{next(iter(changes))}"):
         ClusterConfig("auto", **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (ClusterConfig("local"), "--cluster local"),
+        (ClusterConfig("ray://[::1]:10001", samplers=0), "--cluster 'ray://[::1]:10001' --cluster.samplers 0"),
+        (ClusterConfig("auto", cpus=0.25, patience=90.0), "--cluster auto --cluster.cpus 0.25 --cluster.patience 90"),
+    ],
+)
+def test_the_options_that_say_so_are_read_as_the_same(config: ClusterConfig, words: str) -> None:
+    assert config.words == words
+    assert asked(["grpo", *shlex.split(words)])[1].on_cluster() == config
+    assert set(OPTIONS) == {field.name for field in fields(ClusterConfig)} - {"address"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_noted_once_something_has_begun_and_ends_the_command_at_once_before(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with Ending() as ending:
+        ending.begun = True
+        assert not ending.asked
+        signal.raise_signal(number)
+        assert ending.asked
+    assert signal.getsignal(number) is before
+    with Ending(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(number)
+
+
+def test_signals_at_once_are_one_and_another_one_later_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Ending() as ending:
+        ending.begun = True
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # as `timeout` and `ray job stop` send them
+            signal.raise_signal(number)
+        monkeypatch.setattr("policygrad.cluster.ending.AGAIN", 0.0)
+        signal.raise_signal(signal.SIGHUP)  # a terminal that goes says nothing new
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Ending():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_whose_rewards_fail_is_gone_on_with_where_it_was(small: pg.Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def fails(prompts, completions, **columns):\n    raise ValueError('no')\n")
+    failing = replace(small, output=str(tmp_path / "run"), reward=(f"{tmp_path / 'mine.py'}:fails",))
+    with pytest.raises(pg.RewardError, match=r"policygrad train --resume \S+/run .*--cluster auto goes on once"):
+        Trainer(failing, display=False, hosts=Hosts(words="--cluster auto")).train()
 
 
 def counts(run: pg.Run, config: ClusterConfig, gpus: float = 0.0) -> dict[str, tuple[int, int]]:
@@ -100,6 +162,23 @@ def test_options_of_a_cluster_want_one(run_command: Callable[..., tuple[int, str
     code, _, said = run_command("train", "--cluster.samplers", "2", "--dry-run")
     assert code == 2
     assert "--cluster.samplers is of a Ray cluster" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "way_out"),
+    [
+        (("eval", "tiny", "--cluster", "auto"), "policygrad eval` measures on this machine, or .*--sampler.urls"),
+        (("sft", "--cluster=auto"), "policygrad sft` learns in several processes by --learner.ranks"),
+        (("reward-model", "--cluster.samplers", "2"), "policygrad reward-model` learns in several .*torchrun"),
+        (("compare", "grpo", "dapo", "--", "--cluster", "auto"), "policygrad compare` has .*--jobs"),
+    ],
+)
+def test_other_commands_refuse_a_cluster_by_name(
+    words: tuple[str, ...], way_out: str, run_command: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, _, said = run_command(*words)
+    assert code == 2
+    assert re.search(rf"^error: --cluster\S* is of `policygrad train`.*{way_out}", said)
 
 
 def test_the_cluster_is_no_part_of_the_run(run_command: Callable[..., tuple[int, str, str]]) -> None:

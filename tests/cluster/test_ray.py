@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import policygrad as pg
-from doubles.files import rows, same, untimed, weights
 from doubles.ray_cluster import Killer, RayCluster, ray_cluster
+from doubles.ray_runs import check_alike, check_same, command, on
 
 pytest.importorskip("ray")
 
-from policygrad.cluster.config import ClusterConfig
 from policygrad.cluster.driver import train
 from policygrad.errors import EngineError, RunError
-from policygrad.training.config.toml import dumps
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-LOOSE = 2e-4
-"""Sums are taken in another order where others draw."""
 WORLD = """
 import asyncio
 import os
@@ -71,35 +65,6 @@ def run(small: pg.Run) -> pg.Run:
 def alone(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run in one process."""
     return pg.train(replace(run, output=str(tmp_path_factory.mktemp("alone") / "run")), display=False).output
-
-
-def numbers(folder: Path) -> list[dict[str, object]]:
-    """Without what belongs to a process: its clock, its memory, who was asked again."""
-    found = untimed(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if "memory" not in k and k != "sampler/moved"} for row in found]
-
-
-def check_same(undisturbed: Path, folder: Path) -> None:
-    """Every completion once, with its reward; the metrics; the weights: to the bit."""
-    assert rows(folder / "completions.jsonl") == rows(undisturbed / "completions.jsonl")
-    assert numbers(folder) == numbers(undisturbed)
-    assert same(weights(folder), weights(undisturbed))
-
-
-def check_alike(alone: Path, folder: Path) -> None:
-    """The same completions and held-out scores, and numbers that differ by rounding."""
-    assert rows(folder / "completions.jsonl") == [
-        row | {"advantage": pytest.approx(row["advantage"], abs=LOOSE)} for row in rows(alone / "completions.jsonl")
-    ]
-    for one, other in zip(numbers(alone), numbers(folder), strict=True):
-        assert other == pytest.approx(one, rel=LOOSE, abs=LOOSE)
-    expected, found = weights(alone), weights(folder)
-    assert expected.keys() == found.keys()
-    assert all(torch.allclose(expected[name], found[name], atol=LOOSE) for name in expected)
-
-
-def on(cluster: RayCluster, **changes: object) -> ClusterConfig:
-    return ClusterConfig(**{"address": cluster.address, "patience": 120.0} | changes)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -152,12 +117,9 @@ def test_a_client_from_elsewhere_goes_on_with_a_stopped_run(
     run: pg.Run, acted: Path, tmp_path: Path, cluster: RayCluster
 ) -> None:
     folder = tmp_path / "run"
-    script = "import sys; from policygrad.cli import main; sys.exit(main(sys.argv[1:]))"
-    words = [sys.executable, "-c", script, "train"]
-    (tmp_path / "run-it.toml").write_text(dumps(replace(run, output=str(folder))))
-    begun = ["--config", "run-it.toml", "--allow", str(Path(run.reward[0].partition(":")[0])), "--stop-after", "2"]
     where = ["--cluster", cluster.client, "--cluster.patience", "120"]
-    done = subprocess.run([*words, *begun, *where], cwd=tmp_path, capture_output=True, text=True)
+    begun = [*command(run, folder), "--stop-after", "2", *where]
+    done = subprocess.run(begun, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "stopped after" in done.stdout, done.stdout
     train(run, on(cluster), resume=str(folder))

@@ -48,6 +48,7 @@ def test_completion() -> None:
     assert complete("compare", "dr") == ["dr_grpo"]
     assert "--lr-grid" in complete("compare", "grpo", "--lr")
     assert complete("compare", "--ladder", "d") == ["dapo"]
+    assert complete("train", "--cluster", "") == ["auto", "local", "ray://"]
     assert complete("plan", "--gpus", "H2") == ["H200"]
     assert {"--calibrate", "--calibration"} <= set(complete("plan", "--cal"))
     assert "bashcompinit" in script("zsh")

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,8 +17,10 @@ from pathlib import Path
 
 MARK = "POLICYGRAD_RAY_TEST"
 """In the environment of every process of the cluster, so that no other cluster's is ever killed."""
-START, TRIES = 120, 3
+START, TRIES = 120, 5
 """Seconds, and how often."""
+PATIENCE = 300
+"""Seconds for what a run comes to, on a machine that has other things to do."""
 if find_spec("ray"):  # which reads it once per process, when it is imported
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
@@ -29,6 +31,7 @@ class RayCluster:
 
     port: int
     client_port: int
+    dashboard_port: int
     mark: str
 
     @property
@@ -38,6 +41,10 @@ class RayCluster:
     @property
     def client(self) -> str:
         return f"ray://127.0.0.1:{self.client_port}"
+
+    @property
+    def dashboard(self) -> str:
+        return f"http://127.0.0.1:{self.dashboard_port}"
 
     def processes(self, title: str) -> list[int]:
         """Those of the cluster whose title begins so: ray::CLASS while idle, ray::CLASS.METHOD while at work."""
@@ -50,6 +57,17 @@ class RayCluster:
                         found.append(int(entry.name))
         return found
 
+    def empty(self) -> bool:
+        """Whether no actor of a run is there."""
+        titles = ("Leader", "Learner", "Sampler", "RewardWorkers", "Environments")
+        return not any(self.processes(f"ray::{title}") for title in titles)
+
+    @staticmethod
+    def comes(true: Callable[[], bool]) -> bool:
+        """Whether it is so, within the time that a busy machine takes."""
+        waiting = threading.Event()
+        return any(true() or waiting.wait(0.1) for _ in range(PATIENCE * 10))
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -58,25 +76,27 @@ def free_port() -> int:
 
 
 @contextmanager
-def ray_cluster(log: Path, cpus: int = 2) -> Iterator[RayCluster]:
-    """As `ray start --head` makes it, until the context ends."""
-    found = RayCluster(free_port(), free_port(), secrets.token_hex(8))
+def ray_cluster(log: Path, cpus: int = 2, dashboard: bool = False) -> Iterator[RayCluster]:
+    """As `ray start --head` makes it, until the context ends. dashboard: it has one, and takes jobs."""
+    found = RayCluster(free_port(), free_port(), free_port(), secrets.token_hex(8))
     ray = Path(sys.executable).with_name("ray")
     options = {
         "--port": found.port,
         "--ray-client-server-port": found.client_port,
         "--num-cpus": cpus,
         "--node-ip-address": "127.0.0.1",
-        "--include-dashboard": "false",
+        "--include-dashboard": str(dashboard).lower(),
+        "--dashboard-port": found.dashboard_port,
     }
     words = [str(ray), "start", "--head", "--block", *(f"{name}={value}" for name, value in options.items())]
-    environment = os.environ | {MARK: found.mark}
+    environment = os.environ | {MARK: found.mark, "RAY_worker_niceness": "0"}  # 15 stands still on a busy machine
     for attempt in range(TRIES):  # Ray gives itself half a minute, which a busy machine may exceed
         with log.open("w") as out:
             head = subprocess.Popen(
                 words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
-        if _listens(head, found.port) and _listens(head, found.client_port):
+        ports = (found.port, found.client_port, *([found.dashboard_port] if dashboard else []))
+        if all(_listens(head, port) for port in ports):
             break
         head.terminate()
         head.wait()

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, fields
 
 from policygrad.errors import ConfigError
 
 AUTO, LOCAL, CLIENT = "auto", "local", "ray://"
+ADDRESSES = (AUTO, LOCAL, CLIENT)
+"""Those that need no name of a machine, and how the others begin."""
+OPTIONS = ("samplers", "rewards", "environments", "cpus", "restarts", "patience")
+"""Fields that `--cluster.FIELD` sets."""
 _PLACE = re.compile(r"(ray://)?(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d+)/?")
 
 
@@ -49,6 +54,14 @@ class ClusterConfig:
                 f"--cluster.cpus above 1 must be whole, as Ray has it, not {self.cpus:g}: take {int(self.cpus)} or "
                 f"{int(self.cpus) + 1}"
             )
+
+    @property
+    def words(self) -> str:
+        """The options of a command that say so."""
+        usual = {field.name: field.default for field in fields(self)}
+        given = {name: getattr(self, name) for name in OPTIONS if getattr(self, name) != usual[name]}
+        said = [f"--cluster.{name} {value:g}" for name, value in given.items()]
+        return " ".join([f"--cluster {shlex.quote(self.address)}", *said])
 
     @property
     def place(self) -> tuple[str, int] | None:

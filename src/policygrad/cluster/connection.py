@@ -85,9 +85,9 @@ def _line(error: BaseException) -> str:
 
 @contextmanager
 def placed(
-    ray: Any, roles: tuple[Role, ...], config: ClusterConfig, note: Callable[[str], None]
+    ray: Any, roles: tuple[Role, ...], config: ClusterConfig, run: str, note: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """Placement groups by role, each of which has its room. note: hears what is waited for.
+    """Placement groups by role, each of which has its room. run: its name, for the dashboard. note: hears what is waited for.
 
     Raises:
         RunError: there is not enough room, in words.
@@ -99,7 +99,7 @@ def placed(
         before = dict(ray.available_resources())
         for role in roles:
             strategy = "SPREAD" if role.spread else "PACK"
-            groups[role.name] = placement_group(role.bundles, strategy=strategy, name=f"policygrad {role.name}")
+            groups[role.name] = placement_group(role.bundles, strategy=strategy, name=f"{run} {role.name}")
         began, told = time.monotonic(), False
         for role in roles:
             while not groups[role.name].wait(SAID):

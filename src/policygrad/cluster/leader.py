@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +20,7 @@ from policygrad.cluster.ranks import Followers
 from policygrad.cluster.rewards import RayRewards
 from policygrad.cluster.samplers import RaySampler
 from policygrad.errors import HangError, PolicygradError, RunError
-from policygrad.trackers import default_tracker
-from policygrad.training.callbacks import Callback
+from policygrad.trackers import Tracker, default_tracker
 from policygrad.training.config.composed import composed
 from policygrad.training.config.run import Run
 from policygrad.training.copied import going_on
@@ -44,14 +44,29 @@ class Work:
     overwrite: bool = False
 
 
-class _Canceled(Callback):
-    """Ends the run resumably, where whoever has begun it wants that."""
+Outcome = tuple[Result[float | None], str]
+"""(what a training leaves, the command that goes on with it)."""
 
-    def step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+
+class _Canceled(Tracker):
+    """Ends the run as a signal does, where whoever has begun it wants that. It looks whenever something is told: other threads
+    than this one cannot."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._look()
+
+    def phase(self, text: str, done: int = 0, total: int = 0) -> None:
+        self._look()
+
+    def _look(self) -> None:
         import ray
 
-        if ray.get_runtime_context().is_canceled():
-            trainer.stop()
+        if not self._asked and ray.get_runtime_context().is_canceled():
+            self._asked = True
+            signal.raise_signal(signal.SIGTERM)  # Ray keeps SIGINT from its processes
 
 
 def versions() -> dict[str, str]:
@@ -70,6 +85,7 @@ class Leader:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._outcome: Outcome | PolicygradError | None = None
 
     def __repr__(self) -> str:
         return self._name
@@ -92,8 +108,20 @@ class Leader:
             run = replace(run, output=str(made))
         return replace(work, run=run if resume is None else replace(run, output=resume), resume=resume)
 
-    def train(self, work: Work, site: Site, roles: tuple[Role, ...]) -> Result[float | None]:
+    def train(self, work: Work, site: Site, roles: tuple[Role, ...]) -> Outcome:
         """The training, from its beginning or from where this actor's predecessor was."""
+        try:
+            self._outcome = self._train(work, site, roles)
+        except PolicygradError as error:
+            self._outcome = error
+            raise
+        return self._outcome
+
+    def outcome(self) -> Outcome | PolicygradError | None:
+        """What `train` came to. Of one that was cancelled Ray says only that."""
+        return self._outcome
+
+    def _train(self, work: Work, site: Site, roles: tuple[Role, ...]) -> Outcome:
         _enter(work.directory)
         folder = Path(work.run.output or ".")
         resume, left = work.resume, work.stop_after
@@ -105,11 +133,11 @@ class Leader:
         trainer = Trainer(
             work.run,
             display=default_tracker(plain=True),
-            callbacks=[_Canceled()],
+            trackers=[_Canceled()],
             hosts=hosts(site, roles, work.run, followers),
         )
         try:
-            return trainer.train(
+            result = trainer.train(
                 resume=resume,
                 stop_after=left,
                 stop_before=work.stop_before,
@@ -124,6 +152,7 @@ class Leader:
             with suppress(OSError):  # a folder that was made for a run which never began
                 folder.rmdir()
             raise
+        return result, trainer.resume_words
 
 
 def hosts(site: Site, roles: tuple[Role, ...], run: Run, followers: Followers) -> Hosts:
@@ -137,6 +166,7 @@ def hosts(site: Site, roles: tuple[Role, ...], run: Run, followers: Followers) -
         pool=(lambda chosen, how, tell: RayRewards(site, rewards, chosen, how, tell)) if rewards else None,
         environment=(lambda factory: RayEnvironments(site, worlds, factory)) if worlds else None,
         places=followers.places if run.learner.ranks > 1 else None,
+        words=site.config.words,
     )
 
 

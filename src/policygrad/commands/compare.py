@@ -19,6 +19,7 @@ from policygrad.commands import describe as words
 from policygrad.commands.compare_rows import rows_of
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.options import write
+from policygrad.commands.words import refuse_cluster
 from policygrad.compare.counts import counted
 from policygrad.compare.ladders import LADDERS
 from policygrad.compare.plan import TUNING, Plan, next_folder, open_folder, read
@@ -98,6 +99,7 @@ class CompareOptions:
 
 def compare(args: list[str]) -> int:
     """`policygrad compare ROW … [options] [-- options of train]`; 1 = a run failed."""
+    refuse_cluster(args, "compare", "has runs side by side on this machine, --jobs N")
     mine, common = _split(args)
     options = tyro.cli(
         CompareOptions,

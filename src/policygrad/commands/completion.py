@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
+from policygrad.cluster.config import ADDRESSES
 from policygrad.commands import COMMANDS
 from policygrad.commands.compare import CompareOptions
 from policygrad.commands.describe import paragraphs
@@ -200,6 +201,7 @@ def _values() -> dict[str, list[str]]:
             "--track": list(SERVICES),
             "--optimizer.schedule": ["constant", "linear", "cosine"],
             "--sampler.engine": [LOCAL, *ENGINES],
+            "--cluster": list(ADDRESSES),
             "--sampler.publish": [AUTO, WHOLE, ADAPTER],
             "--sampler.transfer|--transfer": [BY_FOLDER, NCCL],
         }

@@ -13,7 +13,7 @@ import tyro
 
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.options import printed_flags
-from policygrad.commands.words import refuse_empty
+from policygrad.commands.words import refuse_cluster, refuse_empty
 from policygrad.errors import ConfigError, RewardError
 from policygrad.models.lora import holds_model
 from policygrad.models.trust import FLAG
@@ -145,6 +145,9 @@ def asked(args: list[str]) -> EvalOptions:
         ConfigError: what cannot be.
     """
     refuse_empty(args, "--reward", "--allow")
+    refuse_cluster(
+        args, "eval", "measures on this machine, or with what servers draw: --sampler.engine vllm --sampler.urls URL …"
+    )
     plain = _parse(EvalOptions(), [word for word in args if word not in ("-h", "--help")])
     run = next((Path(model) for model in plain.model if (Path(model) / RUN).is_file()), None)
     if run is None:

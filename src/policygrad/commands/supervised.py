@@ -13,6 +13,7 @@ from policygrad.commands import STOPPED
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.foreign.answers import refuse_foreign
 from policygrad.commands.options import CommandOptions, printed_flags, without_leave
+from policygrad.commands.words import refuse_cluster
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.torchrun import launched, ranks_of
 from policygrad.models.trust import FLAG
@@ -35,6 +36,9 @@ def parse(kind: type[AnyConfig], args: list[str], words: tuple[str, ...]) -> tup
     Raises:
         ConfigError: a file that cannot be read, an unknown key, a flag that a resumed run would ignore.
     """
+    refuse_cluster(
+        args, kind.kind, "learns in several processes by --learner.ranks N or torchrun (docs/many-processes.md)"
+    )
     refuse_foreign(args, lambda: flags(kind), supervised=True)
     _, command = _parse(kind(), args, words)  # which files to read first
     base, allowed = kind(), Allowed(tuple(from_words(args)), FLAG in args)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.cluster.config import ClusterConfig
+from policygrad.cluster.config import OPTIONS, ClusterConfig
 from policygrad.commands import STOPPED
 from policygrad.commands.describe import describe, page_width, paragraphs
 from policygrad.commands.foreign.answers import refuse_foreign
@@ -71,27 +71,25 @@ class TrainOptions(CommandOptions):
     cluster_samplers: Annotated[
         int | None,
         tyro.conf.arg(name="cluster.samplers", metavar="INT", help_behavior_hint="(default: 1; beside an engine 0)"),
-    ] = None
+    ] = ClusterConfig.samplers
     """Actors that draw completions; 0 = those that learn do."""
-    cluster_rewards: Annotated[int, tyro.conf.arg(name="cluster.rewards")] = 1
+    cluster_rewards: Annotated[int, tyro.conf.arg(name="cluster.rewards")] = ClusterConfig.rewards
     """Actors that judge, each with --rewards.workers processes; 0 = rank 0's machine does."""
-    cluster_environments: Annotated[int, tyro.conf.arg(name="cluster.environments")] = 1
+    cluster_environments: Annotated[int, tyro.conf.arg(name="cluster.environments")] = ClusterConfig.environments
     """Actors that episodes of --environment take place in; 0 = rank 0's process."""
-    cluster_cpus: Annotated[float, tyro.conf.arg(name="cluster.cpus")] = 0.5
+    cluster_cpus: Annotated[float, tyro.conf.arg(name="cluster.cpus")] = ClusterConfig.cpus
     """CPUs that Ray sets aside for each actor."""
-    cluster_restarts: Annotated[int, tyro.conf.arg(name="cluster.restarts")] = 3
+    cluster_restarts: Annotated[int, tyro.conf.arg(name="cluster.restarts")] = ClusterConfig.restarts
     """Times that Ray starts an actor again which has died, before the run ends."""
-    cluster_patience: Annotated[float, tyro.conf.arg(name="cluster.patience")] = 30.0
+    cluster_patience: Annotated[float, tyro.conf.arg(name="cluster.patience")] = ClusterConfig.patience
     """Seconds that a cluster may take to have room for all actors, or an actor to come back."""
 
     def on_cluster(self) -> ClusterConfig | None:
         """The cluster's options. Raises ConfigError for some without --cluster."""
-        names = ("samplers", "rewards", "environments", "cpus", "restarts", "patience")
-        given = {name: getattr(self, f"cluster_{name}") for name in names}
+        given = {name: getattr(self, f"cluster_{name}") for name in OPTIONS}
         if self.cluster is not None:
             return ClusterConfig(self.cluster, **given)
-        plain = ClusterConfig("auto")
-        if odd := [name for name, value in given.items() if value != getattr(plain, name)]:
+        if odd := [name for name, value in given.items() if value != getattr(ClusterConfig, name)]:
             raise ConfigError(
                 f"--cluster.{odd[0]} is of a Ray cluster, and none is named: --cluster ADDRESS, or leave it away"
             )

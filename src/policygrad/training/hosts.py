@@ -32,6 +32,8 @@ class Hosts:
     """From what makes a run's environments to what makes them elsewhere."""
     places: Places | None = None
     """Where the processes that learn together are."""
+    words: str = ""
+    """The options that have a command do it there."""
 
 
 HERE = Hosts()

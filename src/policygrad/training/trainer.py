@@ -399,7 +399,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         return (
             f"pg.train(run, resume={str(self.folder)!r})"
             if self.config.objects or self._given
-            else super().resume_words + self._leave
+            else " ".join(filter(None, (super().resume_words + self._leave, self._hosts.words)))
         )
 
     @property
