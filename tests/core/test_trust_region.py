@@ -109,9 +109,11 @@ def test_conjugate_gradient_ends_early_and_survives_what_is_no_fisher_matrix() -
     assert (residual, len(calls)) == (0.0, 1)
     nothing, zero = conjugate_gradient(identity, torch.zeros(2), iterations=10)
     assert (float(nothing.norm()), zero, len(calls)) == (0.0, 0.0, 1)
-    for broken in (-b, torch.full((2,), NAN)):
-        x, residual = conjugate_gradient(lambda v, out=broken: out, b, iterations=10)  # type: ignore[misc]
-        assert (float(x.norm()), residual) == (0.0, 1.0)
+    x, residual = conjugate_gradient(lambda v: -b, b, iterations=10)
+    assert (float(x.norm()), residual) == (0.0, 1.0)
+    x, residual = conjugate_gradient(lambda v: torch.full((2,), NAN), b, iterations=10)
+    assert float(x.norm()) == 0.0
+    assert math.isnan(residual)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

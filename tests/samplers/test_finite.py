@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,25 @@ def test_a_trust_region_names_it_too(small: pg.Run, random_model: Path, tmp_path
     pg.train(replace(run, output=str(tmp_path / "run")), display=record)
     where = f"not finite, first in {name} (64 of 2048 numbers are not finite) and left the weights as they were"
     assert f"step 1: the trust region met numbers that are {where}" in record.said
+
+
+def test_so_it_does_where_a_product_with_the_fisher_matrix_breaks(
+    small: pg.Run, random_model: Path, tmp_path: Path
+) -> None:
+    """The gradient is finite, what comes after it is not, from the first product on or from the third."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    for good, kept in ((1, "left the weights as they were"), (3, "took a shorter step")):
+        model, record, seen = load_model(str(random_model)), Record(), count()
+
+        def spoiled(gradient: Tensor, seen: Iterator[int] = seen, good: int = good) -> Tensor:
+            return gradient if next(seen) != good else gradient.index_fill(0, torch.tensor([2, 3]), NAN)
+
+        model.get_parameter(name).register_hook(spoiled)
+        run = replace(small, model=model, tokenizer=str(random_model), algorithm=pg.algorithm("trpo"), lr=None, steps=1)
+        run = replace(run, learner=replace(run.learner, micro_tokens=10**6))
+        pg.train(replace(run, output=str(tmp_path / str(good))), display=record)
+        where = f"in a product with the Fisher matrix, first in {name} (64 of 2048 numbers are not finite) and {kept}"
+        assert f"step 1: the trust region met numbers that are not finite, {where}" in record.said
 
 
 def test_clipping_is_torch_s_own_to_the_bit() -> None:

@@ -30,8 +30,8 @@ def conjugate_gradient(
     """(x [P] with A x ≈ b, ‖b − A x‖/‖b‖) by at most `iterations` products A v with a symmetric positive definite A. inner: where
     a vector is spread over processes, which takes the shares of all.
 
-    It ends early when the residual is down to rounding, and where A shows no positive curvature (or a number that is not
-    finite): x is then what was reached before. Source: Hestenes & Stiefel 1952, eq. 3:1.
+    It ends early when the residual is down to rounding, and where A shows no positive curvature or a number that is not finite:
+    x is then what was reached before, and of the latter the residual is NaN. Source: Hestenes & Stiefel 1952, eq. 3:1.
     """
     x, residual = torch.zeros_like(b), b.clone()
     direction, square = residual.clone(), inner(residual, residual)
@@ -41,6 +41,8 @@ def conjugate_gradient(
             break
         image = product(direction)
         curvature = inner(direction, image)
+        if not math.isfinite(float(curvature)):
+            return x, math.nan
         if not float(curvature) > 0:
             break
         length = square / curvature
@@ -151,8 +153,10 @@ class TrustRegion(UpdateRule):
         if not math.isfinite(norm):
             return self._report(None, not_finite=1)
         x, residual, curvature = self._solve(problem, gradient)
-        solved: Metrics = {"grad_norm": Max(norm), "trust_region/residual": Mean(residual)}
-        if not math.isfinite(curvature):
+        broken = math.isnan(residual)
+        told: Metrics = {} if broken else {"trust_region/residual": Mean(residual)}
+        solved: Metrics = told | {"grad_norm": Max(norm)}
+        if not math.isfinite(curvature) or (broken and curvature <= 0):
             return self._report(None, not_finite=1)
         if curvature <= 0:  # rounding: no length makes the quadratic model of the KL δ
             return self._report(None, not_finite=0) | solved | {"trust_region/flat": Sum(1.0)}
@@ -160,7 +164,7 @@ class TrustRegion(UpdateRule):
         point, not_finite = self._search(problem, full)
         if point is not None:
             problem.commit(point.scale * full)
-        return self._report(point, not_finite) | solved
+        return self._report(point, not_finite + broken) | solved
 
     def _solve(self, problem: CurvatureProblem, gradient: Tensor) -> tuple[Tensor, float, float]:
         """(x ≈ (F + damping)⁻¹∇L, conjugate gradient's residual, xᵀFx)."""

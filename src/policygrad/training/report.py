@@ -77,7 +77,7 @@ def _turns(t: Trajectory, decode: Callable[[Tensor], str]) -> dict[str, Any]:
 
 
 def notes_of(done: Done, values: dict[str, float], waiting: bool, where: str = "") -> list[Note]:
-    """What people should know of this step. waiting: in the step before, the policy waited for its critic. where: the gradient was
+    """What people should know of this step. waiting: in the step before, the policy waited for its critic. where: something was
     not finite, in words."""
     step = done.step
     notes = [(message, message.partition(" (completion ")[0]) for message in done.rollout.messages]

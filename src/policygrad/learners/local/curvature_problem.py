@@ -30,10 +30,8 @@ class LocalProblem(LocalAdaptiveProblem):
     def gradient(self) -> tuple[Tensor, Metrics]:
         """[P] of the surrogate objective; 0 while the policy stands still. Where it is not finite, the optimiser says."""
         metrics: Metrics = {"value_pretraining": Mean(1.0)} if self.pretraining else self.policy()
-        optimizer = self.networks.optimizer
-        gradient = optimizer.take_gradient()
-        finite = math.isfinite(float(self.inner(gradient, gradient)))
-        optimizer.not_finite = "" if finite else first_bad(optimizer.split(gradient), optimizer.masters)
+        gradient = self.networks.optimizer.take_gradient()
+        self.networks.optimizer.not_finite = self._bad(gradient)
         return gradient if self.pretraining else -gradient, metrics
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
@@ -41,8 +39,19 @@ class LocalProblem(LocalAdaptiveProblem):
         return self.networks.division.summed((a @ b).cpu())
 
     def fisher(self, v: Tensor, sampled: bool) -> Tensor:
-        """[P] F v, a mean over the sampled tokens."""
-        return self.curvature.fisher(self.batch, v, sampled)
+        """[P] F v, a mean over the sampled tokens. Where it is not finite, the optimiser says."""
+        product = self.curvature.fisher(self.batch, v, sampled)
+        optimizer = self.networks.optimizer
+        if not optimizer.not_finite and (where := self._bad(product)):
+            optimizer.not_finite = f", in a product with the Fisher matrix{where}"
+        return product
+
+    def _bad(self, vector: Tensor) -> str:
+        """Where it is not finite, in words; "" = nowhere."""
+        if math.isfinite(float(self.inner(vector, vector))):
+            return ""
+        optimizer = self.networks.optimizer
+        return first_bad(optimizer.split(vector), optimizer.masters)
 
     def evaluate(self, delta: Tensor) -> tuple[float, float]:
         """(surrogate objective, mean KL(π_old‖π_θ) in nats a sampled token) at θ + delta [P]."""

@@ -146,7 +146,7 @@ class LocalLearner:
 
     @property
     def not_finite(self) -> str:
-        """Where the gradient of the last constrained step was not finite, in words; "" = nowhere."""
+        """Where the last constrained step's gradient, or a product with F, was not finite, in words; "" = nowhere."""
         return self.optimizer.not_finite
 
     @property

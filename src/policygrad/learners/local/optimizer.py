@@ -25,7 +25,7 @@ class Optimizer:
         self.config, self.lr, self.total = config, lr, total
         self.taken = 0  # steps and moves: the version of the weights
         self.whole = True  # not in the midst of a step
-        self.not_finite = ""  # where the last gradient of a trust region was not, in words
+        self.not_finite = ""  # where a trust region's last gradient or product was not, in words
         every_token_counts(model)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
