@@ -91,6 +91,19 @@ def test_an_actor_that_is_killed_costs_nothing(
     check_same(acted, folder)
 
 
+def test_several_samplers_draw_what_one_does_and_one_that_is_killed_costs_nothing(
+    run: pg.Run, alone: Path, tmp_path: Path, cluster: RayCluster
+) -> None:
+    several = on(cluster, samplers=2, cpus=0.4)
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    train(replace(run, output=str(whole)), several)
+    check_alike(alone, whole)
+    with Killer(cluster, "ray::Sampler.draw", folder / "metrics.jsonl", after=2) as killer:
+        train(replace(run, output=str(folder)), several)
+    assert killer.killed is not None
+    check_same(whole, folder)
+
+
 def test_an_episode_whose_actor_is_killed_goes_on(run: pg.Run, tmp_path: Path, cluster: RayCluster) -> None:
     (tmp_path / "world.py").write_text(WORLD.replace("FOLDER", repr(str(tmp_path))))
     world = replace(run, environment=f"{tmp_path / 'world.py'}:Guess", reward=())
