@@ -69,15 +69,18 @@ def test_the_options_that_say_so_are_read_as_the_same(config: ClusterConfig, wor
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_noted_once_something_has_begun_and_ends_the_command_at_once_before(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with Ending() as ending:
-        ending.begun = True
-        assert not ending.asked
-        signal.raise_signal(number)
-        assert ending.asked
-    assert signal.getsignal(number) is before
-    with Ending(), pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(number)
+    found = signal.signal(number, signal.default_int_handler)  # whatever it was: under nohup a SIGHUP is ignored
+    try:
+        with Ending() as ending:
+            ending.begun = True
+            assert not ending.asked
+            signal.raise_signal(number)
+            assert ending.asked
+        assert signal.getsignal(number) is signal.default_int_handler
+        with Ending(), pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    finally:
+        signal.signal(number, found)
 
 
 def test_signals_at_once_are_one_and_another_one_later_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
