@@ -48,7 +48,7 @@ def phase_of(stack: str) -> str:
         return "loading"
     if within("checkpoint/"):
         return "saving"
-    if "take" in functions:
+    if ("training/lifecycle", "take") in frames:  # a rollout takes, too
         return "evaluating"
     if within("rewards/"):
         return "rewarding"

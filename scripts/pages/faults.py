@@ -29,6 +29,8 @@ def counted_section(found: Data | None) -> str:
             told = seen.get("kinds") or [f"{name} {count}" for name, count in seen.get("phases", {}).items()]
             more = f" ({', '.join(told)})" if told else ""
             rows.append((fault + more, promise, str(seen["count"]), str(len(seen["wrong"]))))
+    if text := found.get("corrected"):
+        said.append(f"Corrected by hand: {text}")
     wrong = [f"- **It does not hold:** {text}." for kind in COUNTED for text in found.get(kind, {}).get("wrong", ())]
     lines = [head, command, table(("fault", "promise", "times", "did not hold"), rows)]
     commands = dict.fromkeys(f"`{seen['made_by']}` ({seen['machine']})" for seen in found.values())
@@ -58,6 +60,8 @@ def soak_section(found: Data | None) -> str:
             f"{found['kills']} kills ({phases}); the last process that a killed run had started was gone after "
             f"{found['slowest_to_be_gone']:.2f} s."
         )
+    if text := found.get("corrected"):
+        said.append(f"Corrected by hand: {text}")
     wrong = [f"- **It does not hold:** {text}." for text in found["broken"]]
     said.append(
         "\n".join(wrong) or "Weights, optimiser, metrics, completions and files were those of the run never killed."

@@ -69,6 +69,7 @@ RUN = ("training/trainer:run", "training/lifecycle:_train", "training/lifecycle:
         (stack("models/loading:load_model", "training/trainer:build", *RUN), "loading"),
         (stack("checkpoint/format:load", "checkpoint/manager:restore", *RUN), "loading"),
         (stack("samplers/local:generate", "rollout/rollouter:evaluate", "training/lifecycle:take", *RUN), "evaluating"),
+        (stack("samplers/local:generate", "rollout/ahead:take", *RUN), "sampling"),
         (stack("samplers/local:generate", "rollout/rollouter:collect", "training/loop:loop", *RUN), "sampling"),
         (stack("rewards/pool:score", "rollout/judge:judged", "training/loop:loop", *RUN), "rewarding"),
         (stack("learners/local/learner:update", "training/loop:loop", *RUN), "updating"),
