@@ -29,8 +29,6 @@ def counted_section(found: Data | None) -> str:
             told = seen.get("kinds") or [f"{name} {count}" for name, count in seen.get("phases", {}).items()]
             more = f" ({', '.join(told)})" if told else ""
             rows.append((fault + more, promise, str(seen["count"]), str(len(seen["wrong"]))))
-    if text := found.get("corrected"):
-        said.append(f"Corrected by hand: {text}")
     wrong = [f"- **It does not hold:** {text}." for kind in COUNTED for text in found.get(kind, {}).get("wrong", ())]
     lines = [head, command, table(("fault", "promise", "times", "did not hold"), rows)]
     commands = dict.fromkeys(f"`{seen['made_by']}` ({seen['machine']})" for seen in found.values())
