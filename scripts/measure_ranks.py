@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    said: dict[str, Any] = json.loads(args.results.read_text()) if args.results.is_file() else {"runs": {}}
-    said["versions"] = {name: version(name) for name in ("policygrad", "torch", "transformers")}
+    versions = {name: version(name) for name in ("policygrad", "torch", "transformers")}
+    said: dict[str, Any] = {"runs": {}, "versions": versions}
+    if args.results.is_file():
+        said = json.loads(args.results.read_text())
+        if said["versions"] != versions:
+            sys.exit(f"{args.results} holds runs of other versions: delete it, or name another file by --results")
     print(f"ranks {HEAD}", flush=True)
     for ranks in args.ranks:
         runs = said["runs"].setdefault(str(ranks), {})

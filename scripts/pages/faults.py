@@ -58,12 +58,12 @@ def soak_section(found: Data | None) -> str:
             f"{found['kills']} kills ({phases}); the last process that a killed run had started was gone after "
             f"{found['slowest_to_be_gone']:.2f} s."
         )
-    if text := found.get("corrected"):
-        said.append(f"Corrected by hand: {text}")
     wrong = [f"- **It does not hold:** {text}." for text in found["broken"]]
     said.append(
         "\n".join(wrong) or "Weights, optimiser, metrics, completions and files were those of the run never killed."
     )
+    if text := found.get("remarks"):
+        said.append(text)
     names = {"trainer_mib": "trainer, resident [MiB]", "workers_mib": "reward workers, resident [MiB]"}
     rows = [
         (
