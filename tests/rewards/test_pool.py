@@ -321,6 +321,8 @@ def test_impossible_pools_are_refused():
         RewardPool([length, length])
     with pytest.raises(ConfigError, match="workers must be at least 1"):
         RewardPool([length], workers=0)
+    with pytest.raises(ConfigError, match=r"rewards.workers is 100000, .* give at most \d+"):
+        RewardPool([length], workers=100000)
     with pytest.raises(ConfigError, match="budget must be a positive"):
         RewardPool([length], budget=0)
 

@@ -55,7 +55,7 @@ def test_words_are_refused(run_command: Command, words: tuple[str, ...], says: s
 
 
 def test_other_commands_refuse_them_too(run_command: Command) -> None:
-    for words in (("--reward",), ("--budget", "inf"), ("--seed", str(2**63))):
+    for words in (("--reward",), ("--budget", "inf"), ("--seed", str(2**63)), ("--threshold", "nan")):
         code, _, err = run_command("eval", "tiny", *words)
         assert code == 2
         assert err.strip()

@@ -9,7 +9,7 @@ from typing import Any
 
 from policygrad.cluster.crew import Site
 from policygrad.cluster.needs import LEARNERS
-from policygrad.learners.fsdp.ranks import Places
+from policygrad.learners.fsdp.others import Places
 
 FAILED = 1
 """The exit code of one that has ended before its time."""

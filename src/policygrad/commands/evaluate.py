@@ -98,6 +98,8 @@ class EvalOptions:
                 raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.budget < math.inf:
             raise ConfigError(f"--budget must be above 0 seconds and finite, not {self.budget}")
+        if not math.isfinite(self.threshold):
+            raise ConfigError(f"--threshold must be finite, not {self.threshold}")
         check_seed(self.seed)
         if self.dtype not in ("fp32", "bf16"):
             raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")

@@ -19,7 +19,7 @@ from policygrad.rewards.dispatch import Dispatcher
 from policygrad.rewards.memory import size
 from policygrad.rewards.plan import plan, take
 from policygrad.rewards.resolve import resolve
-from policygrad.rewards.slots import Slot, Work, slots_for
+from policygrad.rewards.slots import Slot, Work, check_workers, slots_for
 from policygrad.rewards.starting import Starter
 from policygrad.rewards.summary import gather, summarise
 from policygrad.rewards.types import ProcessScores, Reward, RewardFunction, RewardScores
@@ -58,6 +58,7 @@ class RewardPool:
     ) -> None:
         if workers < 1:
             raise ConfigError(f"workers must be at least 1, got {workers}")
+        check_workers(workers)
         if not budget > 0:
             raise ConfigError(f"budget must be a positive number of seconds, got {budget}")
         self.rewards = tuple(resolve(reward) for reward in rewards)

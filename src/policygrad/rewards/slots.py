@@ -1,9 +1,11 @@
 """Where a worker stands, and what it works on."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from policygrad.errors import ConfigError
 from policygrad.rewards.answers import Asked
 from policygrad.rewards.subprocess import WorkerProcess
 from policygrad.rewards.walled import NONE
@@ -12,6 +14,7 @@ from policygrad.rewards.wire import Chunk, WorkerStart
 START_LIMIT = 120.0  # seconds for a worker to import what its functions need; not part of any sample's budget
 FALSE_STARTS = 3  # workers in a row that may end while they load what another has loaded before
 ALONE_LIMIT = 3600.0  # for one that loads, or first downloads, a model
+MANY, EACH = 64, 16  # workers that any machine is trusted with, and those of each processor where it has more
 Starter = Callable[[WorkerStart, Sequence[str]], WorkerProcess]
 """Starts a worker with these variables of the environment."""
 
@@ -82,6 +85,15 @@ class Slot:
         how = self.worker.kill() if self.worker else ""
         self.worker, self.ready = None, False
         return how
+
+
+def check_workers(count: int) -> None:
+    """Raises ConfigError for more worker processes than this machine could start in any useful time."""
+    processors = os.cpu_count() or 1
+    if count > (most := max(MANY, EACH * processors)):
+        raise ConfigError(
+            f"rewards.workers is {count}, each of them a process, and this machine has {processors} processors: give at most {most}"
+        )
 
 
 def slots_for(

@@ -17,7 +17,7 @@ from policygrad.rewards.waits import Phase
 from policygrad.samplers.base import Sampler
 
 if TYPE_CHECKING:  # torch.distributed takes a while to import
-    from policygrad.learners.fsdp.ranks import Places
+    from policygrad.learners.fsdp.others import Places
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from policygrad.learners.fsdp.leader import AGREED, lost_connection
 from policygrad.learners.fsdp.learner import FsdpLearner, Plan
+from policygrad.learners.fsdp.others import end_with_rank_0
 from policygrad.learners.fsdp.pulse import Heart
 from policygrad.learners.fsdp.ranks import Ranks
 from policygrad.signals import SIGNALS
@@ -17,6 +18,7 @@ from policygrad.signals import SIGNALS
 def main(port: int, rank: int, size: int) -> None:
     """Of a process that rank 0 has started, which listens at this port of the machine. It does not return."""
     code = 1
+    end_with_rank_0()
     try:
         code = follow(Ranks.at(port, rank, size))
     except BaseException:  # at once, so that nobody waits for what this one holds

@@ -27,7 +27,8 @@ from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.blueprint import Blueprint, without_numbers
 from policygrad.learners.fsdp.learner import FsdpLearner, Plan
 from policygrad.learners.fsdp.line import Line
-from policygrad.learners.fsdp.ranks import Places, Ranks, check_devices
+from policygrad.learners.fsdp.others import Places
+from policygrad.learners.fsdp.ranks import Ranks, check_devices
 from policygrad.learners.fsdp.streaming import one_by_one
 from policygrad.learners.fsdp.supported import check_model, check_ranks
 from policygrad.learners.fsdp.tensor import check_tensor

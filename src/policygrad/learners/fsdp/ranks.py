@@ -6,17 +6,15 @@ CPU, where they may wait as long as a rollout takes; tensors go over torch's def
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 import torch
@@ -26,6 +24,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from policygrad.errors import ConfigError, RunError
 from policygrad.learners.fsdp.line import Line
+from policygrad.learners.fsdp.others import HERE, Other, Places, ended, kill, started
 from policygrad.learners.fsdp.torchrun import launched
 from policygrad.learners.fsdp.watchdog import Watchdog
 from policygrad.rewards.imports import FILE_MODULE
@@ -34,42 +33,10 @@ PATIENCE = timedelta(days=30)
 """How long a process waits to be told something: a rollout or an evaluation may take any time."""
 END = 10.0
 """Seconds for processes to end by themselves."""
+MANY = 16
+"""Processes that any machine is trusted with; more need as many processors."""
 LOOK = 0.05
 """Seconds between looks at processes that are starting."""
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from policygrad.learners.fsdp.follower import main; "
-    "main(*map(int, sys.argv[2:]))"
-)
-
-
-HERE = "127.0.0.1"
-"""This machine, to itself."""
-
-
-class Other(Protocol):
-    """A process that this one has started, as `subprocess.Popen` says it."""
-
-    def poll(self) -> int | None:
-        """Its exit code; None while it lives."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code. Raises subprocess.TimeoutExpired."""
-        ...
-
-    def kill(self) -> None:
-        """Ends it at once."""
-        ...
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the processes of rank 1 and above are: on this machine, unless something else starts them."""
-
-    start: Callable[[str, int, int, int], Other]
-    """(host, port, rank, size): starts the process that `Ranks.at` is to be called in, with these."""
-    host: str = HERE
-    """This machine, to those processes."""
 
 
 class Ranks:
@@ -100,15 +67,17 @@ class Ranks:
             )
         if launched() is not None:
             return cls.joined()
-        places = places or Places(_started)
+        places = places or Places(started)
         store = TCPStore(places.host, 0, size, is_master=True, wait_for_workers=False)
-        others = [places.start(places.host, store.port, rank, size) for rank in range(1, size)]
+        others = list[Other]()
         try:
+            for rank in range(1, size):  # one by one: those that are there end where this is broken off
+                others.append(places.start(places.host, store.port, rank, size))
             _come(store, others)
             dist.init_process_group(_backend(), store=store, rank=0, world_size=size)
             return cls(0, size, others, places.host)
         except BaseException:
-            _kill(others)
+            kill(others)
             _leave()
             raise
 
@@ -177,7 +146,7 @@ class Ranks:
         for other in self._others:
             with suppress(subprocess.TimeoutExpired):
                 other.wait(END / len(self._others))
-        return _ended(self._others)
+        return ended(self._others)
 
     def _killed(self, rank: int) -> bool:
         """Ends another at once, where this process has started it; whether it has."""
@@ -188,13 +157,13 @@ class Ranks:
     @property
     def ended(self) -> str:
         """In words, the first of the others to have ended; empty where none has, or nobody knows."""
-        return _ended(self._others)
+        return ended(self._others)
 
     def close(self, whole: bool = True) -> None:
         """The others end, and are waited for. whole: they are listening; otherwise they are in the midst of something."""
         self.watchdog.close()
         if not whole:
-            _kill(self._others)
+            kill(self._others)
             _leave()
             return
         if self.rank == 0:
@@ -209,11 +178,18 @@ class Ranks:
 
 
 def check_devices(kind: str, size: int) -> None:
-    """Raises ConfigError where processes that are started here would have to share a GPU, which NCCL refuses."""
+    """Raises ConfigError where processes that are started here would have to share a GPU, which NCCL refuses; or are many more than
+    the machine has processors."""
     if kind == "cuda" and launched() is None and size > (there := torch.cuda.device_count()):
         raise ConfigError(
             f"learner.ranks is {size}, and this machine has {there} GPU{'s' * (there != 1)}: each process needs one of its own. "
             "Lower it, or set learner.device to cpu"
+        )
+    most = max(MANY, os.cpu_count() or 1)
+    if kind != "cuda" and launched() is None and size > most:
+        raise ConfigError(
+            f"learner.ranks is {size}, each of them a process, and this machine has {os.cpu_count() or 1} processors: "
+            f"give at most {most}"
         )
 
 
@@ -227,12 +203,6 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _started(host: str, port: int, rank: int, size: int) -> subprocess.Popen[bytes]:
-    """A fresh interpreter with this one's import path."""
-    words = [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, (port, rank, size))]
-    return subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)  # a terminal's Ctrl-C is rank 0's
-
-
 def _here(rank: int) -> str:
     return f"rank {rank} is here"
 
@@ -240,18 +210,6 @@ def _here(rank: int) -> str:
 def _come(store: Store, others: Sequence[Other]) -> None:
     """Returns when all are there. Raises RunError where one has ended instead."""
     while others and not store.check([_here(rank) for rank in range(1, len(others) + 1)]):
-        if said := _ended(others):
+        if said := ended(others):
             raise RunError(f"{said} before the run began: what it said stands above")
         time.sleep(LOOK)
-
-
-def _ended(others: Sequence[Other]) -> str:
-    codes = [(rank, other.poll()) for rank, other in enumerate(others, 1)]
-    return next((f"rank {rank} has ended (exit code {code})" for rank, code in codes if code is not None), "")
-
-
-def _kill(others: Sequence[Other]) -> None:
-    for other in others:
-        other.kill()
-    for other in others:
-        other.wait()

@@ -21,6 +21,7 @@ from policygrad.algorithms import algorithm as named
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.training.config.allowed import NOTHING_MORE, Allowed, check_allowed
+from policygrad.training.config.contents import text_of
 from policygrad.training.config.own import address
 from policygrad.training.config.parts import check_place, find_algorithm, nearest, part_class, part_names
 from policygrad.training.config.places import options_in, read_from
@@ -55,7 +56,7 @@ def load(path: Path | str, base: AnyRun, allowed: Allowed = NOTHING_MORE) -> Any
 def read(path: Path) -> dict[str, Any]:
     """A file's tables. Raises ConfigError where there are none to read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(text_of(path))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -1,0 +1,81 @@
+"""The processes that rank 0 starts end with it, however early it ends."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from policygrad.errors import ConfigError
+from policygrad.learners.fsdp import ranks
+from policygrad.learners.fsdp.others import HERE, Places
+from policygrad.learners.fsdp.ranks import MANY, Ranks, check_devices
+
+RANK_0 = """
+import sys
+from policygrad.learners.fsdp.others import started
+print(started("127.0.0.1", int(sys.argv[1]), 1, 2).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux says when another's child ends")
+def test_a_process_ends_with_rank_0_before_they_are_connected() -> None:
+    """It asks at a port for minutes at which nobody answers any more."""
+    with socket.socket() as nobody:
+        nobody.bind((HERE, 0))
+        words = [sys.executable, "-c", RANK_0, str(nobody.getsockname()[1])]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank_0:
+            assert rank_0.stdout is not None
+            pid = int(rank_0.stdout.readline())
+            follower = os.pidfd_open(pid)
+            try:
+                assert not select.select([follower], [], [], 0)[0]
+                rank_0.kill()
+                assert select.select([follower], [], [], 120)[0], "it outlives rank 0"
+            finally:
+                os.close(follower)
+
+
+class Started:
+    """A process that does nothing."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def poll(self) -> int | None:
+        return -9 if self.over else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert self.over
+        return -9
+
+    def kill(self) -> None:
+        self.over = True
+
+
+def test_a_signal_while_they_are_started_leaves_none() -> None:
+    found = list[Started]()
+
+    def start(host: str, port: int, rank: int, size: int) -> Started:
+        if rank == 3:
+            raise KeyboardInterrupt
+        found.append(Started())
+        return found[-1]
+
+    with pytest.raises(KeyboardInterrupt):
+        Ranks.start(4, Places(start))
+    assert [other.over for other in found] == [True, True]
+
+
+def test_more_processes_than_a_machine_can_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks.os, "cpu_count", lambda: 2)
+    check_devices("cpu", MANY)
+    with pytest.raises(ConfigError, match=f"learner.ranks is 100000, .* 2 processors: give at most {MANY}"):
+        check_devices("cpu", 100000)
+    monkeypatch.setattr(ranks.os, "cpu_count", lambda: 2 * MANY)
+    check_devices("cpu", 2 * MANY)
