@@ -22,6 +22,7 @@ from policygrad.core.metrics import Metrics
 from policygrad.core.protocols import Advantage
 from policygrad.errors import ConfigError
 from policygrad.samplers.base import Sampling
+from policygrad.training.config.checks import LARGEST_LR
 from policygrad.training.config.parts import part_class
 from policygrad.training.config.run import Run
 from policygrad.training.config.toml import algorithm_to_dict, dumps, from_dict, load
@@ -55,7 +56,7 @@ def test_round_trip(tmp_path: Path, name: str, resolved: bool) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.floats(min_value=0, allow_infinity=False),
+    st.floats(min_value=0, max_value=LARGEST_LR),
     st.integers(min_value=0, max_value=2**62),
     st.text(st.characters(codec="utf-8", exclude_characters="\0")),
     st.floats(min_value=1e-9, allow_nan=False, allow_infinity=False),

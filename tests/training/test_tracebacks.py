@@ -15,7 +15,7 @@ from transformers.utils import hub
 import policygrad as pg
 from doubles.files import write_rows
 from doubles.models import changed_copy
-from policygrad.errors import ConfigError, DataError, ModelError
+from policygrad.errors import ConfigError, DataError, ModelError, RunError
 from policygrad.learners.config import OptimizerConfig
 from policygrad.models.classifier import load_classifier
 from policygrad.models.loading import load_model
@@ -25,6 +25,7 @@ from policygrad.rewards.config import Rewarding
 from policygrad.tasks import jsonl
 from policygrad.tasks.reading import read_examples
 from policygrad.training.config.own import load_own
+from policygrad.training.resources import pick_device
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -35,6 +36,7 @@ Command = Callable[..., tuple[int, str, str]]
         (("--rewards.budget", "inf"), "rewards.budget above 0 and finite"),
         (("--rewards.budget", "nan"), "rewards.budget above 0 and finite"),
         (("--optimizer.betas", ".9", "2"), "optimizer.betas must be two numbers, at least 0 and below 1"),
+        (("--lr", "1e300"), "lr must be at most 1e+06, not 1e+300"),
         (("--optimizer.eps", "inf"), "optimizer.eps must be finite"),
         (("--seed", str(2**63)), "seed must be at least 0 and below 2**63"),
         (
@@ -64,6 +66,12 @@ def test_other_commands_refuse_them_too(run_command: Command) -> None:
         Reward("f", len, budget=float("inf"))  # type: ignore[arg-type]
     assert Rewarding(budget=1e9).budget == 1e9
     assert OptimizerConfig(betas=(0.0, 0.999)).betas == (0.0, 0.999)
+
+
+def test_a_device_without_numbers() -> None:
+    with pytest.raises(RunError, match=r"learner\.device 'meta' cannot be used here"):
+        pick_device("meta")
+    assert pick_device("cpu") == "cpu"
 
 
 def test_in_python_a_seed_that_torch_does_not_take_is_refused() -> None:

@@ -246,7 +246,7 @@ def pick_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(1, device=name)
+        torch.empty(1, device=name).tolist()  # on the meta device there is nothing to read
     except (RuntimeError, AssertionError) as error:
         raise RunError(f"learner.device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return name

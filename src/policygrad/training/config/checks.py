@@ -19,6 +19,8 @@ from policygrad.trackers.services import check_services
 if TYPE_CHECKING:
     from policygrad.training.config.run import Run
 
+LARGEST_LR = 1e6
+"""Beyond what any optimiser here makes of a gradient; float32 overflows above 3e38, which no message of torch explains."""
 EVALUATED = {"logp_old", "logp_ref", "entropy", "values", "bootstrap", "score_norm", "implicit_reward"}
 """Batch fields that a learner fills."""
 
@@ -42,8 +44,7 @@ def check(run: Run) -> None:
             "false, or take --sampler.engine local"
         )
     check_ranks(run.learner, run.algorithm)
-    if run.lr is not None and not 0 <= run.lr < math.inf:
-        raise ConfigError(f"lr must be at least 0 and finite, not {run.lr}")
+    check_lr(run.lr)
     check_seed(run.seed)
     check_services(run.track)
     check_sampling(run.algorithm, run.group_size, run.sampling.temperature)
@@ -72,6 +73,16 @@ def check(run: Run) -> None:
             f"{run.algorithm.step.minibatches} minibatches of whole groups need as many prompts per step, not "
             f"{run.prompts_per_step}"
         )
+
+
+def check_lr(lr: float | None) -> None:
+    """Raises ConfigError for what is no learning rate; one beyond `LARGEST_LR` only overflows in the optimiser."""
+    if lr is None:
+        return
+    if not 0 <= lr < math.inf:
+        raise ConfigError(f"lr must be at least 0 and finite, not {lr}")
+    if lr > LARGEST_LR:
+        raise ConfigError(f"lr must be at most {LARGEST_LR:g}, not {lr:g}")
 
 
 def check_seed(seed: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Self
 
@@ -13,7 +12,7 @@ from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.supported import check_ranks
 from policygrad.models.lora import RATE
 from policygrad.trackers.services import check_services
-from policygrad.training.config.checks import check_seed
+from policygrad.training.config.checks import check_lr, check_seed
 from policygrad.training.config.guard import RowsGuard
 from policygrad.training.config.run import Checkpointing, optional
 
@@ -75,8 +74,7 @@ class Supervised:
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.lr is not None and not 0 <= self.lr < math.inf:
-            raise ConfigError(f"lr must be at least 0 and finite, not {self.lr}")
+        check_lr(self.lr)
         check_seed(self.seed)
         check_services(self.track)
         if self.learner.score_parameters:
