@@ -1,6 +1,6 @@
 """The soak: one long run that is never killed and is watched, one that is killed again and again; docs/results/soak.json.
 
-python scripts/soak.py [--steps 2000] [--kills 200] [--minutes N] [--folder DIR] [-- further options of `policygrad train`]
+python scripts/soak.py [--steps 2000] [--kills 200] [--minutes N] [--only RUN] [--folder DIR] [-- options of `policygrad train`]
 
 1. `policygrad train` as it is, never killed. Every few steps: resident memory of trainer and reward workers, open descriptors,
    threads, processes, files. After a warm-up they have to stay as they are, memory within 2 %.
@@ -11,7 +11,8 @@ python scripts/soak.py [--steps 2000] [--kills 200] [--minutes N] [--folder DIR]
    every step is there once, and there are the same files. Neither run has printed a traceback.
 
 In parts: what the folder holds already is not done again, so the script may be stopped and started at will, and --minutes stops it
-by itself with exit code 75. The first run is one process, which is what it is for: it is done in one go, or begins anew. Parts have
+by itself with exit code 75. The first run is one process, which is what it is for: it is done in one go, or begins anew. With
+--only watched in one terminal and --only killed in another both go on at once, and the command without it compares them. Parts have
 to be of the same options and the same code. What did not hold once is not forgotten by going on. Exit code 1: something that is
 promised does not hold, and the file says what. On Linux.
 """
@@ -51,6 +52,8 @@ STUCK = 1800.0
 
 PAUSED = 75
 """Exit code of a part that is over, and not the last."""
+PACED = 20
+"""Steps of the short run that says how long a start, a step and an end take, for the moments of the kills."""
 AIMED = 0.04
 """The share of kills that are aimed at a held-out evaluation, which few steps have."""
 
@@ -65,7 +68,7 @@ class Paused(Exception):
 
 @dataclass(frozen=True)
 class Pace:
-    """Of the run that is never killed, in seconds: until its first step is logged, per step, from the last step to the end."""
+    """Of a short run that is never killed, in seconds: until its first step is logged, per step, from the last step to the end."""
 
     start: float
     step: float
@@ -140,15 +143,15 @@ class Soak:
         self.began = time.monotonic()
         self.over = None if minutes is None else self.began + 60 * minutes
 
-    def launch(self, run: Path) -> Watched:
-        """The command in this folder: anew, or on with what is there."""
+    def launch(self, run: Path, *more: str) -> Watched:
+        """The command in this folder: anew, or on with what is there. more: options of a run that is anew."""
         temporary = self.folder / "tmp" / run.name
         temporary.mkdir(parents=True, exist_ok=True)
         begun = (run / "run.toml").exists()
-        words = ["--resume", str(run)] if begun else [*self.words, "--output", str(run)]
+        words = ["--resume", str(run)] if begun else [*self.words, *more, "--output", str(run)]
         with (self.folder / f"{run.name}.log").open("a") as log:
             environment = {**os.environ, "TMPDIR": str(temporary)}
-            return Watched(["train", *words, "--plain"], self.folder / "told", log, environment)
+            return Watched(["train", *words, "--plain"], self.folder / f"told-{run.name}", log, environment)
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:7.0f}s  {text}", flush=True)
@@ -179,17 +182,38 @@ class Soak:
         if there := left_behind(LEAVES):
             raise Broken(f"{run.name} has ended and left processes: {'; '.join(there)}")
 
+    def pace(self) -> Pace:
+        """Of a short run, which is deleted."""
+        kept, run = self.folder / "pace.json", self.folder / "short"
+        if kept.exists():
+            return Pace(**json.loads(kept.read_text()))
+        shutil.rmtree(run, ignore_errors=True)
+        steps, times = min(PACED, self.steps), dict[int, float]()
+        process = self.launch(run, "--steps", str(steps))
+        try:
+            self.until(process, run, steps, lambda at: times.setdefault(at, time.monotonic() - process.began))
+            self.ended(process, run)
+        finally:
+            process.process.kill()
+        end = time.monotonic() - process.began
+        last = times.get(steps, end)
+        first = times.get(1, last)
+        pace = Pace(first, (last - first) / max(steps - 1, 1), end - last)
+        shutil.rmtree(run)
+        kept.write_text(json.dumps(asdict(pace)) + "\n")
+        self.say(f"a start takes {pace.start:.1f} s, a step {pace.step:.2f}, an end {pace.end:.1f}")
+        return pace
+
     def watched(self) -> dict[str, Any]:
-        """The run that is never killed: its pace, and what it held, look by look."""
+        """The run that is never killed: what it held, look by look."""
         kept = self.folder / "whole.json"
         if kept.exists():
             return dict(json.loads(kept.read_text()))
         shutil.rmtree(self.whole, ignore_errors=True)
-        seen, times = list[dict[str, float]](), dict[int, float]()
+        seen = list[dict[str, float]]()
         process = self.launch(self.whole)
 
         def look(at: int) -> None:
-            times.setdefault(at, time.monotonic() - process.began)
             if at and at % self.watch == 0:
                 temporary = sum(path.is_file() for path in (self.folder / "tmp" / "whole").rglob("*"))
                 seen.append({"step": at, **held(process.process.pid, self.whole), "temporary": temporary})
@@ -199,24 +223,20 @@ class Soak:
 
         try:
             self.until(process, self.whole, self.steps, look)
-            last = time.monotonic() - process.began
             self.ended(process, self.whole)
         finally:
             process.process.kill()
-        end = time.monotonic() - process.began
-        first = times.get(1, last)
-        pace = Pace(first, (last - first) / max(self.steps - 1, 1), end - last)
-        found = {"seconds": end, "pace": asdict(pace), "seen": seen}
+        found = {"seconds": time.monotonic() - process.began, "seen": seen}
         kept.write_text(json.dumps(found) + "\n")
         return found
 
-    def killed(self, pace: Pace) -> list[dict[str, Any]]:
+    def killed(self) -> list[dict[str, Any]]:
         """The run that is killed again and again, and at last ends; a line per kill."""
-        kept, lives = self.folder / "kills.jsonl", 0
+        kept, lives, pace = self.folder / "kills.jsonl", 0, self.pace()
         found = rows(kept)
         while len(found) < self.kills:
             if self.over is not None and time.monotonic() > self.over:
-                raise Paused(f"{len(found)} of {self.kills} kills are done")
+                raise Paused(f"{len(found)} of {self.kills} kills are done; the same command goes on")
             lives += 1
             if lives > 3 * self.kills + 10:
                 raise Broken(f"{len(found)} kills in {lives} attempts: the run ends before it is killed")
@@ -269,10 +289,19 @@ class Soak:
         told = f"kill {len(found)}/{self.kills}  {line['phase']:13}  step {line['step']}/{self.steps}"
         self.say(f"{told}  saved {line['saved']}  left about {left / 60:.0f} min")
 
+    def part(self, name: str) -> None:
+        """One of both runs. Raises Paused when it is done, as what it is compared with may not be."""
+        try:
+            {"watched": self.watched, "killed": self.killed}[name]()
+        except Broken as error:
+            self._ever([str(error)])
+            raise Paused(f"the run that is {name}: {error}") from error
+        raise Paused(f"the run that is {name} has ended: without --only both are compared")
+
     def report(self) -> dict[str, Any]:
         """All of it. What does not hold is in `broken`, and the rest is what was seen until then."""
         said: dict[str, Any] = {
-            "made_by": shlex.join(["python", "scripts/soak.py", *sys.argv[1:]]),
+            "made_by": "python scripts/soak.py",
             "command": shlex.join(["policygrad", "train", *self.words]),
             "versions": {"python": platform.python_version()}
             | {name: version(name) for name in ("policygrad", "torch", "transformers", "safetensors")},
@@ -284,7 +313,6 @@ class Soak:
         }
         try:
             found = self.watched()
-            pace = Pace(**found["pace"])
             seen = found["seen"]
             courses = (
                 {k: course([look[k] for look in seen]) for k in seen[0] if k != "step"}
@@ -293,7 +321,7 @@ class Soak:
             )
             judged = len(seen) * 0.9 >= PARTS * ENOUGH
             said |= {"seconds": round(found["seconds"]), "looks": len(seen), "judged": judged, "held": courses}
-            kills = self.killed(pace)
+            kills = self.killed()
             gone = max((line["gone_after"] for line in kills), default=0.0)
             phases = dict(Counter(line["phase"] for line in kills).most_common())
             said |= {"kills": len(kills), "phases": phases, "slowest_to_be_gone": gone}
@@ -333,6 +361,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, help="begin no further kill after so many, and say so with exit code 75"
     )
+    parser.add_argument("--only", choices=("watched", "killed"), help="this run alone, so that both may go on at once")
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="where both runs go")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(given[:cut])
@@ -345,9 +374,11 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.exit(f"{args.folder} holds a soak with other options or of other code: another --folder, or delete it")
     known.write_text(asked)
     try:
+        if args.only:
+            soak.part(args.only)
         said = soak.report()
     except Paused as pause:
-        print(f"{pause}; the same command goes on", flush=True)
+        print(f"{pause}", flush=True)
         return PAUSED
     args.results.parent.mkdir(parents=True, exist_ok=True)
     args.results.write_text(json.dumps(said, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -45,7 +45,8 @@ def soak_section(found: Data | None) -> str:
     )
     command += (
         "\n\nIn parts: with `--minutes 50` it ends with exit code 75 as long as there is more to do, and the same command goes on, "
-        "with the same code only."
+        "with the same code only. With `--only watched` and `--only killed` in two terminals both runs go on at once, and the "
+        "command without it compares them."
     )
     if found is None:
         return f"{head}\n\n{command}\n\nIts figures have not been taken yet; they will stand here."

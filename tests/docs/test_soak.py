@@ -253,7 +253,10 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
         assert "Traceback" not in child.stderr, child.stdout + child.stderr
         return child.returncode
 
-    assert part("--minutes", "0") == soak.PAUSED  # the first run alone
+    assert part("--only", "watched") == soak.PAUSED
+    assert part("--minutes", "0") == soak.PAUSED
+    assert not results.exists()
+    assert part("--only", "killed") == soak.PAUSED
     assert not results.exists()
     assert part() == 0
     found: dict[str, Any] = json.loads(results.read_text())
