@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test test-environments test-ray test-extras test-long test-vllm lint format fast control base-model constraints clean help
+.PHONY: bench docs site lab train test suite test-environments test-ray test-extras test-long test-vllm lint format fast control base-model constraints clean help
 help:
 	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | clean"
 
@@ -16,7 +16,11 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)
 	$(BIN)/policygrad train $(ARGS)
 
-test: lint
+# Side by side: the type checker is one process, and much of the suite waits for processes of its own.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint suite
+
+suite: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not long" $(ARGS)
 
 test-long: $(STAMP)

@@ -26,11 +26,15 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+IMPATIENT = "import sys, time; time.sleep = lambda seconds: None; from policygrad.cli import main; sys.exit(main())"
+"""The command line, whose client does not wait between its attempts."""
+
+
 def pushed(there: Hub, *words: str, token: str | None) -> tuple[int, str, str]:
     """The client reads its hub when it is imported, so each command is a process of its own."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
     own |= {"HF_ENDPOINT": there.url, "HF_HOME": "/nonexistent"} | ({} if token is None else {"HF_TOKEN": token})
-    words = (sys.executable, "-m", "policygrad", "export", *words)
+    words = (sys.executable, "-c", IMPATIENT, "export", *words)
     done = subprocess.run(words, capture_output=True, text=True, env=own, timeout=120, check=False)
     return done.returncode, done.stdout, done.stderr
 

@@ -25,8 +25,13 @@ ALGORITHM = pg.DR_GRPO.with_budget(6)
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
     """Two."""
-    with started(2) as found:
-        yield found
+    gc.collect()
+    gc.freeze()  # what other tests have left is not looked through for each parameter
+    try:
+        with started(2) as found:
+            yield found
+    finally:
+        gc.unfreeze()
 
 
 def counted(x: object) -> bool:
@@ -48,7 +53,7 @@ def held(learner: FsdpLearner) -> list[int]:
 
 @pytest.mark.slow
 def test_no_process_has_more_than_its_share_and_one_parameter(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted while each parameter is there: what both have at most is less than the model, of which rank 0 has the structure."""
+    """Counted while each matrix is there: what both have at most is less than the model, of which rank 0 has the structure."""
     sizes = {"n_embd": 60, "n_inner": 120}
     whole, local = (model(torch.float32, **sizes) for _ in range(2))
     total, largest = (f(p.nbytes for p in whole.parameters()) for f in (sum, max))
@@ -62,8 +67,9 @@ def test_no_process_has_more_than_its_share_and_one_parameter(ranks: Ranks, monk
     for name in tensors:
         tensor = tensors[name]
         assert torch.equal(tensor, local.get_parameter(name))
-        now = ranked.do(held)
-        most = [max(most[0], now[0] - before), max(most[1], now[1])]
+        if tensor.dim() > 1:  # to count takes a while
+            now = ranked.do(held)
+            most = [max(most[0], now[0] - before), max(most[1], now[1])]
         del tensor
     share = 0.6 * total  # rows are not to be halved everywhere, and buffers are small
     assert share + largest < 0.9 * total
