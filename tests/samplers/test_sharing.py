@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import repeat_kv
 
 from policygrad.models.routing import Routing
 from policygrad.samplers import shared
@@ -217,6 +218,10 @@ def test_attention_is_that_over_both_parts(owner: list[int], gqa: bool) -> None:
     full = [torch.cat([part[rows], mine], 2) for part, mine in ((keys, own[0]), (values, own[1]))]
     expected = F.scaled_dot_product_attention(query, *full, attn_mask=~blind, enable_gqa=gqa)
     assert torch.allclose(got, expected, rtol=0, atol=1e-12)
+    if gqa:  # as transformers 5.17 asks
+        k, v = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (k, v))
+        again = F.scaled_dot_product_attention(query, k, v, attn_mask=torch.ones(4, 1, 1, 1, dtype=torch.bool))
+        assert torch.equal(again, got)
 
 
 def test_keys_that_are_shared_are_not_taken_for_all_keys() -> None:
@@ -227,6 +232,17 @@ def test_keys_that_are_shared_are_not_taken_for_all_keys() -> None:
         _ = x @ k.transpose(2, 3)
     with pytest.raises(UnsupportedError, match="not the one that was handed in"):
         F.scaled_dot_product_attention(x[:, :, :1], k, v)
+    mask, part = torch.ones(1, 1, 1, 1, dtype=torch.bool), k[:, :, None, :, :]
+    with pytest.raises(UnsupportedError, match="written out in part"):
+        F.scaled_dot_product_attention(x[:, :, :1], part, v, attn_mask=mask)
+    for wrong in (
+        lambda: part + 1,
+        lambda: part.expand(2, 1, 2, 1, 2),
+        lambda: k[:, :, 0],
+        lambda: part.reshape(1, 1, 1, 2),
+    ):
+        with pytest.raises(UnsupportedError, match="on keys that are shared"):
+            wrong()
 
 
 def test_memory_that_grows_in_small_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,21 +66,39 @@ class _Shared(Tensor):
     """Keys or values of one layer, of which attention alone may be taken: anything else would be computed from half."""
 
     layer: SharedLayer
+    times: int | None
+    """While a head is being written out for each of its queries, how often; 0 where nobody has said it yet."""
 
     @classmethod
-    def of(cls, own: Tensor, layer: SharedLayer) -> _Shared:
+    def of(cls, own: Tensor, layer: SharedLayer, times: int | None = None) -> _Shared:
         found = own.as_subclass(cls)
-        found.layer = layer
+        found.layer, found.times = layer, times
         return found
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "size", "dim"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         if func is F.scaled_dot_product_attention:
             return _attend(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") not in ("__get__", "size", "dim"):
-            raise UnsupportedError(f"{func} on keys that are shared")
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        if isinstance(args[0], _Shared) and (found := args[0]._repeated(name, args[1:])) is not None:
+            return found
+        raise UnsupportedError(f"{func} on keys that are shared")
+
+    def _repeated(self, name: str, words: tuple[Any, ...]) -> _Shared | None:
+        """A step of x[:, :, None].expand(N, H, n, L, D).reshape(N, n·H, L, D), by which transformers 5.17 gives each query a
+        head of its own. `_attend` needs none of it: nothing is written out. None: it is no such step."""
+        every, (rows, heads, used, width) = slice(None), self.shape
+        times = self.times
+        if name == "__getitem__" and times is None and words == ((every, every, None, every, every),):
+            return _Shared.of(self, self.layer, 0)
+        if name == "expand" and times == 0 and len(words) == 5 and words == (rows, heads, words[2], used, width):
+            return _Shared.of(self, self.layer, int(words[2]))
+        if name == "reshape" and times and words == (rows, heads * times, used, width):
+            return _Shared.of(self, self.layer)
+        return None
 
 
 class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
@@ -161,6 +179,8 @@ def _attend(
     """
     if not isinstance(key, _Shared) or not isinstance(value, _Shared) or isinstance(query, _Shared):
         raise UnsupportedError("keys and values that are not both shared")
+    if key.times is not None or value.times is not None:
+        raise UnsupportedError("heads that are written out in part")
     if is_causal or dropout_p or attn_mask is None or attn_mask.shape[-1] != 1 or attn_mask.dtype != torch.bool:
         raise UnsupportedError("attention with a mask that is not the one that was handed in")
     layout, context = key.layer.layout, key.layer.context
