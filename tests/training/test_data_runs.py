@@ -13,6 +13,7 @@ import torch
 
 import policygrad as pg
 from doubles.files import rows, same, weights, write_rows
+from doubles.rewards import brief, shouted
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.trackers.base import pick_sample
@@ -20,15 +21,6 @@ from policygrad.trackers.base import pick_sample
 TASK = [
     {"prompt": f"{i} + {j} =\n", "answer": str(i + j), "demonstration": f"{i + j}!"} for i in range(4) for j in range(3)
 ]
-
-
-def shouted(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
-    """1 for what only a demonstration says here: a short answer with an exclamation mark at its end."""
-    return [float(len(c) < 4 and c.endswith("!")) for c in completions]
-
-
-def brief(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
-    return [-float(len(c)) for c in completions]
 
 
 @pytest.fixture

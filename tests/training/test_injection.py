@@ -13,6 +13,7 @@ import torch
 
 import policygrad as pg
 from doubles.files import same, weights
+from doubles.rewards import digits_first
 from doubles.trackers import Record
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
@@ -20,10 +21,6 @@ from policygrad.training.config.toml import load
 from policygrad.waiting import Waiter
 
 ROWS = [{"prompt": f"{i} + {j} =\n", "answer": str(i + j)} for i in range(4) for j in range(3)]
-
-
-def digits_first(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
-    return [float(c[:1].isdigit()) for c in completions]
 
 
 @pytest.fixture
