@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import load_file
+if TYPE_CHECKING:  # workers of rewards import what uses this, and are not to wait for torch
+    import torch
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> str:
@@ -28,10 +28,14 @@ def untimed(path: Path) -> list[dict[str, Any]]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Those of the model that a run has saved, or of the adapter."""
+    from safetensors.torch import load_file
+
     adapter = folder / "model" / "adapter_model.safetensors"
     return load_file(adapter if adapter.exists() else folder / "model" / "model.safetensors")
 
 
 def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
     """Equal to the bit."""
+    import torch
+
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
