@@ -36,6 +36,9 @@ Command = Callable[..., tuple[int, str, str]]
         (("--rewards.budget", "inf"), "rewards.budget above 0 and finite"),
         (("--rewards.budget", "nan"), "rewards.budget above 0 and finite"),
         (("--optimizer.betas", ".9", "2"), "optimizer.betas must be two numbers, at least 0 and below 1"),
+        (("--prompts-per-step", "1000000000000"), "at most 16,777,216 completions: lower one of them"),
+        (("--samples-per-prompt", "1000000000000"), "at most 16,777,216 completions"),
+        (("--evaluation.problems", "1000000000000"), "evaluation.problems 1000000000000 times evaluation.samples 8"),
         (("--lr", "1e300"), "lr must be at most 1e+06, not 1e+300"),
         (("--optimizer.eps", "inf"), "optimizer.eps must be finite"),
         (("--seed", str(2**63)), "seed must be at least 0 and below 2**63"),
@@ -57,7 +60,13 @@ def test_words_are_refused(run_command: Command, words: tuple[str, ...], says: s
 
 
 def test_other_commands_refuse_them_too(run_command: Command) -> None:
-    for words in (("--reward",), ("--budget", "inf"), ("--seed", str(2**63)), ("--threshold", "nan")):
+    for words in (
+        ("--reward",),
+        ("--budget", "inf"),
+        ("--seed", str(2**63)),
+        ("--threshold", "nan"),
+        ("--problems", "1000000000000"),
+    ):
         code, _, err = run_command("eval", "tiny", *words)
         assert code == 2
         assert err.strip()

@@ -22,7 +22,7 @@ from policygrad.rewards.config import Isolation
 from policygrad.samplers.base import Sampling
 from policygrad.samplers.config import SamplerConfig
 from policygrad.training.config.allowed import RUN, Allowed, from_words
-from policygrad.training.config.checks import check_seed
+from policygrad.training.config.checks import check_answers, check_seed
 from policygrad.training.config.measured import SAME, measured
 from policygrad.training.config.run import Draft, optional
 
@@ -96,6 +96,7 @@ class EvalOptions:
         for name in ("problems", "samples"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        check_answers("--problems", self.problems, "--samples", self.samples)
         if not 0 < self.budget < math.inf:
             raise ConfigError(f"--budget must be above 0 seconds and finite, not {self.budget}")
         if not math.isfinite(self.threshold):

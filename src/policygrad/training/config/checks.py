@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LARGEST_LR = 1e6
 """Beyond what any optimiser here makes of a gradient; float32 overflows above 3e38, which no message of torch explains."""
+MOST_ANSWERS = 2**24
+"""Of one rollout or measurement: hundreds of times what anybody draws, and what a machine's memory still lists."""
 EVALUATED = {"logp_old", "logp_ref", "entropy", "values", "bootstrap", "score_norm", "implicit_reward"}
 """Batch fields that a learner fills."""
 
@@ -51,6 +53,8 @@ def check(run: Run) -> None:
     check_rollout(run.algorithm)
     if run.group_size < 1:
         raise ConfigError(f"samples_per_prompt must be at least 1, not {run.group_size}")
+    check_answers("prompts_per_step", run.prompts_per_step, "samples_per_prompt", run.group_size)
+    check_answers("evaluation.problems", run.evaluation.problems, "evaluation.samples", run.evaluation.samples)
     if run.sampling.temperature == 0:
         raise ConfigError(
             "temperature 0 leaves nothing to learn from, all samples are equal: set --temperature above 0"
@@ -83,6 +87,14 @@ def check_lr(lr: float | None) -> None:
         raise ConfigError(f"lr must be at least 0 and finite, not {lr}")
     if lr > LARGEST_LR:
         raise ConfigError(f"lr must be at most {LARGEST_LR:g}, not {lr:g}")
+
+
+def check_answers(prompts: str, count: int, samples: str, each: int) -> None:
+    """Raises ConfigError for more completions at once than `MOST_ANSWERS`; the options' names are given."""
+    if count * each > MOST_ANSWERS:
+        raise ConfigError(
+            f"{prompts} {count} times {samples} {each} must be at most {MOST_ANSWERS:,} completions: lower one of them"
+        )
 
 
 def check_seed(seed: int) -> None:
