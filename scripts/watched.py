@@ -29,7 +29,7 @@ sys.exit(main())
 """The command line as it is; asked by SIGUSR1, it writes where it stands. It ends with whoever watches it (PR_SET_PDEATHSIG), or it
 would hold its folder when that one is started again."""
 PATIENCE = 0.1
-"""Seconds that a process has to say where it stands. One that waits for the disk does not: "in the kernel"."""
+"""Seconds that a process has to say where it stands. One that waits for the disk does not, or not to the end: "in the kernel"."""
 _PR_SET_CHILD_SUBREAPER = 36
 _FRAME = re.compile(r'File "[^"]*?policygrad/([\w/]+)\.py", line \d+ in (\w+)')
 
@@ -42,8 +42,10 @@ def phase_of(stack: str) -> str:
     def within(*rooms: str) -> bool:
         return any(file.startswith(rooms) for file in files)
 
+    if not whole(stack):
+        return "in the kernel"
     if not within("training/lifecycle"):
-        return "starting" if stack.strip() else "in the kernel"
+        return "starting"
     if {"build", "restore", "start", "_held", "truncate_after"} & {*functions}:
         return "loading"
     if within("checkpoint/"):
@@ -58,6 +60,12 @@ def phase_of(stack: str) -> str:
         return "logging"
     learning = within("training/loop", "training/sft", "training/reward_model", "training/rows")
     return "updating" if learning else "between"
+
+
+def whole(stack: str) -> bool:
+    """Whether faulthandler, which writes a stack word by word from the innermost frame on, has come to the outermost one, or to as
+    many as it writes."""
+    return stack.endswith(("in <module>\n", "  ...\n"))
 
 
 class Watched:
@@ -87,10 +95,10 @@ class Watched:
         if self.told.exists():
             self.process.send_signal(signal.SIGUSR1)
             end = time.monotonic() + PATIENCE
-            while not (stack := self.told.read_text()) and time.monotonic() < end and self.code is None:
+            while not whole(stack := self.told.read_text()) and time.monotonic() < end and self.code is None:
                 time.sleep(0.001)
         else:
-            stack = "starting"
+            stack = "in <module>\n"  # of the launcher
         self.process.kill()
         self.process.wait()
         return phase_of(stack)

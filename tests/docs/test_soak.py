@@ -55,7 +55,7 @@ def stack(*frames: str) -> str:
     lines = [
         f'  File "/x/src/policygrad/{place}.py", line 7 in {name}' for place, name in (f.split(":") for f in frames)
     ]
-    return "Stack (most recent call first):\n" + "\n".join(lines) + "\n"
+    return "\n".join(["Stack (most recent call first):", *lines, '  File "<string>", line 9 in <module>', ""])
 
 
 RUN = ("training/trainer:run", "training/lifecycle:_train", "training/lifecycle:train", "cli:main")
@@ -82,6 +82,13 @@ RUN = ("training/trainer:run", "training/lifecycle:_train", "training/lifecycle:
 )
 def test_what_a_run_is_at_is_read_off_its_stack(text: str, phase: str) -> None:
     assert watched.phase_of(text) == phase
+
+
+def test_a_stack_that_is_being_written_says_nothing_yet() -> None:
+    text = stack("learners/local/learner:update", "training/loop:loop", *RUN)
+    found = {watched.phase_of(text[:end]) for end in range(len(text))}
+    assert found == {"in the kernel"}
+    assert watched.phase_of(text) == "updating"
 
 
 @pytest.mark.parametrize(
