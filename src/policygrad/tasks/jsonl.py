@@ -80,7 +80,9 @@ class JsonLines:
 def _opened(path: str) -> IO[bytes]:
     """The file; of a packed one what is in it, in a temporary file, as no line of it can be read without all before."""
     try:
-        if Path(path).exists() and not Path(path).is_file():  # a pipe waits for its writer, a device may have no end
+        if Path(path).exists() and not (
+            Path(path).is_file() or Path(path).is_dir()
+        ):  # a pipe waits for its writer, a device may have no end
             raise DataError(f"{path} is no regular file, and rows are read more than once: write what it says into one")
         if not path.endswith(".gz"):
             return Path(path).open("rb")
