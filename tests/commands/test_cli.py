@@ -7,10 +7,13 @@ import inspect
 import itertools
 import json
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +377,35 @@ def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, run_command:
     monkeypatch.setattr("policygrad.commands.show.show", refused)
     code, _, err = run_command("show", "x")
     assert (code, err) == (2, "error: no place left\n")
+
+
+def test_ctrl_c_ends_no_import_in_its_midst(monkeypatch: pytest.MonkeyPatch, run_command: Any, tmp_path: Path) -> None:
+    """Python 3.11 makes a RuntimeError of what is raised here, and libraries an ImportError of that."""
+    (tmp_path / "interrupted_import.py").write_text(
+        """
+import os, signal
+
+class Interrupted:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGINT)
+        self.name = [name for _ in range(1000)][-1]
+
+class Whole:
+    part = Interrupted()
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[str] = []
+
+    def show(args: list[str]) -> int:
+        seen.append(import_module("interrupted_import").Whole.part.name)
+        threading.Event().wait(60)  # which Ctrl-C ends
+        return 0
+
+    monkeypatch.setattr("policygrad.commands.show.show", show)
+    before = signal.getsignal(signal.SIGINT)
+    assert run_command("show", "x")[0] == 130
+    assert (seen, signal.getsignal(signal.SIGINT)) == (["part"], before)
 
 
 def test_the_exit_codes_are_written_down() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,93 @@ def test_signals_at_once_are_one_and_another_one_later_ends_it_at_once(monkeypat
 def test_what_is_asked_for_before_ends_what_is_breakable_before_it_begins() -> None:
     with signalled() as stopping, pytest.raises(Stop), stopping.breakable():
         raise AssertionError("was begun")
+
+
+def stops(does: Callable[[Stopping], object]) -> bool:
+    """Whether this ends as a run does that was stopped."""
+    try:
+        with Stopping() as stopping, stopping.breakable():
+            does(stopping)
+    except Stop:
+        return True
+    return False
+
+
+SENDS = """
+import os, signal
+
+class Sends:
+    def __set_name__(self, owner, name):  # what is raised here, Python 3.11 makes a RuntimeError
+        os.kill(os.getpid(), signal.SIGTERM)
+        self.name = [name for _ in range(1000)][-1]
+
+class Whole:
+    part = Sends()
+"""
+
+
+def test_a_signal_waits_for_the_import_that_it_lands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sends_while_imported.py").write_text(SENDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[str] = []
+
+    def load(stopping: Stopping) -> None:
+        seen.append(import_module("sends_while_imported").Whole.part.name)
+        threading.Event().wait(60)  # which the signal ends
+
+    assert stops(load)
+    assert seen == ["part"]
+
+
+def test_a_program_that_is_itself_imported_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = """
+import os, signal
+from policygrad.training.stopping import Stop, Stopping
+
+try:
+    with Stopping() as stopping, stopping.breakable():
+        os.kill(os.getpid(), signal.SIGTERM)
+        stopped = False
+except Stop:
+    stopped = True
+"""
+    (tmp_path / "stopped_while_imported.py").write_text(program)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_module("stopped_while_imported").stopped
+
+
+class Finalised:
+    """Python drops what is raised in here."""
+
+    def __del__(self) -> None:
+        send(signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_stop_that_a_finaliser_drops_ends_it_all_the_same() -> None:
+    done: list[bool] = []
+
+    def finalise(stopping: Stopping) -> None:
+        Finalised()
+        done.append(stopping.asked)
+
+    assert stops(finalise)
+    assert done == [True]
+
+
+def test_a_stop_that_a_library_makes_an_error_of_is_a_stop() -> None:
+    def load(stopping: Stopping) -> None:
+        try:
+            send(signal.SIGTERM)
+        except BaseException as error:
+            raise ModuleNotFoundError("Could not import module 'LlamaConfig'") from error
+
+    assert stops(load)
+
+
+def test_an_error_that_is_no_stop_stays_what_it_is() -> None:
+    with Stopping() as stopping, pytest.raises(pg.ConfigError, match="wrong"), stopping.breakable():
+        raise pg.ConfigError("wrong")
 
 
 class Interrupted(io.StringIO):

@@ -7,7 +7,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from policygrad.signals import AGAIN, SIGNALS
+from policygrad.signals import AGAIN, SIGNALS, after_imports
 
 
 class Ending:
@@ -22,10 +22,11 @@ class Ending:
 
     def __enter__(self) -> Self:
         hung_up = getattr(signal, "SIGHUP", None)
+        come = after_imports(self._come)
         try:
             for number in SIGNALS:
                 if number != hung_up or signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._come)
+                    self._before[number] = signal.signal(number, come)
         except ValueError:  # not the main thread
             pass
         return self

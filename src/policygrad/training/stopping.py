@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from policygrad.errors import ConfigError
-from policygrad.signals import AGAIN, SIGNALS
+from policygrad.signals import AGAIN, SIGNALS, after_imports
 
 WORDS = "stopping after this step, with a checkpoint (again: at once)"
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -36,16 +36,17 @@ class Stopping:
         self.asked = False
         self.within, self._clock, self._began = within, clock, clock()
         self._step, self._longest, self._first = self._began, 0.0, 0.0
-        self._breakable = False
+        self._breakable, self._raised = False, False
         self._before: dict[signal.Signals, Any] = {}
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Self:
         hung_up = getattr(signal, "SIGHUP", None)
+        stop = after_imports(self._stop)
         with suppress(ValueError):  # not the main thread
             for s in SIGNALS:
                 if s != hung_up or signal.getsignal(s) is not signal.SIG_IGN:
-                    self._before[s] = signal.signal(s, self._stop)
+                    self._before[s] = signal.signal(s, stop)
         if self.within is not None and self._before:
             left = max(0.0, self.within - self._spent)
             self._timer = threading.Timer(min(left, threading.TIMEOUT_MAX), self._time_is_up)
@@ -61,7 +62,8 @@ class Stopping:
 
     @contextmanager
     def breakable(self) -> Iterator[None]:
-        """What is done inside changes nothing that is kept: a request ends it at once, by `Stop`."""
+        """What is done inside changes nothing that is kept: a request ends it at once, by `Stop`. A `Stop` that is lost on its way
+        out (Python drops what is raised in a finaliser) ends it here, and so does what a library has made of it."""
         if self.asked:
             raise Stop
         self._breakable = True
@@ -69,6 +71,12 @@ class Stopping:
             if self.asked:  # meanwhile
                 raise Stop
             yield
+            if self._raised:
+                raise Stop
+        except Exception as error:
+            if self._raised:
+                raise Stop from error
+            raise
         finally:
             self._breakable = False
 
@@ -99,7 +107,7 @@ class Stopping:
             raise KeyboardInterrupt
         self.asked, self._first = True, now
         if self._breakable:
-            self._breakable = False
+            self._breakable, self._raised = False, True
             raise Stop
         with suppress(OSError):
             if os.isatty(2):  # past Python's own streams, which may be in use at this very moment
