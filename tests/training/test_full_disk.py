@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,27 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
 
 def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return checkpoint.load(folder / "checkpoints" / f"step-{step:06d}").tensors
+
+
+@contextmanager
+def no_file_longer_than(size: int) -> Iterator[None]:
+    """What is written beyond fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("size", "name"), [(0, "lock"), (1000, "run.toml")])
+def test_where_a_run_has_no_space_to_begin_it_says_so_and_leaves_no_folder(
+    run: pg.Run, tmp_path: Path, size: int, name: str
+) -> None:
+    with pytest.raises(RunError, match=rf"{name} .*File too large"), no_file_longer_than(size):
+        pg.train(run, display=False)
+    assert not (tmp_path / "run").exists()
+    pg.train(replace(run, steps=1, evaluation=pg.Evaluation(problems=0)), display=False)
 
 
 @pytest.mark.parametrize("name", [METRICS, COMPLETIONS])

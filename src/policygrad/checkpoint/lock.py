@@ -58,7 +58,7 @@ def take(
         OSError: the file cannot be opened or written.
     """
     while True:
-        file = path.open("a+b")
+        file = path.open("a+b", buffering=0)  # nothing is left to write when it is closed, on a full disk say
         try:
             while not _taken(file, path, note):
                 if not wait():
