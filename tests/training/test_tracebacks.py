@@ -102,6 +102,18 @@ def test_a_name_that_is_too_long(
     assert run_command("train", "--task", f"{name}.jsonl")[0] == 2
 
 
+@pytest.mark.parametrize(
+    "words", [("train",), ("sft", "--data", "x"), ("reward-model", "--data", "x"), ("compare", "grpo")]
+)
+def test_an_output_without_a_name_is_not_the_current_folder(
+    run_command: Command, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run_command(*words, "--output", "")
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert "output must name a folder, not ''" in err
+
+
 def test_the_embedded_model_as_a_reward_is_told_what_makes_one_of_it() -> None:
     with pytest.raises(ModelError, match=r"gives no reward: `policygrad reward-model --data pairs\.jsonl`"):
         resolve("model:tiny")

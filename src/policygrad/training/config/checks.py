@@ -48,6 +48,7 @@ def check(run: Run) -> None:
     check_ranks(run.learner, run.algorithm)
     check_lr(run.lr)
     check_seed(run.seed)
+    check_output(run.output)
     check_services(run.track)
     check_sampling(run.algorithm, run.group_size, run.sampling.temperature)
     check_rollout(run.algorithm)
@@ -94,6 +95,14 @@ def check_answers(prompts: str, count: int, samples: str, each: int) -> None:
     if count * each > MOST_ANSWERS:
         raise ConfigError(
             f"{prompts} {count} times {samples} {each} must be at most {MOST_ANSWERS:,} completions: lower one of them"
+        )
+
+
+def check_output(output: str | None) -> None:
+    """Raises ConfigError for a name that is empty, as of a variable that was not set: it would be the current folder's."""
+    if output is not None and not str(output).strip():
+        raise ConfigError(
+            f"output must name a folder, not {output!r}: leave it out for the next free one, or say . for this one"
         )
 
 
