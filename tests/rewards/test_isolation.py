@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from policygrad.errors import ConfigError, RewardError
-from policygrad.rewards import Reward, RewardPool, reward
+from policygrad.rewards import Reward, RewardPool, family, reward
 from policygrad.rewards.memory import size, words
 from policygrad.rewards.variables import GIVEN, chosen, hint, listed
 
@@ -313,6 +313,28 @@ def test_a_daemon_is_gone_with_the_pool(function: Callable[..., list[float]]) ->
         assert Path(f"/proc/{int(pid)}").exists()
         assert os.getsid(int(pid)) != os.getsid(pool._slots[0].worker.pid)  # type: ignore[union-attr]
     assert _gone(int(pid))
+
+
+@linux
+def test_a_pool_is_closed_by_as_many_looks_at_the_machine_s_processes_as_a_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+    processes = family._processes
+
+    def counted() -> list[int]:
+        looks[-1] += 1
+        return processes()
+
+    monkeypatch.setattr(family, "_processes", counted)
+    for workers in (1, 4):
+        pool = RewardPool(["exact_match"], workers=workers)
+        leaders = [slot.worker.pid for slot in pool._slots if slot.worker]
+        looks.append(0)
+        pool.close()
+        assert len(leaders) == workers
+        assert not any(Path(f"/proc/{pid}").exists() for pid in leaders)
+    assert looks[0] == looks[1] > 0
 
 
 @linux

@@ -8,9 +8,11 @@ environment of its own. Elsewhere only the process group is known.
 
 import contextlib
 import os
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 
 TOKEN = "POLICYGRAD_WORKER"
@@ -47,22 +49,35 @@ def crowded() -> bool:
     return len(children) > _UNCOLLECTED and sum(_ended(int(pid)) for pid in children) > _UNCOLLECTED
 
 
-def end(leader: int, token: str, *, running: bool) -> None:
-    """Kills a worker and its family. running: whether it still lives; the caller collects it either way."""
-    if not running:
-        _end_group(leader)  # at once, while nobody else can have its number
-    elif sys.platform == "linux":
-        _signal(leader, signal.SIGSTOP)  # it forks no more, and adopts until all others are gone
+@dataclass(frozen=True)
+class Family:
+    """A worker and what it has started. running: whether it still lives itself."""
+
+    leader: int
+    token: str
+    running: bool
+
+
+def end(families: Sequence[Family]) -> None:
+    """Kills these workers and all that they have started, by one search among the machine's processes for all of them; the caller
+    collects the workers."""
+    for family in families:
+        if not family.running:
+            _end_group(family.leader)  # at once, while nobody else can have its number
+        elif sys.platform == "linux":
+            _signal(family.leader, signal.SIGSTOP)  # it forks no more, and adopts until all others are gone
+    running = [family.leader for family in families if family.running]
     if sys.platform == "linux":
-        gone = {leader, os.getpid()}
+        gone = {os.getpid(), *(family.leader for family in families)}
+        tokens = {family.token for family in families}
         for _ in range(_ROUNDS):
-            found = ({*_marked(token)} | (_below(leader) if running else set())) - gone
+            found = ({*_marked(tokens)} | _below(running)) - gone
             if not found:
                 break
             for pid in found:
                 _signal(pid, signal.SIGKILL)
             gone |= found
-    if running:
+    for leader in running:
         _end_group(leader)
 
 
@@ -71,13 +86,13 @@ def _end_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def _below(leader: int) -> set[int]:
-    """The processes below this one."""
+def _below(leaders: Sequence[int]) -> set[int]:
+    """The processes below these."""
     children: dict[int, list[int]] = {}
-    for pid in _processes():
+    for pid in _processes() if leaders else ():
         if (state := _stat(pid)) is not None:
             children.setdefault(int(state[1]), []).append(pid)
-    found, left = set[int](), [leader]
+    found, left = set[int](), list(leaders)
     while left:
         new = [pid for pid in children.get(left.pop(), []) if pid not in found]
         found.update(new)
@@ -85,12 +100,15 @@ def _below(leader: int) -> set[int]:
     return found
 
 
-def _marked(token: str) -> Iterator[int]:
-    """The processes that began with this token in their environment, as far as this one may read it."""
-    mark = f"{TOKEN}={token}\0".encode()
+def _marked(tokens: Set[str]) -> Iterator[int]:
+    """The processes that began with one of these tokens in their environment, as far as this one may read it."""
+    mark = re.compile(rb"(?:^|\0)" + TOKEN.encode() + rb"=([^\0]*)")
     for pid in _processes():
         with contextlib.suppress(OSError):  # another user's, or ended meanwhile
-            if mark in Path(f"/proc/{pid}/environ").read_bytes():
+            if any(
+                token.decode(errors="replace") in tokens
+                for token in mark.findall(Path(f"/proc/{pid}/environ").read_bytes())
+            ):
                 yield pid
 
 

@@ -21,6 +21,7 @@ from policygrad.rewards.plan import plan, take
 from policygrad.rewards.resolve import resolve
 from policygrad.rewards.slots import Slot, Work, check_workers, slots_for
 from policygrad.rewards.starting import Starter
+from policygrad.rewards.subprocess import kill
 from policygrad.rewards.summary import gather, summarise
 from policygrad.rewards.types import ProcessScores, Reward, RewardFunction, RewardScores
 from policygrad.rewards.variables import check_names, hint
@@ -246,6 +247,7 @@ def _check_names(rewards: Sequence[Reward]) -> None:
 def _kill(slots: Sequence[Slot], starter: Starter, owner: int) -> None:
     if owner != os.getpid():  # a forked copy of the pool owns no workers
         return
+    kill([slot.worker for slot in slots if slot.worker is not None])
     for slot in slots:
-        slot.kill()
+        slot.worker, slot.ready = None, False
     starter.close()  # at last: its end is that of the workers, who are to be found alive with all that they have started

@@ -82,9 +82,18 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def kin(self) -> family.Family:
+        """It, with what it has started."""
+        return family.Family(self.pid, self._token, running=self._process.poll() is None)
+
     def kill(self) -> str:
         """End the worker and what it started, at once. Returns how it had ended by itself, or "signal SIGKILL"."""
-        family.end(self.pid, self._token, running=self._process.poll() is None)
+        (how,) = kill([self])
+        return how
+
+    def collect(self) -> str:
+        """What has ended is put away; how it ended."""
         code = self._process.wait()
         self._place.clear()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -96,3 +105,10 @@ class WorkerProcess:
             return f"signal {signal.Signals(-code).name}"
         except ValueError:
             return f"signal {-code}"
+
+
+def kill(workers: Sequence[WorkerProcess]) -> list[str]:
+    """End these workers and what they started, at once, and together: a machine may have thousands of processes to look through.
+    Returns how each had ended by itself, or "signal SIGKILL"."""
+    family.end([worker.kin for worker in workers])
+    return [worker.collect() for worker in workers]
