@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from policygrad import cli
 from policygrad.algorithms import ALGORITHMS
+from policygrad.commands.options import printed_flags
 from policygrad.commands.train import asked
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import PolicygradError
@@ -156,6 +159,35 @@ def test_words(line: list[tuple[str, str, bool]], first: str, tmp_path: Path, mo
             return Run() if end.code in (0, 2) else end
 
     ends_well(parsed, Run)
+
+
+COMMANDS = {
+    "sft": ("--data", "missing.jsonl"),
+    "reward-model": ("--data", "missing.jsonl"),
+    "eval": ("missing",),
+    "export": ("missing",),
+    "report": ("missing",),
+    "compare": ("grpo", "--dry-run"),
+    "plan": ("--model", "tiny", "--gpus", "cpu:1"),
+    "engine": ("vllm", "--print", "--model", "tiny"),
+}
+"""With so much, each comes to an end at once, whatever else is said."""
+
+
+@cache
+def flags_of(command: str) -> list[str]:
+    return printed_flags(lambda: cli.main([command, "--help"]))
+
+
+@settings(max_examples=60, **FAST)  # type: ignore[arg-type]
+@given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
+def test_words_of_other_commands(
+    data: st.DataObject, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole command; a refusal is one message, and exit code 2."""
+    monkeypatch.chdir(tmp_path)
+    line = data.draw(st.lists(st.tuples(st.sampled_from(flags_of(command)), words), min_size=1, max_size=2))
+    assert cli.main([command, *COMMANDS[command], *(word for pair in line for word in pair)]) in (0, 2)
 
 
 parts = st.one_of(

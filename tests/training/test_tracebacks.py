@@ -114,6 +114,35 @@ def test_an_output_without_a_name_is_not_the_current_folder(
     assert "output must name a folder, not ''" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("plan", "--gpus", "cpu:1", "--model", "tiny", "--output", "x" * 300),
+            "File name too long: take another name",
+        ),
+        (("plan", "--gpus", "cpu:1", "--model", "x" * 300), "neither a folder with a config.json nor a shape"),
+        (("plan", "--gpus", "cpu:1", "--model", "tiny", "--samples-per-prompt", "1" + "0" * 30), "at most 16,777,216"),
+        (("engine", "vllm", "--print", "--model", "."), "cannot load the model '.', whose folder needs config.json"),
+    ],
+)
+def test_what_other_commands_alone_are_told(
+    run_command: Command, words: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run_command(*words)
+    assert code == 2
+    assert says in err
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
+@pytest.mark.parametrize("option", ["output", "directory"])
+@pytest.mark.parametrize("config", [pg.Run, pg.SFTConfig])
+def test_what_no_file_system_takes_as_a_name(config: Callable[..., object], option: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} must name a folder"):
+        config(**{option: name})
+
+
 def test_the_embedded_model_as_a_reward_is_told_what_makes_one_of_it() -> None:
     with pytest.raises(ModelError, match=r"gives no reward: `policygrad reward-model --data pairs\.jsonl`"):
         resolve("model:tiny")

@@ -24,7 +24,6 @@ from policygrad.compare.counts import counted
 from policygrad.compare.ladders import LADDERS
 from policygrad.compare.plan import TUNING, Plan, next_folder, open_folder, read
 from policygrad.errors import ConfigError
-from policygrad.training.config.checks import check_output
 from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
@@ -202,7 +201,9 @@ def _planned(options: CompareOptions, common: Sequence[str], command: str) -> tu
         version=__version__,
         ladder=ladder.to_dict() if ladder else {},
     )
-    check_output(options.output)
+    from policygrad.training.config.checks import check_folders
+
+    check_folders(options.output)
     return plan, next_folder([row.label for row in plan.rows], options.ladder) if options.output is None else Path(
         options.output
     )

@@ -134,7 +134,13 @@ def _reads(model: str) -> int | None:
     """Tokens that a model reads at most, as its configuration says."""
     from transformers import AutoConfig
 
-    return getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    from policygrad.models.trust import cannot_load, reading
+
+    try:
+        config = AutoConfig.from_pretrained(model, **reading(False))
+    except (OSError, ValueError) as error:
+        raise cannot_load(f"the model {model!r}", error, "config.json and safetensors", model) from error
+    return getattr(config, "max_position_embeddings", None)
 
 
 def _check(options: EngineOptions) -> int:

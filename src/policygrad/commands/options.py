@@ -79,12 +79,15 @@ def printed_flags(parse_help: Callable[[], object]) -> list[str]:
 
 def writable(path: Path, option: str) -> None:
     """Raises ConfigError where no file can be written, so that it is said before the work and not after it."""
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a folder: name a file in it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {path.parent}: make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{option} {path}: it may not be written there: take another place")
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{option} {path} is a folder: name a file in it")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{option} {path}: there is no folder {path.parent}: make it first")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"{option} {path}: it may not be written there: take another place")
+    except OSError as error:  # a name of more bytes than a file system takes
+        raise ConfigError(f"{option} {path}: {error.strerror}: take another name") from error
 
 
 def write(path: Path, text: str, option: str) -> None:

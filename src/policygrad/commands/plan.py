@@ -127,6 +127,7 @@ def planned(options: PlanOptions) -> Plan:
         ConfigError: what cannot be planned, with the way out.
     """
     from policygrad.training.asks import planned as asked
+    from policygrad.training.config.checks import check_answers
     from policygrad.training.config.parts import find_algorithm
 
     measured = None if options.calibration is None else load(options.calibration)
@@ -144,6 +145,7 @@ def planned(options: PlanOptions) -> Plan:
         completion=max(1, budget // 3) if options.completion is None else options.completion,
         budget=budget,
     )
+    check_answers("--prompts-per-step", work.prompts, "--samples-per-prompt", work.samples)
     asks = replace(asks, updates=min(asks.updates, asks.epochs * work.prompts))  # minibatches are of whole groups
     divide = options.samplers is None and options.staleness > 0
     layout = Layout(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,9 @@ def shape(model: str) -> Shape:
         return read(Path(__file__).parents[1] / "models" / EMBEDDED / "config.json", EMBEDDED)
     path = Path(model).expanduser()
     for file in (path / "config.json", path / "model" / "config.json", path):
-        if file.is_file():
-            return read(file, model)
+        with suppress(OSError):  # of more bytes than a file's name has: no file
+            if file.is_file():
+                return read(file, model)
     key = model.rpartition("/")[2].lower()
     for suffix in SUFFIXES:
         key = key.removesuffix(suffix)

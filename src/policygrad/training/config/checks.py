@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ def check(run: Run) -> None:
     check_ranks(run.learner, run.algorithm)
     check_lr(run.lr)
     check_seed(run.seed)
-    check_output(run.output)
+    check_folders(run.output, run.directory)
     check_services(run.track)
     check_sampling(run.algorithm, run.group_size, run.sampling.temperature)
     check_rollout(run.algorithm)
@@ -98,12 +99,23 @@ def check_answers(prompts: str, count: int, samples: str, each: int) -> None:
         )
 
 
-def check_output(output: str | None) -> None:
-    """Raises ConfigError for a name that is empty, as of a variable that was not set: it would be the current folder's."""
+def check_folders(output: str | None, directory: str | None = None) -> None:
+    """Raises ConfigError for an output that is empty, as of a variable that was not set: it would be the current folder. And for
+    what no file system takes as a name."""
     if output is not None and not str(output).strip():
         raise ConfigError(
             f"output must name a folder, not {output!r}: leave it out for the next free one, or say . for this one"
         )
+    for option, name in (("output", output), ("directory", directory)):
+        if name is not None and not _is_name(str(name)):
+            raise ConfigError(f"{option} must name a folder, not {name!r}, which no file system takes")
+
+
+def _is_name(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeError:  # half a surrogate pair
+        return False
 
 
 def check_seed(seed: int) -> None:

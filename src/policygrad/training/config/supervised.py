@@ -12,7 +12,7 @@ from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.supported import check_ranks
 from policygrad.models.lora import RATE
 from policygrad.trackers.services import check_services
-from policygrad.training.config.checks import check_lr, check_output, check_seed
+from policygrad.training.config.checks import check_folders, check_lr, check_seed
 from policygrad.training.config.guard import RowsGuard
 from policygrad.training.config.run import Checkpointing, optional
 
@@ -76,7 +76,7 @@ class Supervised:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         check_lr(self.lr)
         check_seed(self.seed)
-        check_output(self.output)
+        check_folders(self.output, self.directory)
         check_services(self.track)
         if self.learner.score_parameters:
             raise ConfigError(
