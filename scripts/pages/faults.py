@@ -36,8 +36,8 @@ def counted_section(found: Data | None) -> str:
     return "\n\n".join([*lines, *(["\n".join(wrong)] if wrong else []), said])
 
 
-def soak_section(found: Data | None) -> str:
-    """What the soak has seen."""
+def soak_section(found: Data | None, shorter: Data | None = None) -> str:
+    """What the soak has seen. shorter: another one, of fewer steps, which is told below the first."""
     command = block("python scripts/soak.py", "sh")
     head = (
         "## The soak\n\nOne run that is never killed and is watched, the same again with SIGKILL at random moments of every phase,"
@@ -50,6 +50,12 @@ def soak_section(found: Data | None) -> str:
     )
     if found is None:
         return f"{head}\n\n{command}\n\nIts figures have not been taken yet; they will stand here."
+    more = _told(shorter) if shorter is not None else []
+    return "\n\n".join([head, command, *_told(found), *_held(found), *more])
+
+
+def _told(found: Data) -> list[str]:
+    """How long the runs were, what the kills fell into, and what they left."""
     said = [
         f"{found['steps']:,} steps of `{found['command']}` (torch {found['versions']['torch']}; {found['machine']})."
     ]
@@ -63,8 +69,11 @@ def soak_section(found: Data | None) -> str:
     said.append(
         "\n".join(wrong) or "Weights, optimiser, metrics, completions and files were those of the run never killed."
     )
-    if text := found.get("remarks"):
-        said.append(text)
+    return [*said, *([found["remarks"]] if found.get("remarks") else [])]
+
+
+def _held(found: Data) -> list[str]:
+    """What the run never killed held, from its first to its last fifth."""
     names = {"trainer_mib": "trainer, resident [MiB]", "workers_mib": "reward workers, resident [MiB]"}
     rows = [
         (
@@ -80,5 +89,4 @@ def soak_section(found: Data | None) -> str:
         f"medians of its fifths are apart{few}:"
     )
     columns = ("", "at first", "at last", "least", "largest", "apart [%]")
-    held = [told, table(columns, rows)] if rows else []
-    return "\n\n".join([head, command, *said, *held])
+    return [told, table(columns, rows)] if rows else []

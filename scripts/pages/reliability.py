@@ -119,5 +119,5 @@ def _rows(item: dict[str, Any]) -> str:
 def reliability_page(soak: Data | None = None, counts: Data | None = None) -> str:
     """The page. soak, counts: others than the committed ones."""
     sections = [f"## {number}. {item['title']}\n\n{_rows(item)}" for number, item in enumerate(faults(), 1)]
-    measured = counted_section(counts or load("faults")), soak_section(soak or load("soak"))
+    measured = counted_section(counts or load("faults")), soak_section(soak or load("soak"), load("soak_short"))
     return page("# What a run survives, and what it refuses", PROMISE, *sections, *measured, NOT)
