@@ -26,25 +26,28 @@ def after_imports(handler: Handler) -> Handler:
 
     What is raised in the midst of an import may be lost with the import's lock, be made into another error (of a class's
     descriptor, of a package that imports its parts when they are asked for) or leave half a module behind. An import that was
-    under way when this was called does not count: a program that is itself imported can be stopped, too. Signals of one kind
-    that come meanwhile are one.
+    under way when this was called does not count: a program that is itself imported can be stopped, too. An import may take long
+    that runs somebody's program: the same signal once more is not kept waiting.
     """
     before = _imports(sys._getframe())
-    waiting = set[int]()
+    waiting = dict[int, float]()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if _imports(frame) <= before:
+        now = time.monotonic()
+        if _imports(frame) <= before or now - waiting.get(number, now) > AGAIN:
+            waiting.pop(number, None)
             handler(number, frame)
         elif number not in waiting:
-            waiting.add(number)
+            waiting[number] = now
             start_new_thread(wait, (number,))  # no Thread: its lock may be what was interrupted
 
     def wait(number: int) -> None:
         main = threading.main_thread().ident or 0
         while _imports(sys._current_frames().get(main)) > before:
             time.sleep(_LOOKS)
-        waiting.discard(number)
-        if callable(signal.getsignal(number)):  # else what it was to end is over
+        if waiting.pop(number, None) is not None and callable(
+            signal.getsignal(number)
+        ):  # else what it was to end is over
             _send(number, main)
 
     return handle

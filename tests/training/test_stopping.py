@@ -22,6 +22,7 @@ import policygrad as pg
 from doubles.files import rows, same, untimed, weights, write_rows
 from doubles.stops import AtDecoding, AtPhase, AtUpdate, learner_that_sends, send
 from doubles.trackers import Record
+from policygrad import signals
 from policygrad.commands import STOPPED
 from policygrad.trackers.plain import PlainTracker
 from policygrad.training.config.toml import dumps
@@ -263,6 +264,15 @@ def test_a_signal_waits_for_the_import_that_it_lands_in(tmp_path: Path, monkeypa
 
     assert stops(load)
     assert seen == ["part"]
+
+
+def test_a_second_signal_does_not_wait_for_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "never_imported.py").write_text(
+        "import os, signal\nfor _ in range(1000000):\n    os.kill(os.getpid(), signal.SIGTERM)\nraise SystemExit\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(signals, "AGAIN", 0.001)
+    assert stops(lambda _: import_module("never_imported"))
 
 
 def test_a_program_that_is_itself_imported_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

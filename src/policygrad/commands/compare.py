@@ -204,9 +204,8 @@ def _planned(options: CompareOptions, common: Sequence[str], command: str) -> tu
     from policygrad.training.config.checks import check_folders
 
     check_folders(options.output)
-    return plan, next_folder([row.label for row in plan.rows], options.ladder) if options.output is None else Path(
-        options.output
-    )
+    named = None if options.output is None else Path(options.output)
+    return plan, named or next_folder([row.label for row in plan.rows], options.ladder)
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
