@@ -13,7 +13,7 @@ import policygrad as pg
 from policygrad.errors import ConfigError
 from policygrad.rewards.imports import FILE_MODULE
 from policygrad.rewards.resolve import resolve
-from policygrad.training.config.allowed import from_words
+from policygrad.training.config.allowed import Allowed, from_words, not_allowed
 from policygrad.training.config.run import Draft
 from policygrad.training.config.toml import load
 
@@ -124,6 +124,14 @@ def test_what_is_allowed_is_imported(run_command: Command, here: Path, allowed: 
     said, out, err = run_command("train", "--resume", "runs/x", "--allow", "nobody", allowed, "--dry-run")
     assert said == 0, err
     assert "stranger.py:Gate" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"), [("json", []), ("json.tool", []), ("js", ["json.tool"]), ("tool", ["json.tool"])]
+)
+def test_a_package_that_is_allowed_is_so_with_all_that_is_in_it(name: str, missing: list[str]) -> None:
+    options = {"algorithm": {"gate": "json.tool:Gate"}}
+    assert not_allowed(options, Path("run.toml"), Allowed((name,))) == missing
 
 
 def test_installed_packages_are_nobody_s_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

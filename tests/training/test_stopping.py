@@ -23,6 +23,7 @@ from doubles.files import rows, same, untimed, weights, write_rows
 from doubles.stops import AtDecoding, AtPhase, AtUpdate, learner_that_sends, send
 from doubles.trackers import Record
 from policygrad import signals
+from policygrad.checkpoint.format import newest
 from policygrad.commands import STOPPED
 from policygrad.trackers.plain import PlainTracker
 from policygrad.training.config.toml import dumps
@@ -93,6 +94,7 @@ def test_a_signal_in_any_phase_ends_resumably_and_nothing_is_lost(
     said = given["display"]
     assert "go on with" in said.summary or "go on with: " in said.said
     assert (folder / "run.toml").exists()
+    assert newest(folder / "checkpoints") == done  # else it would begin anew, and come to the same later
     again = pg.train(run, resume=folder, display=False)
     assert (again.steps, again.interrupted) == (4, False)
     assert same(weights(whole), weights(folder))
