@@ -45,10 +45,8 @@ def after_imports(handler: Handler) -> Handler:
         main = threading.main_thread().ident or 0
         while _imports(sys._current_frames().get(main)) > before:
             time.sleep(_LOOKS)
-        if waiting.pop(number, None) is not None and callable(
-            signal.getsignal(number)
-        ):  # else what it was to end is over
-            _send(number, main)
+        if waiting.pop(number, None) is not None:  # None: it did not wait
+            send(number)
 
     return handle
 
@@ -62,9 +60,12 @@ def _imports(frame: FrameType | None) -> int:
     return count
 
 
-def _send(number: int, thread: int) -> None:
-    """To this thread, the main one, which it wakes if that is waiting (not on Windows)."""
+def send(number: int) -> None:
+    """From any thread to the main one, which it wakes if it is waiting (not on Windows); nothing where nobody handles it."""
+    main = threading.main_thread().ident
+    if main is None or not callable(signal.getsignal(number)):
+        return
     if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(thread, number)
+        signal.pthread_kill(main, number)
     else:
         interrupt_main(signal.Signals(number))

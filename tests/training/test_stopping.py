@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -170,7 +171,15 @@ def test_a_time_limit_ends_a_run_in_time(run: pg.Run, tmp_path: Path) -> None:
     record = Record()
     stopped = pg.train(replace(run, output=str(tmp_path / "run")), stop_before="0.001s", display=record)
     assert stopped.interrupted
-    assert pg.train(resume=tmp_path / "run", stop_before="2h", display=False).steps == 4
+    assert pg.train(run, resume=tmp_path / "run", stop_before="2h", display=False).steps == 4
+
+
+def test_a_time_limit_ends_what_waits() -> None:
+    """An engine's answer, a reward: it is not waited for until it comes."""
+    began = time.monotonic()
+    with Stopping(0.02) as stopping, pytest.raises(Stop), stopping.breakable():
+        threading.Event().wait(60)
+    assert time.monotonic() - began < 50  # it was not waited to its end
 
 
 class Clock:

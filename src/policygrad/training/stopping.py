@@ -7,14 +7,13 @@ import re
 import signal
 import threading
 import time
-from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from policygrad.errors import ConfigError
-from policygrad.signals import AGAIN, SIGNALS, after_imports
+from policygrad.signals import AGAIN, SIGNALS, after_imports, send
 
 WORDS = "stopping after this step, with a checkpoint (again: at once)"
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -97,7 +96,7 @@ class Stopping:
 
     def _time_is_up(self) -> None:
         if not self.asked:  # in the timer's thread; this has the main one do what it does for a signal
-            interrupt_main(signal.SIGTERM)
+            send(signal.SIGTERM)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
