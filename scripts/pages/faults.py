@@ -50,7 +50,10 @@ def soak_section(found: Data | None, shorter: Data | None = None) -> str:
     )
     if found is None:
         return f"{head}\n\n{command}\n\nIts figures have not been taken yet; they will stand here."
-    more = _told(shorter) if shorter is not None else []
+    more = []
+    if shorter is not None:
+        again = f"python scripts/soak.py --steps {shorter['steps']} --watch {shorter['looks_every']}"
+        more = ["And a shorter one:", block(again, "sh"), *_told(shorter)]
     return "\n\n".join([head, command, *_told(found), *_held(found), *more])
 
 

@@ -7,15 +7,14 @@ import difflib
 import os
 import signal
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TextIO
 
 from policygrad.commands import COMMANDS
 from policygrad.errors import ConfigError, PolicygradError
-from policygrad.signals import after_imports
+from policygrad.signals import Handling
 
 HELP = """policygrad: the policy-gradient family for language models, as one equation
 with interchangeable parts
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal gets ? for Ψ, not a traceback
     try:
-        with warnings.catch_warnings(), _interrupted_after_imports():
+        with warnings.catch_warnings(), _ctrl_c():
             warnings.showwarning = _warn
             return _run(args)
     except SystemExit as end:  # tyro's, after its help or its own error message
@@ -104,19 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _flush(sys.stderr)
 
 
-@contextlib.contextmanager
-def _interrupted_after_imports() -> Iterator[None]:
-    """Ctrl-C, where nobody else handles it, ends no import in its midst."""
-    ours = after_imports(signal.default_int_handler)
-    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not handled or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, ours)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def _ctrl_c() -> contextlib.AbstractContextManager[object]:
+    """Ctrl-C as Python has it, where nobody else handles it; but it ends no import in its midst."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return contextlib.nullcontext()
+    return Handling(signal.default_int_handler, (signal.SIGINT,))
 
 
 def _say(text: str) -> None:

@@ -102,5 +102,10 @@ def test_a_soak_that_broke_says_so() -> None:
     }
     assert "**It does not hold:** kill 3 (saving) lost 9 steps." in faults.soak_section(found)
     assert "not been taken yet" in faults.soak_section(None)
-    both = faults.soak_section(found | {"broken": []}, found | {"steps": 5})
-    assert both.index("9 steps of") < both.index("5 steps of") < both.index("**It does not hold:**")
+    both = faults.soak_section(found | {"broken": []}, found | {"steps": 5, "looks_every": 1})
+    assert (
+        both.index("9 steps of")
+        < both.index("--steps 5 --watch 1")
+        < both.index("5 steps of")
+        < both.index("**It does not hold:**")
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self
 
-from policygrad.signals import AGAIN, SIGNALS, after_imports
+from policygrad.signals import AGAIN, Handling
 
 
 class Ending:
@@ -18,22 +18,14 @@ class Ending:
     def __init__(self) -> None:
         self.asked, self.begun = False, False
         self._first = 0.0
-        self._before: dict[signal.Signals, Any] = {}
+        self._signals = Handling(self._come)
 
     def __enter__(self) -> Self:
-        hung_up = getattr(signal, "SIGHUP", None)
-        come = after_imports(self._come)
-        try:
-            for number in SIGNALS:
-                if number != hung_up or signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, come)
-        except ValueError:  # not the main thread
-            pass
+        self._signals.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by other than Python
+        self._signals.__exit__(kind, error, at)
 
     def _come(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self
 
 from policygrad.errors import ConfigError
-from policygrad.signals import AGAIN, SIGNALS, after_imports, send
+from policygrad.signals import AGAIN, Handling
 
 WORDS = "stopping after this step, with a checkpoint (again: at once)"
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -27,8 +27,8 @@ class Stopping:
     """A context in which the signals set `asked`, and end at once what is `breakable`. Its handler prints nothing through Python:
     whatever it interrupts may be printing.
 
-    Outside of the main thread it changes nothing: whoever runs us there keeps their handlers. A SIGHUP that is ignored (nohup)
-    stays ignored. within: seconds after which the run is to be over, saved; None = any.
+    Outside of the main thread it changes nothing: whoever runs us there keeps their handlers. within: seconds after which the run
+    is to be over, saved; None = any.
     """
 
     def __init__(self, within: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,17 +36,12 @@ class Stopping:
         self.within, self._clock, self._began = within, clock, clock()
         self._step, self._longest, self._first = self._began, 0.0, 0.0
         self._breakable, self._raised = False, False
-        self._before: dict[signal.Signals, Any] = {}
+        self._signals = Handling(self._stop)
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Self:
-        hung_up = getattr(signal, "SIGHUP", None)
-        stop = after_imports(self._stop)
-        with suppress(ValueError):  # not the main thread
-            for s in SIGNALS:
-                if s != hung_up or signal.getsignal(s) is not signal.SIG_IGN:
-                    self._before[s] = signal.signal(s, stop)
-        if self.within is not None and self._before:
+        self._signals.__enter__()
+        if self.within is not None and self._signals.active:
             left = max(0.0, self.within - self._spent)
             self._timer = threading.Timer(min(left, threading.TIMEOUT_MAX), self._time_is_up)
             self._timer.daemon = True
@@ -56,8 +51,7 @@ class Stopping:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for s, handler in self._before.items():
-            signal.signal(s, signal.SIG_DFL if handler is None else handler)  # None: set by other than Python
+        self._signals.__exit__(kind, error, at)
 
     @contextmanager
     def breakable(self) -> Iterator[None]:
@@ -96,7 +90,7 @@ class Stopping:
 
     def _time_is_up(self) -> None:
         if not self.asked:  # in the timer's thread; this has the main one do what it does for a signal
-            send(signal.SIGTERM)
+            self._signals.send(signal.SIGTERM)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
