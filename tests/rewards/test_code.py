@@ -1,6 +1,10 @@
 """The reward `code`: rows as data sets have them, the program in a completion, options, and the way through the workers."""
 
+import base64
+import functools
 import json
+import pickle
+import zlib
 
 import pytest
 
@@ -9,13 +13,24 @@ from policygrad.rewards import RewardPool, resolve
 from policygrad.rewards.code import Code
 from policygrad.rewards.code_rows import code_in, exam_of, program_in, whole_program
 from policygrad.rewards.resolve import codes_of
-from policygrad.sandbox import Dialogue, Examination, standing
+from policygrad.sandbox import Dialogue, Examination, converse, examine, standing
 
 ADD = 'def add(a: int, b: int) -> int:\n    """Add.\n    >>> add(1, 2)\n    3\n    """\n'
 CHECK = (
     "\n\nMETADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 2) == 1\n"
 )
 HUMANEVAL = {"test": CHECK, "entry_point": "add"}
+CASE = {"input": "1", "output": "2", "testtype": "stdin"}
+
+
+def packed(cases, by=pickle.dumps):
+    """As LiveCodeBench packs its private tests."""
+    return base64.b64encode(zlib.compress(by(json.dumps(cases)))).decode()
+
+
+def pickle_of_more(text):
+    """A pickle that would call something if it were unpickled."""
+    return pickle.dumps(functools.partial(text.encode))
 
 
 def stands():
@@ -29,18 +44,46 @@ def stands():
 needs_wall = pytest.mark.skipif(not stands(), reason="no wall stands on this machine")
 
 
-@pytest.mark.parametrize(
-    ("completion", "program"),
-    [
-        ("Here:\n```python\nx = 1\n```\nand\n```py\nx = 2\n```\n", "x = 2\n"),
-        ("```\nx = 1\n```", "x = 1\n"),
-        ("```python\nx = 1\n```\n```bash\nls\n```", "x = 1\n"),
-        ("so <answer>x = 1</answer>", "x = 1"),
-        ("x = 1", "x = 1"),
-        ("<answer>x = 1", "<answer>x = 1"),
-    ],
-)
-def test_the_program_in_a_completion(completion, program):
+FUNCTION = "def f(x):\n    return x\n"
+EXTRACTED = {
+    "the last block of Python": ("Here:\n```python\nx = 1\n```\nand\n```py\nx = 2\n```\n", "x = 2\n"),
+    "a block without a label": ("```\nx = 1\n```", "x = 1\n"),
+    "another language behind it": ("```python\nx = 1\n```\n```bash\nls\n```", "x = 1\n"),
+    "an answer": ("so <answer>x = 1</answer>", "x = 1"),
+    "nothing around it": ("x = 1", "x = 1"),
+    "an answer that is not closed": ("<answer>x = 1", "<answer>x = 1"),
+    "a fence that is not closed": (f"So:\n```python\n{FUNCTION}", FUNCTION + "\n"),
+    "not closed and without a label": (f"So:\n```\n{FUNCTION}", FUNCTION + "\n"),
+    "not closed, and another block": ("```python\nx = 1\n\nBetter:\n```python\nx = 2\n```", "x = 2\n"),
+    "a second fence that holds nothing": ("```python\nx = 1\n```\n```python", "x = 1\n"),
+    "closed on the last line": ("```python\ndef f(x):\n    return x```\nThat is it.", FUNCTION),
+    "indented in a list": ("1. First:\n\n   ```python\n   def f(x):\n       return x\n   ```\n2. Then", FUNCTION),
+    "behind an item's mark": ("- ```python\n  def f(x):\n      return x\n  ```", FUNCTION),
+    "indented by tabs": ("\t```python\n\tdef f(x):\n\t    return x\n\t```", FUNCTION),
+    "in an answer": (f"<answer>\n```python\n{FUNCTION}```\n</answer>", FUNCTION),
+    "in an answer, on its line": (f"<answer>```python\n{FUNCTION}```</answer>", FUNCTION),
+    "in an answer, not closed": (f"<answer>```python\n{FUNCTION}</answer>", FUNCTION + "\n"),
+    "in an answer that is not closed": (f"<answer>```python\n{FUNCTION}```\n", FUNCTION),
+    "in an answer, before a block that is none": (
+        f"<answer>```python\n{FUNCTION}```</answer>\n```python\nf(1)\n```",
+        FUNCTION,
+    ),
+    "an output without a label behind it": (f"```python\n{FUNCTION}```\nOutput:\n```\n3\n```", FUNCTION),
+    "all without a label": (f"```\n{FUNCTION}```\nOutput:\n```\n[1, 2]\n```", FUNCTION),
+    "an output that is no Python": (f"```\n{FUNCTION}```\nOutput:\n```\n1 2 3\n```", FUNCTION),
+    "the end of a block that the prompt began": ("    return x\n```\nThis returns x.", "    return x\n"),
+    "labels with more than a name": ("``` Python title=f.py\nx = 1\n```", "x = 1\n"),
+    "pandoc's labels": ("```{.python}\nx = 1\n```", "x = 1\n"),
+    "tildes": ("~~~python\nx = 1\n~~~", "x = 1\n"),
+    "four backticks around three": ('````python\nx = """\n```\n"""\n````', 'x = """\n```\n"""\n'),
+    "lines as Windows ends them": ("```python\r\nx = 1\r\ny = 2\r\n```\r\n", "x = 1\ny = 2\n"),
+    "an indented fence keeps what is deeper": ("  ```python\n  if x:\n      y = 1\n  ```", "if x:\n    y = 1\n"),
+}
+
+
+@pytest.mark.parametrize("name", EXTRACTED)
+def test_the_program_in_a_completion(name):
+    completion, program = EXTRACTED[name]
     assert program_in(completion) == program
 
 
@@ -56,10 +99,18 @@ def test_the_program_in_a_completion(completion, program):
         ({"tests": "assert f(1)\nassert f(2)"}, Examination(("assert f(1)\nassert f(2)",))),
         ({"tests": [{"input": "1", "output": "2"}]}, Dialogue((("1", "2"),))),
         ({"inputs": ["1"], "outputs": ["2"]}, Dialogue((("1", "2"),))),
-        ({"input_output": json.dumps({"inputs": ["1"], "outputs": ["2"]})}, Dialogue((("1", "2"),))),
+        ({"tests": '[{"input": "1", "output": "2"}]'}, Dialogue((("1", "2"),))),
+        ({"input_output": json.dumps({"inputs": ["1"], "outputs": ["2"]})}, Dialogue((("1", "2"),), imports=True)),
+        ({"input_output": {"inputs": [["1", "2"]], "outputs": [["3"]]}}, Dialogue((("1\n2", "3"),), imports=True)),
+        ({"public_test_cases": json.dumps([CASE]), "metadata": "{}"}, Dialogue((("1", "2"),), imports=True)),
+        (
+            {"public_test_cases": [CASE], "private_test_cases": packed([CASE])},
+            Dialogue((("1", "2"),) * 2, imports=True),
+        ),
         ({"tests": None}, None),
         ({"test_list": []}, None),
         ({"input_output": None, "inputs": None}, None),
+        ({"public_test_cases": "[]", "private_test_cases": None}, None),
     ],
 )
 def test_rows_of_data_sets(row, tests):
@@ -72,7 +123,7 @@ def test_a_row_of_humaneval_has_its_prompt_as_what_a_program_cannot_replace():
     assert whole_program(ADD, "    return a + b\n", tests) == ADD + "    return a + b\n"
     assert (
         whole_program(ADD, "```python\ndef add(a, b):\n    return a + b\n```", tests)
-        == "def add(a, b):\n    return a + b\n"
+        == f"{ADD}\ndef add(a, b):\n    return a + b\n"  # whose imports and helpers it may use
     )
     chat = [{"role": "user", "content": f"Complete this:\n```python\n{ADD}```\n"}]
     assert code_in(chat) == ADD
@@ -86,7 +137,13 @@ def test_a_row_of_humaneval_has_its_prompt_as_what_a_program_cannot_replace():
         ({"tests": [{"input": "1"}]}, "a test without 'output'"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ({"input_output": "{"}, "is no JSON"),
-        ({"input_output": {"inputs": [], "outputs": [], "fn_name": "f"}}, "fn_name is not known"),
+        ({"input_output": {"inputs": [[1]], "outputs": [], "fn_name": "f"}}, "one output for each input"),
+        ({"input_output": {"inputs": [[1]], "outputs": [1], "fn_name": "f("}}, "which is no function's name"),
+        ({"input_output": {"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}}, "a row's test of f is no JSON"),
+        ({"public_test_cases": [{**CASE, "testtype": "functional"}]}, "need `metadata` with 'func_name'"),
+        ({"private_test_cases": "!"}, "neither JSON nor packed as LiveCodeBench does"),
+        ({"private_test_cases": packed([CASE], by=pickle_of_more)}, "its pickle is more than one text"),
+        ({"test": "def test_f(): pass", "entry_point": "f"}, r"defines no check\(candidate\)"),
         ({"tests": [1]}, "are a list of texts"),
     ],
 )
@@ -121,6 +178,136 @@ def test_it_is_refused_where_no_wall_stands(monkeypatch):
             RewardPool(["exact_match"], sandbox="auto")
     finally:
         standing.cache_clear()
+
+
+HELPED = (
+    "from typing import List\n\n\ndef encode(s: str) -> str:\n    return s[::-1]\n\n\n"
+    'def decode(s: str) -> str:\n    """Undoes encode."""\n'
+)
+CYCLIC = "def check(candidate):\n    for s in ('ab', 'abc'):\n        assert candidate(encode(s)) == s\n"
+LEETCODE = {"metadata": json.dumps({"func_name": "pairs"})}
+TREE = "root = Node(1)\nroot.left = Node(2)\nroot.left.left = Node(3)"
+DEPTH = "def depth(n):\n    return 0 if n is None else 1 + depth(n.left)\n"
+NODE = "class Node:\n    def __init__(self, v):\n        self.v = v\n        self.left = self.right = None\n\n"
+METHOD = "class Solution:\n    def pairs(self, nums: List[int], k: int) -> List[List[int]]:\n        "
+FORMS = {  # of data sets: prompt, columns, a right program and a wrong one
+    "HumanEval, a helper": (
+        HELPED,
+        {"test": CYCLIC, "entry_point": "decode"},
+        "```python\ndef decode(s: str) -> str:\n    return encode(s)  # its own inverse\n```",
+        "```python\ndef decode(s: List[str]) -> str:\n    return s\n```",
+    ),
+    "HumanEval, a body": (HELPED, {"test": CYCLIC, "entry_point": "decode"}, "return s[::-1]", "    return s"),
+    "HumanEval, what comes from the future": (
+        HELPED,
+        {"test": CYCLIC, "entry_point": "decode"},
+        "from __future__ import annotations\n\ndef decode(s: Unknown) -> str:\n    return s[::-1]\n",
+        "from __future__ import annotations\n\ndef decode(s):\n    raise StopIteration\n",
+    ),
+    "MBPP, a setup with the program's class": (
+        "Write a function to find the depth of a tree.",
+        {"test_list": ["assert depth(root) == 3", "assert depth(root.left) == 2"], "test_setup_code": TREE},
+        NODE + DEPTH,
+        NODE + "def depth(n):\n    return 3\n",
+    ),
+    "APPS, standard input": (
+        "Sum.",
+        {"input_output": json.dumps({"inputs": [["1", "2"], "3\n4\n"], "outputs": [["3.0"], "7\n"]})},
+        "print(sum(map(int, sys.stdin.read().split())))",
+        "print(3)",
+    ),
+    "APPS, a function": (
+        "Pairs.",
+        {"input_output": {"fn_name": "pairs", "inputs": [[[1, 2], 1], [[], 0]], "outputs": [[[[1, 2]]], [[]]]}},
+        "def pairs(nums, k):\n    return [(a, b) for a, b in combinations(nums, 2)]\n",
+        "def pairs(nums, k):\n    return []\n",
+    ),
+    "APPS, keys that were numbers": (
+        "Count.",
+        {"input_output": {"fn_name": "swap", "inputs": [[{"1": 2}]], "outputs": [{"2": 1}]}},
+        "def swap(d):\n    return {v: k for k, v in d.items()}\n",
+        "def swap(d):\n    return d\n",
+    ),
+    "LiveCodeBench, standard input": (
+        "Double.",
+        {
+            "public_test_cases": [CASE],
+            "private_test_cases": packed([{"input": "2\n", "output": "4\n", "testtype": "stdin"}]),
+        },
+        "print(int(input()) * 2)",
+        "print(2)",
+    ),
+    "LiveCodeBench, a method": (
+        "Pairs.",
+        LEETCODE | {"public_test_cases": [{"input": "[1, 2]\n1", "output": "[[1, 2]]", "testtype": "functional"}]},
+        f"```python\n{METHOD}return [(a, b) for a, b in combinations(nums, 2) if b - a == k]\n```",
+        f"```python\n{METHOD}return [1, 2]\n```",
+    ),
+}
+
+
+@needs_wall
+@pytest.mark.parametrize("name", FORMS)
+def test_right_and_wrong_programs_for_the_forms_of_data_sets(name):
+    prompt, row, right, wrong = FORMS[name]
+    assert [Code().score(prompt, program, row) for program in (right, wrong)] == [1.0, 0.0]
+
+
+@needs_wall
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"task_id": 7, "tests": ["import nothing_like_it\nassert f(1)"]},
+            "row task_id=7: no .* cannot import nothing_like_it",
+        ),
+        ({"tests": ["assert f(1"]}, "the row with the prompt 'Write f.': no program .* setup raised SyntaxError"),
+        (
+            {"tests": ["class Own: pass\nassert f(Own())"]},
+            "tests can give a candidate plain data and functions, not Own",
+        ),
+        ({"test_list": ["assert f(1)"], "test_setup_code": "1 / 0"}, "the tests' setup raised ZeroDivisionError"),
+    ],
+)
+def test_a_row_that_no_program_can_pass_is_named(row, said):
+    with pytest.raises(DataError, match=said):
+        Code().score("Write f.", "def f(x): return x", row)
+
+
+@needs_wall
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def f(x): raise ImportError('nothing')",
+        "f = 5",
+        "def g(x): return x",
+        "def f(g):\n    import os\n    return g(os)",
+        "def f(g): return g(eval)",
+    ],
+)
+def test_a_wrong_program_does_not_make_its_row_one_that_none_can_pass(program):
+    row = {"tests": ["assert f(lambda x: x) == 1"]}
+    assert Code().score("Write f.", program, row) == 0.0
+
+
+@needs_wall
+def test_rows_that_no_program_can_pass_are_counted_and_each_is_named_once():
+    rows = {"tests": [["assert f(1"], ["assert f(1"], ["assert f(2"], ["assert f(1) == 1"]], "id": [1, 1, 2, 3]}
+    with RewardPool(["code"], workers=1) as pool:
+        scores = pool.score([""] * 4, [FUNCTION] * 4, rows)
+    assert scores.total == [None, None, None, 1.0]
+    assert scores.failures == {"row": 3}
+    assert [message.partition(": ")[2][:8] for message in scores.messages] == ["row id=1", "row id=2"]
+
+
+@needs_wall
+def test_without_shares_the_first_test_that_fails_is_the_last(monkeypatch):
+    dialogue = Dialogue((("1", "1"), ("2", "4"), ("3", "3")))
+    assert converse("print(input())", dialogue).points == (1.0, 0.0, 1.0)
+    assert converse("print(input())", dialogue, to_end=False).points == (1.0, 0.0, 0.0)
+    tests = Examination(("assert f(1) == 1", "assert f(2) == 4", "assert f(3) == 3"))
+    assert examine(FUNCTION, tests).points == (1.0, 0.0, 1.0)
+    assert examine(FUNCTION, tests, to_end=False).points == (1.0, 0.0, 0.0)
 
 
 @needs_wall

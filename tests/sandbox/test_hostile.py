@@ -310,6 +310,66 @@ def test_verdicts_cannot_be_forged(wall, name):
     assert examine(FORGED[name], TESTS, SHORT, wall).points == (0.0,) * 4
 
 
+STOPS = {
+    "StopIteration": "def f(x): raise StopIteration",
+    "a class of its own": "class Stop(StopIteration): pass\ndef f(x): raise Stop",
+    "a class that looks like Python's": (
+        "class Stop(Exception): pass\nStop.__module__, Stop.__name__ = 'builtins', 'StopIteration'\ndef f(x): raise Stop"
+    ),
+    "StopAsyncIteration": "def f(x): raise StopAsyncIteration",
+    "GeneratorExit": "def f(x): raise GeneratorExit",
+    "SystemExit": "def f(x): raise SystemExit(0)",
+    "KeyboardInterrupt": "def f(x): raise KeyboardInterrupt",
+    "SkipTest": "import unittest\ndef f(x): raise unittest.SkipTest('not today')",
+    "from its own generator": "def f(x): return next(iter([]))",
+    "through the test's function": (
+        "def f(x):\n    def stop(): raise StopIteration\n    return x if callable(x) and x(stop) else stop()"
+    ),
+}
+STOPPED = Examination(
+    (
+        "assert all(map(lambda x: f(x) == x + 1, [1, 2, 3]))",
+        "assert not any(map(lambda x: f(x) != x + 1, [1, 2, 3]))",
+        "assert [] == [y for y in map(f, [1, 2])]",
+        "for y in map(f, [1, 2]):\n    assert y == 2",
+        "assert next(map(f, [1]), 2) == 2",
+        "assert all(map(lambda x: f(lambda stop: stop()) == 2, [1]))",
+        "import unittest\nclass T(unittest.TestCase):\n    def test_f(self): self.assertEqual(f(1), 2)\n"
+        "found = unittest.TestResult()\nT('test_f').run(found)\nassert found.wasSuccessful()",
+    )
+)
+
+
+@behind
+@pytest.mark.parametrize("name", STOPS)
+def test_what_a_program_raises_ends_its_call_and_nothing_of_the_tests(name, wall):
+    """A StopIteration that got into a test's `map` would end it as if every call had been right."""
+    assert examine(STOPS[name], STOPPED, SHORT, wall).points == (0.0,) * len(STOPPED.tests)
+
+
+@behind
+def test_what_tests_hand_over_runs_nothing_of_the_program_s_where_the_verdict_is(wall):
+    """`eval` is each process's own; of a function of the tests' nothing can be had but what it returns."""
+    source = """
+import sys
+def use(g): return g("'solution' in __import__('sys').modules")
+def made(): return eval
+def asked(g):
+    try:
+        return [name for name in ("__globals__", "__closure__", "__code__") if "points" in str(getattr(g, name, ""))]
+    except Exception:
+        return []
+"""
+    tests = Examination(
+        (
+            "assert use(eval) is True",
+            "assert made()(\"'solution' in __import__('sys').modules\") is True",
+            "points = [0]\nassert asked(lambda: points) == []",
+        )
+    )
+    assert examine(source, tests, SHORT, wall).points == (1.0, 1.0, 1.0)
+
+
 @behind
 def test_a_program_that_hangs_fails_all_its_tests(wall):
     verdict = examine("def double(x):\n    while True: pass", TESTS, Limits(seconds=0.5), wall)

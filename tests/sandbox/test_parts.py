@@ -1,10 +1,16 @@
 """The parts of a sandbox: the filter instruction by instruction, values there and back, names, lines, the tool."""
 
 import contextlib
+import json
 import platform
 import struct
 import subprocess
 import sys
+import unittest
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -14,7 +20,7 @@ from hypothesis import strategies as st
 from policygrad.errors import ConfigError
 from policygrad.sandbox import WALLS, Examination, PythonTool, examine, landlock, seccomp, standing
 from policygrad.sandbox.examination import same_lines
-from policygrad.sandbox.values import Gone, exception_of, pack, unpack
+from policygrad.sandbox.values import Errors, Gone, pack, pack_error, unpack
 
 PAGE = Path(__file__).parents[2] / "docs" / "sandbox.md"
 X86, ARM = 0xC000003E, 0xC00000B7
@@ -133,17 +139,120 @@ def test_unhashable_keys_and_bad_numbers_are_refused():
             unpack(packed, nothing)
 
 
-def test_exceptions_by_name():
-    assert type(exception_of("ValueError", "x")) is ValueError
-    assert type(exception_of("UnicodeDecodeError", "x")) is RuntimeError
-    assert type(exception_of("SystemExit", "0")) is RuntimeError
-    assert str(exception_of("Mine", "x")) == "Mine: x"
+@pytest.mark.parametrize(
+    "value",
+    [
+        deque([1, 2], 3),
+        Counter("aab"),
+        OrderedDict(b=1, a=2),
+        defaultdict(list, a=[1]),
+        Fraction(1, 3),
+        Decimal("0.10"),
+        date(2024, 2, 29),
+        datetime(2024, 2, 29, 1, 2, 3, 4, timezone(timedelta(hours=5))),
+        timedelta(days=-1, microseconds=1),
+        range(1, 10, 2),
+        [str, type(None)],
+        {Fraction(1, 2): (deque(),)},
+    ],
+    ids=repr,
+)
+def test_the_library_s_data_comes_back_as_what_it_was(value):
+    back = unpack(pack(value, nothing), nothing)
+    assert (back, type(back), repr(back)) == (value, type(value), repr(value))
+
+
+def test_named_tuples_keep_their_names():
+    point = namedtuple("point", "x y")
+    back = unpack(pack(point(1, [2]), nothing), nothing)
+    assert (back, back.y, type(back).__name__) == ((1, [2]), [2], "point")
+    with pytest.raises(Gone):
+        unpack(["n", "print(1)", ["x"], [["i", "0x1"]]], nothing)
+
+
+def test_arrays_come_back_as_arrays_where_they_are_wanted():
+    numpy = pytest.importorskip("numpy")
+    for value in (numpy.arange(6).reshape(2, 3), numpy.float32(0.5), numpy.array(["ab"]), numpy.array([], bool)):
+        back = unpack(pack(value, nothing, arrays=True), nothing)
+        assert (type(back), back.dtype, back.tolist()) == (type(value), value.dtype, value.tolist())
+    assert unpack(pack(numpy.array([1, None]), nothing, arrays=True), nothing) == [
+        1,
+        None,
+    ]  # objects: no data of their own
+    with pytest.raises(Gone):
+        unpack(["a", "|O8", [1], "00" * 8], nothing)
+
+
+def there_and_back(error):
+    """An exception as the other side has it, when it is thrown and when it is caught by its class."""
+    numbers = []
+    packed = pack_error(error, nothing, lambda kind: numbers.append(kind) or len(numbers) - 1)
+    errors = Errors(lambda number: None)
+    assert type(errors.error(packed, nothing)) is type(errors.error(packed, nothing))
+    return errors.error(packed, nothing)
+
+
+class Short(ValueError):
+    def __init__(self, need, have):
+        super().__init__(need, have)
+        self.need = need
+
+    def __str__(self):
+        return f"{self.need} are needed"
+
+
+class Stops(StopIteration):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ValueError("x"), ValueError, "x"),
+        (KeyError("x"), KeyError, "'x'"),
+        (
+            UnicodeDecodeError("utf-8", b"x", 0, 1, "why"),
+            UnicodeDecodeError,
+            "can't decode byte 0x78 in position 0: why",
+        ),
+        (json.JSONDecodeError("no", "x", 0), json.JSONDecodeError, "no: line 1 column 1"),
+        (Short(3, 1), ValueError, "3 are needed"),
+        (StopIteration(1), RuntimeError, "StopIteration: 1"),
+        (StopAsyncIteration(), RuntimeError, "StopAsyncIteration: "),
+        (Stops(), RuntimeError, ""),
+        (GeneratorExit(), RuntimeError, "GeneratorExit: "),
+        (SystemExit(0), RuntimeError, "SystemExit: 0"),
+        (KeyboardInterrupt(), RuntimeError, "KeyboardInterrupt: "),
+        (unittest.SkipTest("x"), RuntimeError, "SkipTest: x"),
+    ],
+    ids=repr,
+)
+def test_exceptions_of_the_other_side_are_what_they_were_or_runtime_errors(error, kind, text):
+    found = there_and_back(error)
+    assert isinstance(found, kind)
+    assert text in str(found)
+    assert not isinstance(found, (StopIteration, StopAsyncIteration, unittest.SkipTest))
+    assert type(found).__name__ == (
+        type(error).__name__ if kind is not RuntimeError or isinstance(error, Stops) else "RuntimeError"
+    )
+
+
+def test_an_exception_of_ones_own_keeps_its_attributes():
+    found = there_and_back(Short(3, 1))
+    assert (type(found).__name__, found.args, found.need) == ("Short", (3, 1), 3)
 
 
 def test_lines_are_compared_without_blanks_at_their_ends():
     assert same_lines("1 \n2\r\n\n", "1\n2")
     assert not same_lines("1\n\n2", "1\n2")
     assert not same_lines(" 1", "1")
+
+
+def test_lines_of_numbers_are_compared_as_numbers_and_exactly():
+    assert same_lines("2.50 1e2\nx\n", "2.5 100\nx")
+    assert not same_lines("50000000000000000", "50000000000000001")
+    assert not same_lines("1  2", "1 2")
+    assert not same_lines("x 2.50", "x 2.5")
 
 
 @needs_wall
@@ -190,6 +299,108 @@ def test_lines_are_compared_without_blanks_at_their_ends():
 )
 def test_names_and_objects_between_tests_and_program(source, tests, points):
     assert examine(source, tests).points == points
+
+
+SPOKEN = {  # a program, and tests that it passes
+    "deque": (
+        "from collections import deque\ndef f(x):\n    x.rotate(1)\n    return x",
+        "from collections import deque\nassert f(deque([1, 2])) == deque([2, 1])",
+        "assert f(deque([1, 2], 5)).maxlen == 5",
+    ),
+    "Fraction and Decimal": (
+        "from fractions import Fraction\ndef half(x): return x / 2",
+        "from fractions import Fraction\nassert half(Fraction(2, 3)).denominator == 3",
+        "from decimal import Decimal\nassert half(Decimal('0.1')) == Decimal('0.05')",
+    ),
+    "dates": (
+        "import datetime\ndef after(d): return d + datetime.timedelta(days=1)",
+        "from datetime import date\nassert after(date(2024, 2, 28)) == date(2024, 2, 29)",
+        "import datetime as dt\nassert after(dt.datetime(2024, 12, 31, 1)).isoformat() == '2025-01-01T01:00:00'",
+    ),
+    "lambdas": (
+        "def each(g, x): return [g(v) for v in x]",
+        "assert each(lambda v: v * 2, [1, 2]) == [2, 4]",
+        "assert each(str.upper, ['a']) == ['A'] and each(len, ['ab']) == [2]",
+        "import operator\nassert each(operator.itemgetter(1), ['ab']) == ['b']",
+        "seen = []\neach(seen.append, [1, 2])\nassert seen == [1, 2]",
+        "def g(n): return n if n == 0 else each(g, [n - 1])[0] + 1\nassert each(g, [20]) == [20]",
+    ),
+    "a lambda that raises": (
+        "class Own(Exception): pass\ndef f(g):\n    try: return g()\n    except (Own, ZeroDivisionError) as e: return str(e)",
+        "assert f(lambda: 1 / 0) == 'division by zero'",
+        "def g(): raise Own('mine')\nassert f(g) == 'mine'",
+    ),
+    "functions that return functions": (
+        "def compose(*gs):\n    def go(x):\n        for g in gs: x = g(x)\n        return x\n    return go",
+        "assert compose(lambda x: x + 1, lambda x: x * 2)(3) == 8",
+    ),
+    "generators, without end too": (
+        "def count(n=0):\n    while True:\n        yield n\n        n += 1\ndef two(i): return [next(i), next(i)]",
+        "g = count()\nassert (next(g), next(g)) == (0, 1)\nimport itertools\nassert list(itertools.islice(g, 3)) == [2, 3, 4]",
+        "assert [x for x, _ in zip(count(), range(300))] == list(range(300))",
+        "import itertools\nassert two(itertools.count()) == two(iter([0, 1])) == two(x for x in range(9)) == [0, 1]",
+    ),
+    "a generator that ends, and one that raises": (
+        "def f(n, e=None):\n    yield from range(n)\n    if e: raise e",
+        "g = f(1)\nassert next(g) == 0 and next(g, 'over') == 'over'\ntry: next(g)\nexcept StopIteration: pass",
+        "got = []\ntry:\n    for x in f(100, ValueError): got.append(x)\nexcept ValueError: pass\nassert len(got) == 100",
+    ),
+    "arrays": (
+        "import numpy as np\ndef f(x): return np.array(x) * 2",
+        "import numpy as np\nassert (f([1, 2]) == np.array([2, 4])).all() and np.allclose(f([0.5]), [1.0])",
+        "assert f([[1, 2]]).shape == (1, 2) and f(np.arange(3)).tolist() == [0, 2, 4]",
+    ),
+    "arrays for tests that know none": (
+        "import numpy as np\ndef f(x): return np.array(x) * 2",
+        "assert f([1, 2]) == [2, 4]",
+    ),
+    "constants": (
+        "MOST = 5\nSEEN = {'a': 1}\ndef f(): SEEN['b'] = 2",
+        "assert MOST + 1 == 6 and SEEN == {'a': 1}",
+        "f()",
+        "assert SEEN['b'] == 2",
+        "MOST = 7\nassert MOST == 7",
+        "assert MOST == 7",
+    ),
+    "exceptions of its own": (
+        "class Short(ValueError):\n    def __init__(self, n):\n        super().__init__(f'short of {n}')\n        self.n = n\n"
+        "class Long(Exception): pass\ndef f(x): raise Short(x)",
+        "try:\n    f(3)\n    assert 0\nexcept Short as e:\n    assert (str(e), e.n) == ('short of 3', 3)",
+        "try:\n    f(3)\n    assert 0\nexcept Long:\n    assert 0\nexcept ValueError:\n    pass",
+        "import unittest\nwith unittest.TestCase().assertRaisesRegex(Short, 'short'):\n    f(1)",
+    ),
+    "exceptions of the library": (
+        "import json\ndef f(x): return json.loads(x)",
+        "try:\n    f('{')\n    assert 0\nexcept ValueError as e:\n    assert 'Expecting' in str(e)",
+        "import json\ntry:\n    f('{')\n    assert 0\nexcept json.JSONDecodeError as e:\n    assert e.pos == 1",
+    ),
+    "what is printed": (
+        "import sys\nprint('first')\ndef f(x):\n    print('hi', x)\n    sys.stdout.buffer.write(b'!')",
+        "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as out: f(1)\nassert out.getvalue() == 'hi 1\\n!'",
+        "import io\nfrom unittest.mock import patch\nwith patch('sys.stdout', new_callable=io.StringIO) as out:\n    f(2)\n"
+        "assert out.getvalue() == 'hi 2\\n!'",
+    ),
+    "named tuples and enumerations": (
+        "from collections import namedtuple\nfrom enum import Enum\n"
+        "P = namedtuple('P', 'x y')\nclass C(Enum):\n    R = 1\n    G = 2\n"
+        "def f(p): return P(p.x + 1, p.y)\ndef g(x): return C(x)",
+        "assert f(P(1, 2)) == (2, 2) and f(P(1, 2)).x == 2",
+        "assert g(1) == C.R and g(2) is C.G and g(1) != C.G and g(2).value == 2 and isinstance(g(1), C)",
+    ),
+    "kinds": ("def f(x): return type(x)", "assert f(1) is int and f('') == str and f(None) is type(None)"),
+    "a list to go through again": (
+        "class Bag:\n    def __iter__(self): return iter([1, 2])\ndef f(): return Bag()",
+        "b = f()\nassert list(b) == list(b) == [1, 2] and 2 in b",
+    ),
+}
+
+
+@needs_wall
+@pytest.mark.parametrize("name", SPOKEN)
+def test_what_tests_and_programs_say_to_each_other(name):
+    source, *tests = SPOKEN[name]
+    verdict = examine(source, Examination(tuple(tests)))
+    assert verdict.points == (1.0,) * len(tests), verdict.said
 
 
 CONFINED = """

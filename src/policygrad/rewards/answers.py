@@ -21,6 +21,7 @@ _HEAD = struct.Struct(f">{NONCE}sI")
 _TEXT, _KIND = 1000, 100  # characters of a message and of an exception's type, at most
 _SAYS = (
     "raised",
+    "row",
     "nan",
     "inf",
     "type",

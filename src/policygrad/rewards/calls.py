@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from policygrad.errors import DataError
 from policygrad.rewards.types import ScoredSteps
 from policygrad.waiting import Waiter
 
@@ -92,6 +93,9 @@ class Caller:
                 result = self._wait(result)
         except KeyboardInterrupt:
             raise
+        except DataError as error:  # the row is to blame, not the completion: each such row is told, by its text
+            message = self._tell(f"cannot judge a row: {error}", completions)
+            return [Judgement(None, "row", message, str(error))] * len(completions)
         except BaseException as error:
             message = self._tell(describe(error) + self.hint(error), completions)
             return [Judgement(None, "raised", message, type(error).__name__)] * len(completions)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from policygrad.errors import ConfigError
-from policygrad.rewards.code_rows import exam_of, whole_program
+from policygrad.errors import ConfigError, DataError
+from policygrad.rewards.code_rows import exam_of, name_of, whole_program
 from policygrad.rewards.memory import size
 from policygrad.rewards.options import from_options, number, yes
 from policygrad.sandbox import Dialogue, Limits, converse, examine, standing
@@ -19,7 +19,8 @@ class Code:
     """1.0 if the completion's program passes all tests of its row, else 0.0; None where the row has none.
 
     Tests are `test` and `entry_point` (HumanEval), `test_list` (MBPP), `tests` (statements, or pairs of `input` and `output`),
-    `inputs` and `outputs`, or `input_output` (APPS, without `fn_name`). The program is the completion's last fenced block.
+    `inputs` and `outputs`, `input_output` (APPS), or `public_test_cases` and `private_test_cases` (LiveCodeBench). The program is
+    the completion's last fenced block.
     """
 
     seconds: float = 8.0
@@ -47,16 +48,21 @@ class Code:
         return [self.score(prompt, text, row) for prompt, text, row in zip(prompts, completions, rows, strict=True)]
 
     def score(self, prompt: Any, completion: str, row: dict[str, Any]) -> float | None:
-        """One completion's reward. Raises DataError for a row of no known form."""
-        tests = exam_of(prompt, row)
+        """One completion's reward. Raises DataError, with the row's name, for tests of no known form or without hope."""
+        try:
+            tests = exam_of(prompt, row)
+        except DataError as error:
+            raise DataError(f"{name_of(prompt, row)}: {error}") from None
         if tests is None:
             return None
         program = whole_program(prompt, completion, tests)
         if not program.strip() or len(program) > _LONGEST:
             return 0.0
         judge = converse if isinstance(tests, Dialogue) else examine
-        points = judge(program, tests, self._limits(), self.wall).points  # type: ignore[arg-type]  # each has its kind
-        passed = sum(points) / len(points)
+        verdict = judge(program, tests, self._limits(), self.wall, to_end=self.share)  # type: ignore[arg-type]  # each has its kind
+        if verdict.unfit:
+            raise DataError(f"{name_of(prompt, row)}: no program can pass its tests: {verdict.unfit}")
+        passed = sum(verdict.points) / len(verdict.points)
         return passed if self.share else float(passed == 1.0)
 
     @classmethod

@@ -13,7 +13,7 @@ Answer = Sequence[float | Exception | None] | Sequence[ScoredSteps | None]
 RewardFunction = Callable[..., Answer | Awaitable[Answer]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-FAILURES = ("raised", "timeout", "nan", "inf", "none", "type", "length", "crashed")
+FAILURES = ("raised", "row", "timeout", "nan", "inf", "none", "type", "length", "crashed")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class Outcome:
     code: int  # its exit code, -n or 128 + n for signal n
     stdout: str
     stderr: str
-    seconds: float
+    seconds: float  # since its wall stood
 
     @property
     def succeeded(self) -> bool:
@@ -48,6 +48,6 @@ def run(
     listens = {"stdout": limits.output, "stderr": limits.output}
     with Confined(chosen, limits, {"role": "program", "source": source, "show": show}, listens, stdin=stdin) as process:
         broken = follow([process], limits.seconds)
-        seconds = time.monotonic() - process.started
+        seconds = time.monotonic() - process.begun
         texts = {name: process.pipes[name].text() for name in listens}
         return Outcome(broken or "by itself", process.end(), texts["stdout"], texts["stderr"], seconds)

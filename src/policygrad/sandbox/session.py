@@ -97,7 +97,6 @@ class Confined:
         whole |= {"verdict": writing.get("verdict")}
         said = self._file(json.dumps(whole))
         inner = [sys.executable, "-P", "-c", _BOOT, str(said.fileno()), PACKAGES]
-        self.started = time.monotonic()
         try:
             self.process = subprocess.Popen(
                 wall.command(inner, readable, limits.files),
@@ -123,6 +122,7 @@ class Confined:
             for descriptor in writing.values():
                 os.close(descriptor)
         self.exit = os.pidfd_open(self.process.pid)
+        self.begun = 0.0  # when it became the program
 
     def __enter__(self) -> Self:
         return self
@@ -224,7 +224,8 @@ def follow(processes: Sequence[Confined], seconds: float) -> str | None:
                 if not key.data.open:
                     selector.unregister(key.fd)
             if not running and all(process.ready for process in processes):
-                running, deadline = True, time.monotonic() + seconds
+                main.begun = time.monotonic()
+                running, deadline = True, main.begun + seconds
             if any(process.overfull for process in processes):
                 return "output"
             if any(process.overwritten for process in processes):
