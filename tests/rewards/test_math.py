@@ -160,6 +160,82 @@ def test_words_behind_a_number_are_a_unit_or_a_formula():
     assert unit_of("x", glued=True) == (False, None)
 
 
+WRITTEN = [  # reference, completion, reward
+    ("$69$, $84$", r"\boxed{$69$, $84$}", 1.0),
+    ("$69$, $84$", r"\boxed{84, 69}", 1.0),
+    ("$69$, $84$", "The answer is $69$, $84$.", 1.0),
+    ("$69$ and $84$", "The answer is $69$ and $84$.", 1.0),
+    ("$69$, $84$", r"\boxed{69, 85}", 0.0),
+    ("$69$, $84$", r"\boxed{84}", 0.0),
+    ("$1$,$234$", r"\boxed{1234}", 0.0),
+    (r"\(3\), \(5\)", "<answer>5, 3</answer>", 1.0),
+    ("$(1,2)$, $(3,4)$", r"\boxed{(3,4), (1,2)}", 1.0),
+    ("$(1,2)$, $(3,4)$", r"\boxed{(3,4), (2,1)}", 0.0),
+    ("10:30 p.m.", r"\boxed{10:30 a.m.}", 0.0),
+    ("10:30 p.m.", r"\boxed{10:30 p.m.}", 1.0),
+    ("10:30 p.m.", r"\boxed{10:30\text{ PM}}", 1.0),
+    ("10:30 p.m.", r"\boxed{22:30}", 1.0),
+    ("10:30 p.m.", r"\boxed{10:30}", 1.0),
+    ("10:30 p.m.", r"\boxed{10:31 p.m.}", 0.0),
+    (r"5\text{ p.m.}", r"\boxed{5 a.m.}", 0.0),
+    (r"5\text{ p.m.}", "The answer is 5:00 p.m.", 1.0),
+    ("10:30", r"\boxed{10:30}", 1.0),
+    ("1:3", r"\boxed{1:4}", 0.0),
+    ("12:15 a.m.", r"\boxed{0:15}", 1.0),
+    ("12:15 p.m.", r"\boxed{12:15}", 1.0),
+    ("12:15 p.m.", r"\boxed{0:15}", 0.0),
+    ("4343_9", r"\boxed{4343_9}", 1.0),
+    ("4343_9", r"\boxed{4343_{9}}", 1.0),
+    ("4343_9", r"\boxed{4343_8}", 0.0),
+    ("4343_9", r"\boxed{4343}", 1.0),
+    ("4343_9", r"\boxed{4334_9}", 0.0),
+    ("4343_9", r"\boxed{3210}", 0.0),
+    ("4343_6", r"\boxed{4343_{\text{six}}}", 1.0),
+    ("4343_6", r"\boxed{4343_{\text{seven}}}", 0.0),
+    ("2A_{16}", r"\boxed{2a_{16}}", 1.0),
+    ("2A_{16}", r"\boxed{2B_{16}}", 0.0),
+    ("4343_{9}", r"\boxed{43439}", 0.0),
+    ("101_2", r"\boxed{202}", 0.0),
+    ("10_9", r"\boxed{90}", 0.0),
+    ("x_1", r"\boxed{x_2}", 0.0),
+    (r"3 \text{ inches}^5", r"\boxed{3\text{ inches}^5}", 1.0),
+    (r"3\text{ inches}^5", r"\boxed{3\text{ inches}^2}", 0.0),
+    (r"3\text{ inches}^5", r"\boxed{3}", 1.0),
+    (r"3\text{ inches}^5", r"\boxed{4\text{ inches}^5}", 0.0),
+    ("3 inches^{5}", r"\boxed{3 in^5}", 1.0),
+    ("36 cm^4", r"\boxed{36\text{ cm}^4}", 1.0),
+    (r"36\mbox{ inches}^2", r"\boxed{36}", 1.0),
+    (r"3\text{ inches}^5", r"\boxed{3\text{ inches}}", 0.0),
+    (r"1\text{ foot}^4", r"\boxed{20736\text{ inches}^4}", 1.0),
+    ("x = y+1", r"\boxed{y+1 = x}", 1.0),
+    ("y = 2x+3", r"\boxed{2x + 3 = y}", 1.0),
+    ("y = 2x+3", r"\boxed{2x + 4 = y}", 0.0),
+    ("x = y", r"\boxed{y = x}", 1.0),
+    ("2x+3y = 5", r"\boxed{5 = 2x+3y}", 1.0),
+    ("2x+3y = 5", r"\boxed{5 = 3x+2y}", 0.0),
+    ("x=5", r"\boxed{5 = x}", 1.0),
+    ("5", r"\boxed{5 = x}", 1.0),
+    ("5", r"\boxed{6 = x}", 0.0),
+    ("x^2+y^2=1", r"\boxed{1=y^2+x^2}", 1.0),
+    ("x^2+y^2=1", r"\boxed{1=y^2-x^2}", 0.0),
+    ("x = y+1", r"\boxed{y = x+1}", 0.0),
+    ("f(x) = x^2", r"\boxed{x^2 = f(x)}", 1.0),
+    ("2x+3y-5=0", r"\boxed{0=2x+3y-5}", 1.0),
+    (r"\frac{x^2}{4}+y^2=1", r"\boxed{1 = y^2+\frac{x^2}{4}}", 1.0),
+    ("3s^2", r"\boxed{3}", 0.0),
+    ("3s^4", r"\boxed{3}", 0.0),
+    ("a_{12}", r"\boxed{a}", 0.0),
+    (r"10:30\text{ p.m.}", r"\boxed{10:30\text{ a.m.}}", 0.0),
+    ("$x=1$, $y=2$", r"\boxed{$x=1$ and $y=2$}", 1.0),
+    (r"x = \pm 5", r"\boxed{\pm 5 = x}", 1.0),
+]
+
+
+@pytest.mark.parametrize(("answer", "completion", "reward"), WRITTEN)
+def test_lists_times_bases_powers_of_units_and_equations(answer, completion, reward):
+    assert math.score(completion, answer) == reward
+
+
 @needs_data
 @pytest.mark.parametrize("function", [gsm8k, math])
 def test_reference_solutions_of_gsm8k_score_one_and_changed_ones_zero(function):

@@ -13,6 +13,8 @@ from policygrad.rewards.math.references import references
 
 _SEVERAL = re.compile(r"\s*(?:,\s*)?(?:\bor\b|\band\b|\\(?:text|mathrm)\{\s*(?:or|and)\s*\})\s*")
 _NAMED = re.compile(r"\A\s*[a-zA-Z]\s*=\s*(?=[^=]+\Z)")
+_NAMED_LAST = re.compile(r"\A([^=]*[^=\s<>!:])\s*=\s*[a-zA-Z]\s*\Z")
+_COMPARED = re.compile(r"[<>≤≥≠]|\\(?:l|g|n)(?:e|t)q?\b|:=")
 _WORD = re.compile(r"(?!sin|cos|tan|log|sqrt|inf)[A-Za-z][a-z]{3,}")  # Evelyn, not abc
 _NUMERAL = re.compile(r"\d[\d.,]*")
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{\s*\(?([^{}()]*)\)?\s*\}\Z|\(([A-Za-z])\)\Z")
@@ -76,6 +78,9 @@ def inner(text: str) -> str:
 
 def equal(right: str, said: str) -> bool:
     """Whether an answer equals a reference in value. Both are LaTeX or plain, with or without delimiters."""
+    sides, other_sides = _sides(right), _sides(said)
+    if sides and other_sides and any(all(map(equal, sides, order)) for order in (other_sides, other_sides[::-1])):
+        return True
     (right, word), (said, other_word) = _plain(right), _plain(said)
     if not said:
         return False
@@ -83,6 +88,9 @@ def equal(right: str, said: str) -> bool:
         return True
     if word or other_word:
         return False
+    for compare in (_same_base, _same_time):
+        if (same := compare(right, said)) is not None:
+            return same
     mine, theirs = numbers.read(right), numbers.read(said)
     if mine is not None and theirs is not None:
         return mine.equals(theirs)
@@ -92,10 +100,45 @@ def equal(right: str, said: str) -> bool:
     return expressions.equal_formulas(_formula(right), _formula(said))
 
 
+def _sides(text: str) -> tuple[str, str] | None:
+    """The two sides of an equation; None = it is none."""
+    left, equals, right = tidy(text).partition("=")
+    one = equals and "=" not in right and left.strip() and right.strip()
+    return (left.strip(), right.strip()) if one and not _COMPARED.search(text) else None
+
+
+def _same_base(right: str, said: str) -> bool | None:
+    """Numbers as their bases have them, 4343_9: by digits and, where both say it, base; None = neither says one."""
+    mine, theirs = numbers.based(right), numbers.based(said)
+    if not (mine and mine[1]) and not (theirs and theirs[1]):
+        return None
+    if mine is None or theirs is None:
+        return None if "_" not in right or "_" not in said else False
+    return mine[0] == theirs[0] and (mine[1] == theirs[1] or not (mine[1] and theirs[1]))
+
+
+def _same_time(right: str, said: str) -> bool | None:
+    """Times of day, where one says which half of the day it means, and the other the same or nothing; None = neither does."""
+    mine, theirs = numbers.clock(right), numbers.clock(said)
+    if not (mine and mine[1]) and not (theirs and theirs[1]):
+        return None
+    if mine is None or theirs is None:
+        return False
+    return mine[0] == theirs[0] or (
+        not (mine[1] and theirs[1]) and (mine[0] - theirs[0]) % 720 == 0 and _early(mine, theirs)
+    )
+
+
+def _early(*times: tuple[int, bool]) -> bool:
+    """Whether what does not say its half of the day has an hour of both, 1 to 12."""
+    return all(half or 60 <= minute < 780 for minute, half in times)
+
+
 @lru_cache(maxsize=4096)
 def _plain(text: str) -> tuple[str, bool]:
-    """Tidy, and without the name of what was asked for: x = 5 is 5, \\text{(B)} is B; and whether it is a word, no formula."""
+    """Tidy, and without the name of what was asked for: x = 5 and 5 = x are 5, \\text{(B)} is B; and whether it is a word."""
     text = _NAMED.sub("", tidy(text))
+    text = _NAMED_LAST.sub(r"\1", text)
     found = _TEXT.match(text)
     if found:
         text = (found[1] or found[2] or "").strip()

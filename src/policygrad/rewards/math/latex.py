@@ -10,11 +10,16 @@ _MARKS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "~": " ", "∞": 
 _SPACED = re.compile(r"(?<!\\)\\(?:[!,;: ]|(?:left|right|displaystyle)(?![A-Za-z]))")
 _JOINED = re.compile(r"(?<=\d)(?:\\[,!;:]|\{,\}\\?!?|,\\!|\u2009|\u202f)(?=\d{3}(?!\d))")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)|\\frac\s*(\d)\s*(?=\{)|\\frac(\{[^{}]*\})\s*(\d)")
+_FORMULA = r"(?:(?<!\\)\$[^$]{1,300}(?<!\\)\$|\\\((?:[^\\]|\\[^)]){1,300}\\\))"
+_LISTED = re.compile(rf"{_FORMULA}(?:\s*(?:[,;]|(?:[,;]\s*)?\b(?:and|or)\b)\s*{_FORMULA}){{1,50}}")
+_BETWEEN = re.compile(r"(?:(?<=\$)|(?<=\\\)))\s*(?:[,;]|(?:[,;]\s*)?\b(?:and|or)\b)\s*(?=\$|\\\()")
 
 
 def tidy(text: str) -> str:
     """An answer without what has no meaning: delimiters, bold, spacing commands, the full stop at its end."""
     text = text.translate(_MARKS).strip().strip("*_`").strip()
+    if _LISTED.fullmatch(listed := text.rstrip(".,;: ")):  # $69$, $84$
+        text = re.sub(r"(?<!\\)\$|\\[()]", "", _BETWEEN.sub(", ", listed))
     for left, right in _DELIMITERS:
         inner = text[len(left) : len(text) - len(right)]
         bare = left not in inner.replace(r"\$", "")

@@ -31,6 +31,11 @@ _NUMBER = re.compile(
     r"(?P<rest>.*)",
     re.DOTALL,
 )
+_BASED = re.compile(
+    r"(?P<sign>-?)\s*(?P<digits>[0-9A-Za-z]{1,60})(?:_\s*(?:\{\s*(?P<braced>\w+)\s*\}|(?P<bare>\d+|[a-z]+)))?"
+)
+_BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_CLOCK = re.compile(r"(?P<hour>\d{1,2})(?::(?P<minute>\d{2}))?\s*(?:(?P<half>[ap])\.?\s?m\.?)?", re.IGNORECASE)
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _CURRENCY = ("dollars", "dollar", "usd", "euros", "euro", "eur", "pounds", "gbp", "cents", "cent")
 
@@ -87,6 +92,35 @@ def read(text: str) -> Quantity | None:
         return None
     factor, unit = behind
     return Quantity(value * factor, value, len(decimals) >= PLACES, unit)
+
+
+def based(text: str) -> tuple[str, str] | None:
+    """The digits of a number and its base as 4343_9 has it, "" where it has none; None = it is something else."""
+    found = _BASED.fullmatch(words(tidy(text))) if "_" in text or text.strip().isalnum() else None
+    if found is None:
+        return None
+    base = (found["braced"] or found["bare"] or "").lower()
+    base = str(_BASES.index(base) + 2) if base in _BASES else base
+    figures = any(digit.isdigit() for digit in found["digits"])  # a_{12} is a variable
+    number = "_" not in text or (
+        figures and base.isdigit() and 2 <= int(base) <= 36 and _fits(found["digits"], int(base))
+    )
+    return (found["sign"] + found["digits"].upper().lstrip("0"), base) if number else None
+
+
+def _fits(digits: str, base: int) -> bool:
+    return all(int(digit, 36) < base for digit in digits)
+
+
+def clock(text: str) -> tuple[int, bool] | None:
+    """The minute of the day that a text says, 10:30 p.m., and whether it says which half; None = it is something else."""
+    found = _CLOCK.fullmatch(words(tidy(text)))
+    if found is None:
+        return None
+    hour, minute, half = int(found["hour"]), int(found["minute"] or 0), (found["half"] or "").lower()
+    if minute > 59 or hour > (12 if half else 24) or (half and not hour):
+        return None
+    return (60 * (hour % 12 + 12 * (half == "p") if half else hour) + minute, bool(half))
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

@@ -34,7 +34,9 @@ _BASE = {
 }
 _COMPOUND = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour", "kmph": "km/hour", "mps": "m/s"}
 _POWERS = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3}
-_SUFFIX = re.compile(r"(?P<name>[A-Za-z.]+?)\.?\s*(?:\^?\s*\{?(?P<power>[23])\}?|(?P<glyph>[²³]))?")
+_SUFFIX = re.compile(
+    r"(?P<name>[A-Za-z.]+?)\.?\s*(?:\^?\s*\{?(?P<power>[23])\}?|\^\s*\{?\s*(?P<high>\d{1,2})\s*\}?|(?P<glyph>[²³]))?"
+)
 _WORD = re.compile(r"[A-Za-z][A-Za-z'’.-]{2,}")
 _FORMULA = re.compile(
     r"(?:and|base|choose|cos|cot|csc|div|equals|exp|from|gcd|infinity|infty|lcm|log|max|"
@@ -56,10 +58,10 @@ class Unit:
 def unit_of(words: str, *, glued: bool = False) -> tuple[bool, Unit | None]:
     """Whether the words behind a number are a unit or say what was counted, and the unit where it is one that converts.
 
-    glued: no blank is between number and words, so that a single letter is a variable.
+    glued: no blank is between number and words, so that a single letter is a variable, with or without a power.
     """
     words = words.strip().rstrip(".")
-    if len(words) > _MOST or (glued and len(words) == 1):
+    if len(words) > _MOST or (glued and len(words.rstrip("^{} 0123456789²³")) == 1):
         return False, None
     text = _COMPOUND.get(words.lower(), words)
     above, _, below = re.sub(r"\s+(?:per|an|a)\s+", "/", text).partition("/")
@@ -90,9 +92,9 @@ def _single(text: str) -> tuple[str, int] | None:
     if len(words) == 2 and words[0].lower() in _POWERS:
         words, power = words[1:], _POWERS[words[0].lower()]
     found = _SUFFIX.fullmatch(" ".join(words))
-    if found is None or (name := _named(found["name"])) is None:
-        return None
-    said = int(found["power"] or {"²": 2, "³": 3}.get(found["glyph"] or "", 1))
+    if found is None or (name := _named(found["name"])) is None or (found["high"] and len(found["name"]) == 1):
+        return None  # s^4 is a variable's power
+    said = int(found["power"] or found["high"] or {"²": 2, "³": 3}.get(found["glyph"] or "", 1))
     return name, power * said
 
 
