@@ -132,6 +132,78 @@ def test_disk_fillers_write_no_more_than_they_may(wall, source, tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+HOLDS = """
+import mmap, os, time
+kept = []
+for number in range(10):
+    file = open(str(number), "w+b")
+    file.write(bytes(4 << 20))
+    file.flush()
+    HOLD
+    os.remove(str(number))
+    kept.append(held)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@behind
+@pytest.mark.parametrize(
+    "hold", ["held = file", "held = mmap.mmap(file.fileno(), 4096); file.close()"], ids=["open", "mapped"]
+)
+def test_files_that_are_removed_and_held_count_as_written(wall, hold):
+    """No folder has them, but the disk has."""
+    outcome = run(HOLDS.replace("HOLD", hold), limits=Limits(files=16 << 20), wall=wall)
+    assert outcome.ended == "files" or outcome.stderr.strip().endswith("No space left on device")
+
+
+@behind
+def test_a_few_files_that_are_removed_and_held_are_no_offence(wall):
+    source = "import tempfile, sys\nf = tempfile.TemporaryFile()\nf.write(bytes(1 << 20))\nf.flush()\nprint(len(sys.stdin.read()))"
+    outcome = run(source + "\nimport time\ntime.sleep(0.2)", "x" * (3 << 20), Limits(files=2 << 20), wall)
+    assert (outcome.succeeded, outcome.stdout) == (True, f"{3 << 20}\n")
+
+
+def test_a_process_that_hides_what_it_holds_is_ended():
+    """Without rights, a parent does not see into a child that is not to be dumped; where it has them, it does."""
+    if "landlock" not in STANDING:
+        pytest.skip("Landlock does not stand here")
+    source = "import ctypes\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n" + HOLDS.replace("HOLD", "held = file")
+    assert run(source, limits=Limits(files=16 << 20), wall="landlock").ended == "files"
+
+
+@behind
+def test_names_of_files_and_files_in_messages_are_not_to_be_had(wall):
+    """inotify tells the names of what others create in a folder that may not be listed; a file in a message counts nowhere."""
+    done = attempts(
+        wall,
+        """
+import ctypes, ctypes.util, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def checked(result):
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "no")
+    return result
+attempt("inotify", lambda: checked(libc.inotify_init1(0)))
+attempt("old_inotify", lambda: checked(libc.inotify_init()))
+attempt("watch", lambda: checked(libc.inotify_add_watch(0, b"/", 0x100)))
+attempt("fanotify", lambda: checked(libc.fanotify_init(0, 0)))
+attempt("mark", lambda: checked(libc.fanotify_mark(0, 1, 0x100, 0, b"/")))
+def message():
+    a, b = socket.socketpair()
+    socket.send_fds(a, [b"x"], [1])
+attempt("message", message)
+def told():
+    a, b = socket.socketpair()
+    a.send(b"x")
+    return b.recv(1)
+attempt("bytes", told)
+""",
+    )
+    assert done.pop("bytes") == "done b'x'"
+    assert done == dict.fromkeys(("inotify", "old_inotify", "watch", "fanotify", "mark", "message"), "PermissionError")
+
+
 @behind
 def test_an_endless_loop_is_ended_by_the_clock_and_an_endless_print_by_its_length(wall):
     assert run("while True: pass", limits=Limits(seconds=0.5), wall=wall).ended == "time"

@@ -68,6 +68,9 @@ def test_the_filter_by_its_instructions(machine, audit, other):
         assert decide(code, audit, read[which]) == ALLOW
         assert decide(code, audit, socket[which]) == EPERM
         assert decide(code, audit, socketpair[which]) == ALLOW
+        assert {decide(code, audit, numbers[which]) for numbers in ((294, 26), (254, 27), (301, 263))} == {
+            EPERM
+        }  # inotify
         assert decide(code, audit, 435) == ENOSYS
         assert decide(code, audit, 425) == EPERM
         assert decide(code, audit, 0x40000000 + read[which]) == ENOSYS
@@ -75,6 +78,8 @@ def test_the_filter_by_its_instructions(machine, audit, other):
         assert [decide(code, audit, (302, 261)[which], pid) for pid in (0, 77, 1)] == [ALLOW, ALLOW, EPERM]
     assert (decide(alone, audit, clone[which]), decide(worker, audit, clone[which])) == (EPERM, ALLOW)
     assert (decide(alone, audit, chmod[which]), decide(worker, audit, chmod[which])) == (EPERM, ALLOW)
+    sendmsg = (46, 211)[which]
+    assert (decide(alone, audit, sendmsg), decide(worker, audit, sendmsg)) == (EPERM, ALLOW)
     kill = (62, 129)[which]
     assert [decide(alone, audit, kill, pid) for pid in (77, 1, 0, 0xFFFFFFFF)] == [ALLOW, EPERM, EPERM, EPERM]
     assert decide(worker, audit, kill, 1) == ALLOW

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any, Self
@@ -83,6 +85,7 @@ class Confined:
     ) -> None:
         self._limits = limits
         self._kept: list[IO[bytes]] = []
+        self._sizes: dict[_File, int] = {}  # of what it has written, as last seen
         self.folder = tempfile.mkdtemp(prefix="policygrad-") if wall.folder else None
         self.pipes: dict[str, Pipe] = {}
         writing: dict[str, int] = {}
@@ -121,6 +124,7 @@ class Confined:
         finally:
             for descriptor in writing.values():
                 os.close(descriptor)
+        self._given = {_named(one): one.st_blocks * 512 for one in (os.fstat(file.fileno()) for file in self._kept)}
         self.exit = os.pidfd_open(self.process.pid)
         self.begun = 0.0  # when it became the program
 
@@ -152,18 +156,17 @@ class Confined:
 
     @property
     def overwritten(self) -> bool:
-        """Whether it has written too much, where that is a folder of this machine's."""
+        """Whether it has written too much, where that is a folder of this machine's: files in it, and those that it has removed and
+        still holds, open or mapped into its memory. Where they cannot be looked at, it has."""
         if self.folder is None:
             return False
-        used = count = 0
-        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
-            for entry in entries:
-                count += 1
-                with contextlib.suppress(OSError):
-                    used += entry.stat(follow_symlinks=False).st_blocks * 512
-                if used > self._limits.files or count > _MOST_FILES:
-                    return True
-        return False
+        try:
+            files = _files_in(self.folder) | _held(self.process.pid, self._sizes, self._limits.files)
+        except PermissionError:  # it hides what it holds, or has just ended
+            return not select.select([self.exit], [], [], 0)[0]
+        self._sizes |= files
+        used = sum(size - self._given.get(file, 0) for file, size in files.items())
+        return used > self._limits.files or len(files) > _MOST_FILES
 
     def end(self) -> int:
         """Kill it, if it still runs, and take away all that it left. Returns its exit code, -9 for killed."""
@@ -194,6 +197,48 @@ class Confined:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
+
+
+_File = tuple[int, int]  # its device and its number there
+
+
+def _named(found: os.stat_result) -> _File:
+    return found.st_dev, found.st_ino
+
+
+def _files_in(folder: str) -> dict[_File, int]:
+    """Bytes of the files in a folder; not of more than `_MOST_FILES`, and one."""
+    files: dict[_File, int] = {}
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                found = entry.stat(follow_symlinks=False)
+                files[_named(found)] = found.st_blocks * 512
+            if len(files) > _MOST_FILES:
+                break
+    return files
+
+
+def _held(pid: int, sizes: Mapping[_File, int], most: int) -> dict[_File, int]:
+    """Bytes of the files that a process holds and that no folder has. Of one that is mapped and no longer open the size cannot be
+    asked for: it is what it was, and where it was never seen, more than may be. Raises PermissionError."""
+    files: dict[_File, int] = {}
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(f"/proc/{pid}/fd/{name}")
+                if stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                    files[_named(found)] = found.st_blocks * 512
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
+            for line in maps:
+                if line.endswith(" (deleted)\n") and not line.partition("/")[2].startswith(("dev/zero", "SYSV")):
+                    device, number = line.split()[3:5]
+                    major, minor = (int(part, 16) for part in device.split(":"))
+                    file = (os.makedev(major, minor), int(number))
+                    files.setdefault(file, sizes.get(file, most + 1))
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return {}
+    return files
 
 
 def follow(processes: Sequence[Confined], seconds: float) -> str | None:
