@@ -25,8 +25,8 @@ def pack(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[str, Any
     tensors = {
         "prompts": torch.cat([g.prompt for g in groups]),
         "tokens": torch.cat([s.tokens for s in segments]),
-        "logp": torch.cat([logp.float() for _, logp in drawn]),  # as a batch takes it
-        "version": torch.cat([s.tokens * 0 + s.version for s, _ in drawn]),
+        "logp": torch.cat([torch.empty(0), *(logp.float() for _, logp in drawn)]),  # as a batch takes it
+        "version": torch.cat([torch.empty(0, dtype=torch.int64), *(s.tokens * 0 + s.version for s, _ in drawn)]),
     }
     prefixes = [g.start.prefix for g in groups if g.start.prefix is not None]
     tensors |= {"prefixes": torch.cat(prefixes)} if prefixes else {}
