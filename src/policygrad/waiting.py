@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -20,6 +20,10 @@ class OverdueError(TimeoutError):
     """Work that was not over within its seconds."""
 
 
+class BlockedError(BaseException):
+    """Raised by a signal inside of work that blocks the event loop; no `Exception`, so that no retry in there catches it."""
+
+
 async def within(seconds: float, work: Awaitable[T]) -> T:
     """Await work in a task of its own, for so many seconds at most.
 
@@ -29,7 +33,7 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
     Raises:
         OverdueError: it was not over in time.
     """
-    task = asyncio.ensure_future(_contained(work))
+    task = asyncio.ensure_future(contained(work))
     try:
         await asyncio.wait({task}, timeout=seconds)
     finally:
@@ -45,11 +49,27 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
     return task.result()
 
 
-async def _contained(work: Awaitable[T]) -> T:
+async def contained(work: Awaitable[T]) -> T:
+    """Await work that may raise anything, so that its `SystemExit` is an `Exception`.
+
+    Raises:
+        OverdueError: a signal has interrupted it, see `interrupts`.
+    """
     try:
         return await work
     except SystemExit as error:  # which asyncio would carry out of the loop
         raise RuntimeError(repr(error)) from error
+    except BlockedError as error:
+        raise OverdueError("it blocked the event loop") from error
+
+
+def interrupts(frame: FrameType | None) -> bool:
+    """Whether a signal that came at this frame came inside of work that `contained` awaits, where a BlockedError may be raised."""
+    if frame is None or frame.f_code is contained.__code__:
+        return False
+    while frame is not None and frame.f_code is not contained.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _forget(task: asyncio.Future[Any]) -> None:

@@ -15,6 +15,8 @@ from policygrad.tasks.types import Example, Prompt
 
 ENVIRONMENT, TOKENS, CONTEXT = "environment", "tokens", "context"
 """What may end an episode: its environment, the budget of tokens, the model's context."""
+TIMEOUT = 300.0
+"""Seconds that one call of an environment may take, by default."""
 FAILED = "failed"
 """What ends one whose environment raised or was not over in time, so that it has no reward and takes no part."""
 MEASURED, ENDED = ("turns", "branches", "branched_ratio"), "ended_"
@@ -76,8 +78,8 @@ class Step:
     observation: Observation | None = None
     """What is said to the policy; None = the episode is over."""
     reward: float | None = None
-    """Of this turn, any real number (also int, bool, a NumPy scalar); an episode's rewards add up, to what the run's reward functions
-    say of it. None = none of its own."""
+    """Of this turn, any real number (int, bool and NumPy scalars too); an episode's rewards add up, to what the run's reward
+    functions say of it. None = none of its own."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the log, as environment/NAME: an episode's turns are added up, and averaged over the episodes that have them."""
     ended: str = ENVIRONMENT
@@ -89,7 +91,8 @@ class Step:
             raise MalformedError(f"Step.observation is an Observation (pg.Observation) or None, not {kind}")
         if self.reward is not None:
             object.__setattr__(self, "reward", _number("reward", self.reward))
-        object.__setattr__(self, "metrics", {_metric(name): _number(f"metrics[{name!r}]", value) for name, value in self.metrics.items()})
+        metrics = {_metric(name): _number(f"metrics[{name!r}]", value) for name, value in self.metrics.items()}
+        object.__setattr__(self, "metrics", metrics)
         object.__setattr__(self, "ended", encodable(str(self.ended)))
 
 
@@ -108,9 +111,9 @@ def _number(what: str, value: Any) -> float:
 
 def _metric(name: Any) -> str:
     if not isinstance(name, str) or name in MEASURED or name.startswith(ENDED):
+        ours = ", ".join(f"environment/{word}" for word in (*MEASURED, f"{ENDED}…"))
         raise MalformedError(
-            f"Step.metrics has {name!r}: a name is text, and environment/{', environment/'.join(MEASURED)} and environment/{ENDED}… are "
-            "measured already; take another name"
+            f"Step.metrics has {quote(name)}: a name is text, and none of {ours}, which are measured already"
         )
     return str(encodable(name))
 
@@ -119,7 +122,8 @@ def _check_content(content: Any) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list | tuple):
-        raise MalformedError(f"Observation.content is text or a list of chat messages, not {type(content).__name__} {quote(content)}")
+        kind = type(content).__name__
+        raise MalformedError(f"Observation.content is text or a list of chat messages, not {kind} {quote(content)}")
     for place, message in enumerate(content, 1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise MalformedError(

@@ -30,8 +30,8 @@ class ToolUse:
     `error: …`, and counted: `environment/calls`, `environment/calls_malformed`, `…_unknown`, `…_arguments`, `…_raised`, `…_slow`,
     `…_excess`.
 
-    `reward`, `call_reward` and a function that makes tools cost their episode where they raise, or return what is no number: it takes
-    no part, as a completion whose reward function fails.
+    Where `reward`, `call_reward` or a function that makes tools raises, or a reward is no number, the episode takes no part, as a
+    completion whose reward function fails.
 
     Raises:
         ConfigError: a tool that cannot be described, two of one name, a budget that leaves nothing.

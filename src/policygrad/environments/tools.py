@@ -74,8 +74,8 @@ class Tool:
         return cls(name, function, {**schema, "function": {**described, "name": name}})
 
     async def __call__(self, call: ToolCall, seconds: float) -> Answer:
-        """The answer within so many seconds. A plain function runs in a thread of its own; that thread, or a coroutine that ignores its
-        cancellation, is left behind when it is slow.
+        """The answer within so many seconds; a plain function runs in a thread of its own. What is slow and cannot be ended (that
+        thread, a coroutine that ignores its cancellation) is left behind.
 
         Raises:
             PolicygradError: the tool's own, such as no wall to run programs behind: nothing that a policy can help.

@@ -21,8 +21,8 @@ _HALVES = re.compile("[\ud800-\udfff]")
 def encodable(value: Any) -> Any:
     """Replace each lone surrogate by U+FFFD, in text and in the lists, tuples and mappings that hold text.
 
-    JSON can write one ("\\ud800"), and neither a tokenizer nor a UTF-8 file takes it. Every text that comes from outside of the policy
-    passes through here once: what environments and tools say, and the arguments that tools are called with.
+    JSON can write one ("\\ud800"), and neither a tokenizer nor a UTF-8 file takes it. Every text that comes from outside passes
+    through here once: what environments and tools say, and the arguments that tools are called with.
     """
     if isinstance(value, str):
         return value if value.isascii() else _HALVES.sub("\ufffd", value)

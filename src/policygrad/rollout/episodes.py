@@ -112,7 +112,9 @@ class _Episode:
             self._fail(error)
             return None
         if not (self.failed or isinstance(seen, Observation)):
-            raise EngineError(f"{self.name}.reset returned {type(seen).__name__}: return an Observation (pg.Observation)")
+            raise EngineError(
+                f"{self.name}.reset returned {type(seen).__name__}: return an Observation (pg.Observation)"
+            )
         return seen
 
     async def _ask(self, method: str, *args: Any) -> Any:
@@ -285,7 +287,7 @@ def _name(factory: EnvironmentFactory, environment: object = None) -> str:
 
 
 def _begin(episodes: Sequence[_Episode], seen: Sequence[Observation | None], encoder: Encoder) -> Tensor:
-    """Gives the episodes of one start their context, one tensor for all; the prompt. seen: what each was told first, None = failed."""
+    """Gives the episodes of one start their context, one tensor for all; the prompt. seen: each one's first, None = it failed."""
     start = episodes[0].start
     room = start.max_tokens + (0 if start.prefix is None else len(start.prefix))
     pairs = [(episode, said) for episode, said in zip(episodes, seen, strict=True) if said is not None]
