@@ -45,7 +45,7 @@ class PythonTool:
 
 
 def _trace(stderr: str) -> str:
-    """Tracebacks without the frames above the program, which are the sandbox's own; a frame is a line, its source and its carets."""
+    """Tracebacks without the frames above the program, which are the sandbox's: each is a line, its source and its carets."""
     return _BLOCK.sub(lambda block: block[1] + _programs(block[2]), stderr.rstrip())
 
 
