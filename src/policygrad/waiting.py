@@ -6,12 +6,76 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
+_LEFT = set[asyncio.Future[Any]]()
+"""Tasks that did not end when they were cancelled: a loop has no strong reference to them."""
+
+
+class OverdueError(TimeoutError):
+    """Work that was not over within its seconds."""
+
+
+class BlockedError(BaseException):
+    """Raised by a signal inside of work that blocks the event loop; no `Exception`, so that no retry in there catches it."""
+
+
+async def within(seconds: float, work: Awaitable[T]) -> T:
+    """Await work in a task of its own, for so many seconds at most.
+
+    The caller is never held up: work that ignores its cancellation is left behind, whether it is overdue or the caller itself was
+    cancelled. A `CancelledError` or `SystemExit` that the work raises by itself becomes a RuntimeError, which ends nothing else.
+
+    Raises:
+        OverdueError: it was not over in time.
+    """
+    task = asyncio.ensure_future(contained(work))
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            _LEFT.add(task)
+            task.add_done_callback(_forget)
+            task._log_destroy_pending = False  # type: ignore[attr-defined]  # no warning at exit, as asyncio.gather does it
+            task.cancel()
+    if not task.done():
+        raise OverdueError(f"not over within {seconds:g} seconds")
+    if task.cancelled():
+        raise RuntimeError("CancelledError")
+    return task.result()
+
+
+async def contained(work: Awaitable[T]) -> T:
+    """Await work that may raise anything, so that its `SystemExit` is an `Exception`.
+
+    Raises:
+        OverdueError: a signal has interrupted it, see `interrupts`.
+    """
+    try:
+        return await work
+    except SystemExit as error:  # which asyncio would carry out of the loop
+        raise RuntimeError(repr(error)) from error
+    except BlockedError as error:
+        raise OverdueError("it blocked the event loop") from error
+
+
+def interrupts(frame: FrameType | None) -> bool:
+    """Whether a signal that came at this frame came inside of work that `contained` awaits, where a BlockedError may be raised."""
+    if frame is None or frame.f_code is contained.__code__:
+        return False
+    while frame is not None and frame.f_code is not contained.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _forget(task: asyncio.Future[Any]) -> None:
+    _LEFT.discard(task)
+    if not task.cancelled():
+        task.exception()  # else asyncio reports that nobody has read it
 
 
 class Waiter:

@@ -255,6 +255,7 @@ def test_every_field_of_a_group_comes_back() -> None:
         parts=(0.25, None),
         demonstration=True,
         ended="turns",
+        failed="the environment's Guess.step raised",
     )
     changed = [f.name for f in fields(Trajectory) if getattr(one, f.name) != f.default]
     assert changed == [f.name for f in fields(Trajectory)], "a new field: does it come back?"

@@ -465,6 +465,28 @@ def test_python_as_a_tool():
 
 
 @needs_wall
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("def f(x):\n    return 1 / x\nf(0)", ["line 3, in <module>", "line 2, in f", "ZeroDivisionError"]),
+        ("x = (", ["line 1", "x = (", "SyntaxError: '(' was never closed"]),
+        (
+            "try:\n    1 / 0\nexcept Exception as error:\n    raise ValueError('b') from error",
+            ["line 2, in <module>", "ZeroDivisionError", "direct cause", "line 4, in <module>", "ValueError: b"],
+        ),
+        ("\0", ["SyntaxError: source code string cannot contain null bytes"]),
+    ],
+)
+def test_a_traceback_of_the_python_tool_has_no_frame_of_ours(code: str, shown: list[str]) -> None:
+    said = PythonTool()(code)
+    places = [said.index(word) for word in shown]
+    assert places == sorted(places)
+    assert said.startswith("Traceback (most recent call last):\n")
+    for ours in ("sandbox", "_become", "<string>", "ast.py", "^^^^^^^^^^^^^"):
+        assert ours not in said
+
+
+@needs_wall
 def test_the_page_prints_what_it_says():
     """Every line of the page's Python that ends in a comment is worth what the comment says."""
     block = PAGE.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]

@@ -107,7 +107,9 @@ class RayEnvironments:
             try:
                 return await getattr(actor, method).remote(*args)
             except RayTaskError as error:
-                raise own(error) from error
+                raised = own(error)
+                cause = getattr(raised, "cause", None)  # what the environment itself has raised
+                raise cause if isinstance(cause, Exception) else raised from error
             except RayActorError:
                 self._actors = [other for other in self._actors if other is not actor]
         raise EngineError(

@@ -14,6 +14,7 @@ import tyro
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.options import printed_flags
 from policygrad.commands.words import refuse_cluster, refuse_empty
+from policygrad.environments.base import TIMEOUT
 from policygrad.errors import ConfigError, RewardError
 from policygrad.models.lora import holds_model
 from policygrad.models.trust import FLAG
@@ -22,7 +23,7 @@ from policygrad.rewards.config import Isolation
 from policygrad.samplers.base import Sampling
 from policygrad.samplers.config import SamplerConfig
 from policygrad.training.config.allowed import RUN, Allowed, from_words
-from policygrad.training.config.checks import check_answers, check_seed
+from policygrad.training.config.checks import check_answers, check_seed, check_timeout
 from policygrad.training.config.measured import SAME, measured
 from policygrad.training.config.run import Draft, optional
 
@@ -63,6 +64,8 @@ class EvalOptions:
     environment: Annotated[str | None, optional("FILE:NAME", f"{_OWN}the prompt and one answer")] = None
     """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME.
     Others': gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID."""
+    environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = TIMEOUT
+    """Seconds that one reset, step or close of the environment may take; what takes longer costs its episode."""
     held_out: Annotated[str | None, optional("FILE", f"{_OWN}a sixteenth of the task")] = None
     """Data of held-out problems, for a task that is data."""
     problems: Annotated[int, _short("evaluation.problems", "--problems")] = 256
@@ -102,6 +105,7 @@ class EvalOptions:
         if not math.isfinite(self.threshold):
             raise ConfigError(f"--threshold must be finite, not {self.threshold}")
         check_seed(self.seed)
+        check_timeout(self.environment_timeout)
         if self.dtype not in ("fp32", "bf16"):
             raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")
 
@@ -114,7 +118,16 @@ def evaluate(args: list[str]) -> int:
 
     folder = None if options.output is None else writable_folder(options.output)
     sampled = ("problems", "samples", "sampling", "seed", "device", "dtype")
-    data = ("reward", "environment", "held_out", "budget", "map", "skip_bad_rows", "trust_remote_code")
+    data = (
+        "reward",
+        "environment",
+        "environment_timeout",
+        "held_out",
+        "budget",
+        "map",
+        "skip_bad_rows",
+        "trust_remote_code",
+    )
     given = {name: getattr(options, name) for name in (*sampled, *data)}
     isolated = {name: getattr(options.rewards, name) for name in ("memory", "sandbox")}
     found = {}

@@ -8,17 +8,34 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from policygrad.errors import EngineError
+from policygrad.models.control_tokens import encodable
 from policygrad.models.tool_calls import TAGGED, CallForm, ToolCall
-from policygrad.rewards.calls import LARGEST
+from policygrad.rewards.calls import LARGEST, quote, to_number
 from policygrad.tasks.types import Example, Prompt
 
 ENVIRONMENT, TOKENS, CONTEXT = "environment", "tokens", "context"
 """What may end an episode: its environment, the budget of tokens, the model's context."""
+TIMEOUT = 300.0
+"""Seconds that one call of an environment may take, by default."""
+FAILED = "failed"
+"""What ends one whose environment raised or was not over in time, so that it has no reward and takes no part."""
+MEASURED, ENDED = ("turns", "branches", "branched_ratio"), "ended_"
+"""Metrics of every environment, and how those begin that say what ended an episode: names that no `Step.metrics` can take."""
+
+
+class MalformedError(EngineError):
+    """An Observation or a Step that an environment cannot have meant. The episode adds which environment and which row it was."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What the policy reads next: text as it stands, or chat messages that the tokenizer's template renders."""
+    """What the policy reads next: text as it stands, or chat messages that the tokenizer's template renders.
+
+    Half a surrogate pair, which no tokenizer takes, becomes U+FFFD.
+
+    Raises:
+        EngineError: content that is neither text nor messages, a message without a role.
+    """
 
     content: Prompt
     tools: Sequence[Mapping[str, Any]] = ()
@@ -26,6 +43,11 @@ class Observation:
     state: Hashable | None = None
     """What tells the world's state here from others: turns of a group's episodes that begin in equal states are compared by the
     algorithms that compare turns (gigpo). None = what is said, word for word."""
+
+    def __post_init__(self) -> None:
+        _check_content(self.content)
+        object.__setattr__(self, "content", encodable(self.content))
+        object.__setattr__(self, "tools", encodable(self.tools))
 
 
 @dataclass(frozen=True)
@@ -50,38 +72,64 @@ class Step:
     """What came of an action. The episode goes on where there is an observation.
 
     Raises:
-        EngineError: a reward or a metric that is no finite number; in the environment's own line, which the traceback names.
+        EngineError: an observation that is none, a reward or a metric that is no finite number, a metric with a name of our own.
     """
 
     observation: Observation | None = None
     """What is said to the policy; None = the episode is over."""
     reward: float | None = None
-    """Of this turn; an episode's rewards add up, to what the run's reward functions say of it. None = none of its own."""
+    """Of this turn, any real number (int, bool and NumPy scalars too); an episode's rewards add up, to what the run's reward
+    functions say of it. None = none of its own."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers for the log: an episode's turns are added up, and averaged over the episodes that have them."""
+    """Numbers for the log, as environment/NAME: an episode's turns are added up, and averaged over the episodes that have them."""
     ended: str = ENVIRONMENT
     """What ended the episode, a word for metrics and logs; of a step without an observation."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.observation, Observation | None):
+            kind = type(self.observation).__name__
+            raise MalformedError(f"Step.observation is an Observation (pg.Observation) or None, not {kind}")
         if self.reward is not None:
-            _numbered("reward", self.reward)
-        for name, value in self.metrics.items():
-            _numbered(f"metrics[{name!r}]", value)
+            object.__setattr__(self, "reward", _number("reward", self.reward))
+        metrics = {_metric(name): _number(f"metrics[{name!r}]", value) for name, value in self.metrics.items()}
+        object.__setattr__(self, "metrics", metrics)
+        object.__setattr__(self, "ended", encodable(str(self.ended)))
 
 
 def finite(value: Any) -> bool:
     """Whether it is a number that an advantage can be made of."""
-    try:
-        return not isinstance(value, str) and abs(float(value)) <= LARGEST  # False of NaN
-    except (TypeError, ValueError, OverflowError):
-        return False
+    number, _ = to_number(value)
+    return number is not None
 
 
-def _numbered(what: str, value: Any) -> None:
-    if not finite(value):
-        raise EngineError(
-            f"an environment's Step has {what} = {value!r}: give a finite number, at most {LARGEST:g} in size"
+def _number(what: str, value: Any) -> float:
+    number, _ = to_number(value)
+    if number is None:
+        raise MalformedError(f"Step has {what} = {quote(value)}: give a finite number, at most {LARGEST:g} in size")
+    return number
+
+
+def _metric(name: Any) -> str:
+    if not isinstance(name, str) or name in MEASURED or name.startswith(ENDED):
+        ours = ", ".join(f"environment/{word}" for word in (*MEASURED, f"{ENDED}…"))
+        raise MalformedError(
+            f"Step.metrics has {quote(name)}: a name is text, and none of {ours}, which are measured already"
         )
+    return str(encodable(name))
+
+
+def _check_content(content: Any) -> None:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list | tuple):
+        kind = type(content).__name__
+        raise MalformedError(f"Observation.content is text or a list of chat messages, not {kind} {quote(content)}")
+    for place, message in enumerate(content, 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise MalformedError(
+                f"message {place} of an Observation has no role: {quote(message)}. Write it as "
+                '{"role": "user", "content": "..."}'
+            )
 
 
 class Environment(Protocol):

@@ -15,8 +15,8 @@ FAMILIES = {
     "verifiers": "policygrad.environments.verifiers:Verifiers",
 }
 """The first word of a name, `textarena:Wordle-v0`, and the class that is given what follows."""
-TERMINATED, TURNS, FAILED = "terminated", "turns", "failed"
-"""What ends an episode, besides its tokens: the world itself, the number of turns, an error in the code of a game."""
+TERMINATED, TURNS = "terminated", "turns"
+"""What ends an episode, besides its tokens: the world itself, the number of turns."""
 
 
 def family(name: str) -> tuple[str, str] | None:

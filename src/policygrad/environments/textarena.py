@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from policygrad.environments.base import Action, Environment, Observation, Step, finite
-from policygrad.environments.others import FAILED, TERMINATED, TURNS, answered, opening
+from policygrad.environments.base import FAILED, Action, Environment, Observation, Step, finite
+from policygrad.environments.others import TERMINATED, TURNS, answered, opening
 from policygrad.errors import ConfigError, EngineError
 from policygrad.tasks.types import Example
 

@@ -10,10 +10,11 @@ from functools import cached_property
 from typing import Any
 
 from policygrad.environments.base import Action, Environment, Observation, Step, takes_seed
-from policygrad.environments.tools import FAILURES, MALFORMED, UNKNOWN, Answer, Tool
+from policygrad.environments.tools import EXCESS, FAILURES, MALFORMED, UNKNOWN, Answer, Tool
 from policygrad.errors import ConfigError
 from policygrad.models.plain_tools import tool_response
 from policygrad.models.tool_calls import CallForm, ToolCall
+from policygrad.rewards.calls import quote, to_number
 from policygrad.sandbox.tool import shortened
 from policygrad.tasks.types import Example, Prompt
 
@@ -26,7 +27,11 @@ class ToolUse:
     """An environment's factory: `pg.train(run, environment=pg.ToolUse((add,)))`, or on the command line `mine.py:NAME`.
 
     A turn that calls no tool is the answer and ends the episode. What cannot be read, or fails, is told to the policy as
-    `error: …`, and counted: `environment/calls`, `environment/calls_malformed`, `…_unknown`, `…_arguments`, `…_raised`, `…_slow`.
+    `error: …`, and counted: `environment/calls`, `environment/calls_malformed`, `…_unknown`, `…_arguments`, `…_raised`, `…_slow`,
+    `…_excess`.
+
+    Where `reward`, `call_reward` or a function that makes tools raises, or a reward is no number, the episode takes no part, as a
+    completion whose reward function fails.
 
     Raises:
         ConfigError: a tool that cannot be described, two of one name, a budget that leaves nothing.
@@ -36,24 +41,26 @@ class ToolUse:
     """Functions with types and a docstring, plain or async; or a function from an example (and `seed`) to those of one episode."""
     reward: Callable[[str, Example], Any] | None = None
     """Of an episode, from its answer ("" = none) and its example, plain or async; None = the run's reward functions."""
-    call_reward: Callable[[ToolCall, Answer], float] | None = None
-    """Of a turn: of each of its calls, added up."""
+    call_reward: Callable[[ToolCall, Answer], Any] | None = None
+    """Of a turn: of each of its calls, added up; it may return None for a call that earns nothing."""
     max_turns: int = 8
     """Turns of the policy; the tokens of all of them are the run's `max_tokens`."""
     seconds: float = 10.0
     """For one call."""
     longest: int = 4000
     """Characters of an answer; what is longer loses its middle."""
+    max_calls: int = 16
+    """Calls of one turn that are made; the policy is told that the others were not."""
     describe: bool = True
     """Whether the prompt says what tools there are: by the chat template, or, where it knows none, before the first message."""
     form: CallForm | None = None
     """How calls are written; None = as the model's chat template has it."""
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1 or not self.seconds > 0 or self.longest < 1:
+        if self.max_turns < 1 or not self.seconds > 0 or self.longest < 1 or self.max_calls < 1:
             raise ConfigError(
-                "ToolUse: max_turns and longest must be at least 1 and seconds above 0, not "
-                f"{self.max_turns}, {self.longest}, {self.seconds:g}"
+                "ToolUse: max_turns and longest must be at least 1, max_calls too, and seconds above 0, not "
+                f"{self.max_turns}, {self.longest}, {self.max_calls} and {self.seconds:g}"
             )
         if not callable(self.tools):
             self._described  # noqa: B018  refuses what cannot be described now, not in the first episode
@@ -104,13 +111,23 @@ class _Conversation:
         if action.truncated or self.turns >= self.asked.max_turns:
             metrics["calls_malformed"] = float(sum(bool(call.error) for call in calls))
             return Step(reward=await self._reward(""), metrics=metrics, ended=TURNS)
-        answers = [await self._answer(call) for call in calls]
+        most = self.asked.max_calls
+        answers = [await self._answer(call) for call in calls[:most]]
         for answer in answers:
             if answer.failed:
                 metrics[f"calls_{answer.failed}"] += 1.0
-        worth = self.asked.call_reward
-        own = None if worth is None else float(sum(worth(c, a) for c, a in zip(calls, answers, strict=True)))
+        own = self._calls_reward(calls[:most], answers)
+        if excess := len(calls[most:]):
+            metrics[f"calls_{EXCESS}"] = float(excess)
+            answers.append(Answer(f"error: {excess} more calls were not made: a turn has at most {most}", EXCESS))
         return Step(Observation(self._said(answers)), own, metrics)
+
+    def _calls_reward(self, calls: Sequence[ToolCall], answers: Sequence[Answer]) -> float | None:
+        """What the calls of a turn earn together; None where no function says."""
+        worth = self.asked.call_reward
+        if worth is None:
+            return None
+        return sum(_reward("call_reward", worth(c, a)) or 0.0 for c, a in zip(calls, answers, strict=True))
 
     async def cut(self) -> float | None:
         """There is no room for an answer."""
@@ -139,5 +156,12 @@ class _Conversation:
         if self.asked.reward is None:
             return None
         found = self.asked.reward(answer, self.example)
-        worth = await found if inspect.isawaitable(found) else found
-        return None if worth is None else float(worth)
+        return _reward("reward", await found if inspect.isawaitable(found) else found)
+
+
+def _reward(name: str, value: Any) -> float | None:
+    """Raises ValueError for what is no finite number and not None."""
+    number, reason = to_number(value)
+    if reason:
+        raise ValueError(f"{name} returned {quote(value)}, which is no finite number")
+    return number

@@ -12,10 +12,12 @@ from typing import Any
 
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.models.tool_calls import ToolCall
+from policygrad.waiting import OverdueError, within
 
-MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW = "malformed", "unknown", "arguments", "raised", "slow"
-FAILURES = (MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW)
-"""Why a call has come to nothing: not readable, no such tool, arguments that do not fit, an exception, too long."""
+MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS = "malformed", "unknown", "arguments", "raised", "slow", "excess"
+FAILURES = (MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS)
+"""Why a call has come to nothing: not readable, no such tool, arguments that do not fit, an exception, too long, one too many in a
+turn."""
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "string": str,
     "integer": int,
@@ -72,7 +74,8 @@ class Tool:
         return cls(name, function, {**schema, "function": {**described, "name": name}})
 
     async def __call__(self, call: ToolCall, seconds: float) -> Answer:
-        """The answer within so many seconds; a plain function has a thread of its own, which is left behind where it is slow.
+        """The answer within so many seconds; a plain function runs in a thread of its own. What is slow and cannot be ended (that
+        thread, a coroutine that ignores its cancellation) is left behind.
 
         Raises:
             PolicygradError: the tool's own, such as no wall to run programs behind: nothing that a policy can help.
@@ -86,15 +89,13 @@ class Tool:
             if not _fits(value, wanted):
                 among = f"one of {_text(wanted['enum'])}" if "enum" in wanted else f"of type {_text(wanted['type'])}"
                 return Answer(f"error: {self.name}: {name} is to be {among}, not {_text([value])[1:-1]}", ARGUMENTS)
-        limit = asyncio.timeout(seconds)
         try:
-            async with limit:
-                return Answer(_text(await self._result(bound)))
+            return Answer(_text(await within(seconds, self._result(bound))))
+        except OverdueError:
+            return Answer(f"error: {self.name} took longer than {seconds:g} seconds", SLOW)
         except PolicygradError:
             raise
         except Exception as error:
-            if limit.expired():
-                return Answer(f"error: {self.name} took longer than {seconds:g} seconds", SLOW)
             return Answer(f"error: {type(error).__name__}: {error}", RAISED)
 
     async def _result(self, bound: inspect.BoundArguments) -> Any:

@@ -1,4 +1,5 @@
-"""Text of tools and environments that spells out a control token, `<|im_end|>` say: it is read letter by letter, and ends no turn.
+"""Text of tools and environments: halves of surrogate pairs are replaced, and a control token that it spells out, `<|im_end|>` say,
+is read letter by letter and ends no turn.
 
 A word of letters stands in its place while the template is rendered; in ids that word is what the letters are without the token.
 Nothing of the tokenizer's own settings is touched for that, since other threads may be encoding with it.
@@ -14,6 +15,24 @@ from policygrad.errors import ModelError
 
 Words = Mapping[str, str]
 """Words to the texts that they stand for."""
+_HALVES = re.compile("[\ud800-\udfff]")
+
+
+def encodable(value: Any) -> Any:
+    """Replace each lone surrogate by U+FFFD, in text and in the lists, tuples and mappings that hold text.
+
+    JSON can write one ("\\ud800"), and neither a tokenizer nor a UTF-8 file takes it. Every text that comes from outside passes
+    through here once: what environments and tools say, and the arguments that tools are called with.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else _HALVES.sub("\ufffd", value)
+    if isinstance(value, Mapping):
+        return {encodable(key): encodable(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [encodable(inner) for inner in value]
+    if type(value) is tuple:
+        return tuple(encodable(inner) for inner in value)
+    return value
 
 
 def veiled(hf: Any, messages: Sequence[Mapping[str, Any]], word: str) -> tuple[list[Mapping[str, Any]], Words]:

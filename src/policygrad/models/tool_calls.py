@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from policygrad.errors import ModelError
+from policygrad.models.control_tokens import encodable
 
 _OPENS, _CLOSES = "<tool_call>", "</tool_call>"
 _LOOKS_LIKE = re.compile(r"\[?\s*\{\s*\"(name|type|function|parameters|arguments)\"")
@@ -18,7 +19,7 @@ _LOOKS_LIKE = re.compile(r"\[?\s*\{\s*\"(name|type|function|parameters|arguments
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it."""
+    """A call as the model wrote it; half a surrogate pair in it is U+FFFD."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -26,6 +27,10 @@ class ToolCall:
     """Arguments without a name, before the others."""
     error: str = ""
     """Why it cannot be read; "" = it can."""
+
+    def __post_init__(self) -> None:
+        for part in ("name", "arguments", "positional", "error"):
+            object.__setattr__(self, part, encodable(getattr(self, part)))
 
 
 class CallForm(Protocol):

@@ -6,6 +6,7 @@ import numbers
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from policygrad.errors import DataError
@@ -156,13 +157,13 @@ def tell(name: str, said: str, completions: Sequence[str]) -> str:
 
 
 def to_number(value: Any) -> tuple[float | None, str | None]:
-    """A reward as a float, or the reason why it is none. NumPy scalars and 0-d tensors count as numbers."""
+    """A reward as a float, or the reason why it is none. Int, bool, Decimal, NumPy scalars and 0-d tensors count as numbers."""
     if value is None:
         return None, None
     try:
-        if not isinstance(value, (numbers.Real, str, bytes)) and hasattr(value, "item"):
+        if not isinstance(value, (numbers.Real, Decimal, str, bytes)) and hasattr(value, "item"):
             value = value.item()
-        if not isinstance(value, numbers.Real):
+        if not isinstance(value, (numbers.Real, Decimal)):
             return None, "type"
         number = float(value)
     except OverflowError:
@@ -184,6 +185,7 @@ def to_steps(value: Any, length: int) -> tuple[ScoredSteps | None, str | None]:
         return None, "type"
     steps: list[tuple[int, float]] = []
     for pair in value:
+        pair = pair.tolist() if hasattr(pair, "tolist") else pair
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             return None, "type"
         (end, reason), (score, why) = (to_number(part) for part in pair)

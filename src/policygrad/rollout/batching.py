@@ -36,7 +36,7 @@ def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Ba
     batch = Batch(
         mask=(within if one_turn else padded([t.mask for t in rows])) & scored[:, None],
         group=torch.arange(len(groups)).repeat_interleave(sizes),
-        reward=torch.tensor([0.0 if t.reward is None else t.reward for t in rows]),
+        reward=torch.tensor([0.0 if t.reward is None else float(t.reward) for t in rows]),
         tokens=padded([t.tokens for t in rows]),
         prompts=tuple(g.prompt for g in groups),
         logp_sampler=padded([t.logp for t in rows]),
@@ -95,7 +95,7 @@ def measure(rounds: Sequence[tuple[Sequence[Group], Batch]]) -> Metrics:
         "completions/mean_length": [lengths],
         "completions/truncated_ratio": [torch.tensor([float(t.truncated) for t in rows])],
         "entropy": [  # −log μ at the samples: an unbiased estimate of the policy's entropy
-            -torch.cat([s.logp for t in rows for s in t.segments if s.logp is not None])
+            -torch.cat([torch.empty(0), *(s.logp for t in rows for s in t.segments if s.logp is not None)])
         ],
     }
     for _, batch in rounds:

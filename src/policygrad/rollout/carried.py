@@ -12,7 +12,18 @@ from policygrad.rollout.reasoning_steps import Marks
 from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
 from policygrad.tasks.types import Example
 
-PLAIN = ("text", "truncated", "turn_rewards", "reward", "metrics", "states", "parts", "demonstration", "ended")
+PLAIN = (
+    "text",
+    "truncated",
+    "turn_rewards",
+    "reward",
+    "metrics",
+    "states",
+    "parts",
+    "demonstration",
+    "ended",
+    "failed",
+)
 """Fields of a trajectory that come back as they were written."""
 
 
@@ -25,8 +36,8 @@ def pack(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[str, Any
     tensors = {
         "prompts": torch.cat([g.prompt for g in groups]),
         "tokens": torch.cat([s.tokens for s in segments]),
-        "logp": torch.cat([logp.float() for _, logp in drawn]),  # as a batch takes it
-        "version": torch.cat([s.tokens * 0 + s.version for s, _ in drawn]),
+        "logp": torch.cat([torch.empty(0), *(logp.float() for _, logp in drawn)]),  # as a batch takes it
+        "version": torch.cat([torch.empty(0, dtype=torch.int64), *(s.tokens * 0 + s.version for s, _ in drawn)]),
     }
     prefixes = [g.start.prefix for g in groups if g.start.prefix is not None]
     tensors |= {"prefixes": torch.cat(prefixes)} if prefixes else {}
@@ -58,7 +69,7 @@ def unpack(
 
     def trajectory(said: Mapping[str, Any]) -> Trajectory:
         segments, marks = tuple(segment(s) for s in said["segments"]), said["marks"]
-        plain = {name: said[name] for name in PLAIN}
+        plain = {name: said[name] for name in PLAIN if name in said}  # an older checkpoint has no `failed`
         return Trajectory(segments, marks=None if marks is None else Marks(*marks), **plain)
 
     def start(said: Mapping[str, Any]) -> Start:
@@ -102,6 +113,7 @@ def _trajectory(row: Trajectory, known: dict[Hashable, int]) -> dict[str, Any]:
         "parts": _numbers(row.parts),
         "demonstration": row.demonstration,
         "ended": row.ended,
+        "failed": row.failed,
     }
 
 

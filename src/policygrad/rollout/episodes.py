@@ -6,7 +6,8 @@ import asyncio
 import inspect
 import json
 from collections import Counter
-from collections.abc import Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from policygrad.environments.base import (
     CONTEXT,
+    FAILED,
     TOKENS,
     Action,
     Cut,
@@ -21,14 +23,16 @@ from policygrad.environments.base import (
     EnvironmentFactory,
     Observation,
     Step,
-    made,
 )
+from policygrad.environments.single_turn import SingleTurn
 from policygrad.errors import EngineError
 from policygrad.models.chat import RewrittenError, Tools
+from policygrad.rollout.calls import CLOSING, Calls, FailedError
 from policygrad.rollout.encoder import Encoder
 from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
 from policygrad.samplers.base import Generation, Request, Sampler, Sampling
 from policygrad.tasks.types import Prompt
+from policygrad.waiting import within
 
 T = TypeVar("T")
 
@@ -36,8 +40,12 @@ T = TypeVar("T")
 class _Episode:
     """One episode under way."""
 
-    def __init__(self, environment: Environment, start: Start, sample: int) -> None:
-        self.environment, self.start, self.sample = environment, start, sample
+    def __init__(self, factory: EnvironmentFactory, start: Start, sample: int, calls: Calls) -> None:
+        self.start, self.sample, self.calls = start, sample, calls
+        self.environment: Environment | None = None
+        self.failed = ""
+        """Why its environment has lost it."""
+        self.name = _name(factory)
         self.context = torch.empty(0, dtype=torch.int64)
         self.conversation: Prompt = ""
         """All that was said before this turn."""
@@ -55,7 +63,14 @@ class _Episode:
         """Tokens that it may still sample, and those of this turn."""
         self.over = self.truncated = False
         self.limit, self.ended = TOKENS, ""
-        self._closing = getattr(environment, "close", None)
+        self._closing: Callable[[], Any] | None = None
+        try:
+            self.environment = calls.make(factory, start.example, start.seed, self.name, start.where)
+        except FailedError as error:
+            self._fail(error)
+        else:
+            self.name = _name(factory, self.environment)
+            self._closing = getattr(self.environment, "close", None)
 
     def request(self, sampling: Sampling) -> Request:
         turn = len(self.rewards)
@@ -67,38 +82,78 @@ class _Episode:
         _check(generation, self.room, sampler)
         cut = generation.finish_reason == "length"
         self.text = text = encoder.decode(generation.tokens)
-        step = await _awaited(self.environment, "step", Action(text, cut, encoder.form))
-        if not isinstance(step, Step):
-            name = type(self.environment).__name__
-            raise EngineError(f"{name}.step returned {type(step).__name__}: return a Step (pg.Step)")
         self.segments.append(Segment.drawn(generation))
-        self.rewards.append(step.reward)
-        self.metrics.update(step.metrics)
         self.left -= len(generation.tokens)
-        self.over = self.truncated = cut
-        self.ended = self.limit if cut else step.ended
-        if step.observation is None:
-            self.over = True
-        elif not cut and not self._hear(step.observation, text, encoder, generation.tokens):
-            await self._break_off()
-        if self.over:
-            await self.close()
+        self.truncated = cut
+        try:
+            step = await self._ask("step", Action(text, cut, encoder.form))
+            if not isinstance(step, Step):
+                raise EngineError(f"{self.name}.step returned {type(step).__name__}: return a Step (pg.Step)")
+            self.rewards.append(step.reward)
+            self.metrics.update(step.metrics)
+            self.over = cut
+            self.ended = self.limit if cut else step.ended
+            if step.observation is None:
+                self.over = True
+            elif not cut and not self._hear(step.observation, text, encoder, generation.tokens):
+                await self._break_off()
+            if self.over:
+                await self._close()
+        except FailedError as error:
+            self._fail(error)
+            with suppress(FailedError):
+                await self._close()
 
-    async def close(self) -> None:
-        """Once, whatever has ended it: the environment lets go of what it holds, where it has a `close`."""
+    async def begin(self) -> Observation | None:
+        """What the environment says first; None where that has failed."""
+        try:
+            seen = None if self.failed else await self._ask("reset")
+        except FailedError as error:
+            self._fail(error)
+            return None
+        if not (self.failed or isinstance(seen, Observation)):
+            raise EngineError(
+                f"{self.name}.reset returned {type(seen).__name__}: return an Observation (pg.Observation)"
+            )
+        return seen
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        """What a method of the environment returns; raises as `Calls.call`."""
+        turn = f", turn {len(self.rewards) + 1}" if method != "reset" else ""
+        return await self.calls.call(self.environment, self.name, method, f"{self.start.where}{turn}", *args)
+
+    def _fail(self, error: FailedError) -> None:
+        """It ends here and has no reward. One that has not sampled anything has a token that the policy did not write."""
+        self.failed, self.ended, self.over = str(error), FAILED, True
+        sampled = sum(segment.sampled for segment in self.segments)
+        self.rewards += [None] * (sampled - len(self.rewards))
+        self.segments = self.segments or [Segment(torch.zeros(1, dtype=torch.int64))]
+
+    async def _close(self) -> None:
+        """Close the environment of an episode that is over, once. Raises FailedError where that fails."""
         closing, self._closing = self._closing, None
-        if closing is not None and inspect.isawaitable(closed := closing()):
-            await closed
+        if closing is not None:
+            await self.calls.call(_Closing(closing), self.name, "close", self.start.where)
+
+    @property
+    def open(self) -> bool:
+        """Whether its environment is to be closed."""
+        return self._closing is not None
+
+    async def give_up(self) -> None:
+        """Close the environment of an episode that nobody goes on with."""
+        closing, self._closing = self._closing, None
+        if closing is not None:
+            await within(CLOSING, _Closing(closing).close())
 
     async def _break_off(self) -> None:
         """Nothing more can be said, so what the environment said last is left away."""
         self.over = self.truncated = True
         self.ended = TOKENS if self.left < 1 else CONTEXT
         if isinstance(self.environment, Cut):
-            last = Step(reward=await _awaited(self.environment, "cut"))  # which refuses what is no number
-            self.rewards[-1] = (
-                self.rewards[-1] if last.reward is None else (self.rewards[-1] or 0.0) + float(last.reward)
-            )
+            last = Step(reward=await self._ask("cut"))  # which refuses what is no number
+            if last.reward is not None:
+                self.rewards[-1] = (self.rewards[-1] or 0.0) + last.reward
 
     def _hear(self, observation: Observation, text: str, encoder: Encoder, drawn: Tensor) -> bool:
         """The next turn's context is the ids so far, the sampled ids and those of what is new, or the conversation as the template
@@ -120,7 +175,7 @@ class _Episode:
             return False
         self.limit = CONTEXT if self.room < self.left else TOKENS
         self.segments.append(segment)
-        self.states.append(_state(observation, self.environment))
+        self.states.append(_state(observation, self.name))
         return True
 
     def _anew(self, so_far: Tensor, new: int, encoder: Encoder) -> Segment:
@@ -138,7 +193,7 @@ class _Episode:
     def trajectory(self, encoder: Encoder) -> Trajectory:
         before = () if self.start.prefix is None else (self.start.prefix,)
         parts = (*before, *(s.told for s in self.segments))
-        own = [reward for reward in self.rewards if reward is not None]
+        own = [reward for reward in self.rewards if reward is not None and not self.failed]
         return Trajectory(
             tuple(self.segments),
             self.text if len(parts) == 1 else encoder.decode(torch.cat(parts)),
@@ -148,7 +203,20 @@ class _Episode:
             metrics=dict(self.metrics),
             states=tuple(self.states),
             ended=self.ended,
+            failed=self.failed,
         )
+
+
+class _Closing:
+    """A `close` that need not be async, as one that is."""
+
+    def __init__(self, close: Callable[[], Any]) -> None:
+        self._close = close
+
+    async def close(self) -> None:
+        closed = self._close()
+        if inspect.isawaitable(closed):
+            await closed
 
 
 async def play(
@@ -159,25 +227,27 @@ async def play(
     sampler: Sampler,
     encoder: Encoder,
     environment: EnvironmentFactory,
+    calls: Calls | None = None,
 ) -> list[Group]:
-    """n episodes from each start, in their order."""
-    groups = [[_Episode(made(environment, start.example, start.seed), start, j) for j in range(n)] for start in starts]
-    everyone = going = [episode for episodes in groups for episode in episodes]
-    try:
-        prompts = [await _begin(episodes, encoder) for episodes in groups]
-        while going:
-            generations = await sampler.generate([episode.request(sampling) for episode in going])
-            if len(generations) != len(going):
-                asked, name = len(going), type(sampler).__name__
-                raise EngineError(
-                    f"{name}.generate returned {len(generations)} generations for {asked} requests: one for each"
-                )
-            pairs = zip(going, generations, strict=True)
-            await _together(going, (e.take(g, encoder, sampler) for e, g in pairs))
-            going = [episode for episode in going if not episode.over]
-    finally:  # an error, an interruption: what is open ends with it
-        for episode in everyone:
-            await episode.close()
+    """n episodes from each start, in their order. calls: how environments are called, None = by default."""
+    with calls or Calls() as calling:
+        groups = [[_Episode(environment, start, j, calling) for j in range(n)] for start in starts]
+        everyone = going = [episode for episodes in groups for episode in episodes]
+        try:
+            seen = iter(await _together(everyone, (episode.begin() for episode in everyone)))
+            prompts = [_begin(episodes, [next(seen) for _ in episodes], encoder) for episodes in groups]
+            while going := [episode for episode in going if not episode.over]:
+                generations = await sampler.generate([episode.request(sampling) for episode in going])
+                if len(generations) != len(going):
+                    asked, name = len(going), type(sampler).__name__
+                    raise EngineError(
+                        f"{name}.generate returned {len(generations)} generations for {asked} requests: one for each"
+                    )
+                pairs = zip(going, generations, strict=True)
+                await _together(going, (e.take(g, encoder, sampler) for e, g in pairs))
+        finally:  # an error, an interruption: what is open ends with it, all at once
+            still_open = [episode for episode in everyone if episode.open]
+            await asyncio.gather(*(episode.give_up() for episode in still_open), return_exceptions=True)
     return [
         Group(start, prompt, tuple(episode.trajectory(encoder) for episode in episodes))
         for start, prompt, episodes in zip(starts, prompts, groups, strict=True)
@@ -186,9 +256,15 @@ async def play(
 
 async def _together(episodes: Sequence[_Episode], work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """What each comes to; side by side where one of the environments may wait, else each begun when the one before is done."""
-    if any(getattr(episode.environment, "waits", True) for episode in episodes):
-        return await asyncio.gather(*work)
-    return [await one for one in work]
+    if not any(getattr(episode.environment, "waits", True) for episode in episodes):
+        return [await one for one in work]
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:  # one has raised: the others end too
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _check(generation: Generation, most: int, sampler: Sampler) -> None:
@@ -202,45 +278,40 @@ def _check(generation: Generation, most: int, sampler: Sampler) -> None:
         )
 
 
-async def _awaited(environment: Environment, method: str, *args: Any) -> Any:
-    """What a method of an environment returns."""
-    result = getattr(environment, method)(*args)
-    if not inspect.isawaitable(result):
-        raise EngineError(f"{type(environment).__name__}.{method} is not async: write `async def {method}`")
-    return await result
+def _name(factory: EnvironmentFactory, environment: object = None) -> str:
+    """What an environment is called in messages: its class, or where that is private or not known what makes it."""
+    kind = type(environment).__name__
+    if environment is not None and not kind.startswith("_"):
+        return kind
+    return str(getattr(factory, "__name__", type(factory).__name__))
 
 
-def _observed(environment: Environment, seen: object) -> Observation:
-    if not isinstance(seen, Observation):
-        name = type(environment).__name__
-        raise EngineError(f"{name}.reset returned {type(seen).__name__}: return an Observation (pg.Observation)")
-    return seen
-
-
-async def _begin(episodes: Sequence[_Episode], encoder: Encoder) -> Tensor:
-    """Resets the episodes of one start and gives them their context, one tensor for all; the prompt."""
+def _begin(episodes: Sequence[_Episode], seen: Sequence[Observation | None], encoder: Encoder) -> Tensor:
+    """Gives the episodes of one start their context, one tensor for all; the prompt. seen: each one's first, None = it failed."""
     start = episodes[0].start
-    said = await _together(episodes, (_awaited(episode.environment, "reset") for episode in episodes))
-    seen = [_observed(episode.environment, found) for episode, found in zip(episodes, said, strict=True)]
-    if any((o.content, list(o.tools)) != (seen[0].content, list(seen[0].tools)) for o in seen):
-        name = type(episodes[0].environment).__name__
+    room = start.max_tokens + (0 if start.prefix is None else len(start.prefix))
+    pairs = [(episode, said) for episode, said in zip(episodes, seen, strict=True) if said is not None]
+    if not pairs:  # none of it is trained on
+        return encoder.encode(start.example.prompt, room, start.where)
+    name, first = pairs[0][0].name, pairs[0][1]
+    if any((o.content, list(o.tools)) != (first.content, list(first.tools)) for _, o in pairs):
         raise EngineError(
             f"{name}.reset says different things to the samples of one example ({start.where}), and what they begin with is "
             "read once: draw what differs in step(), or from the example"
         )
-    room = start.max_tokens + (0 if start.prefix is None else len(start.prefix))
-    tools = seen[0].tools or None
-    prompt = encoder.encode(seen[0].content, room, start.where, tools)
+    tools = first.tools or None
+    own = isinstance(pairs[0][0].environment, SingleTurn)
+    source = start.where if own else f"the first observation of {name} ({start.where})"
+    prompt = encoder.encode(first.content, room, source, tools)
     context = prompt if start.prefix is None else torch.cat([prompt, start.prefix])
-    for episode in episodes:
-        episode.context, episode.conversation, episode.tools = context, seen[0].content, tools
-        episode.opening = len(seen[0].content)
-    for episode, observation in zip(episodes, seen, strict=True):
-        episode.states.append(_state(observation, episode.environment))
+    for episode, observation in pairs:
+        episode.context, episode.conversation, episode.tools = context, first.content, tools
+        episode.opening = len(first.content)
+        episode.states.append(_state(observation, episode.name))
     return prompt
 
 
-def _state(observation: Observation, environment: Environment) -> Hashable:
+def _state(observation: Observation, name: str) -> Hashable:
     """What the environment calls its state, or else what it says."""
     if observation.state is None:
         content = observation.content
@@ -248,7 +319,6 @@ def _state(observation: Observation, environment: Environment) -> Hashable:
     try:
         hash(observation.state)
     except TypeError as error:
-        name = type(environment).__name__
         raise EngineError(
             f"{name} names a state that cannot be looked up ({error}): give text, a number or a tuple of those"
         ) from None

@@ -9,6 +9,7 @@ from typing import Any
 
 from policygrad.core.metrics import Mean, Metrics, Sum, merge
 from policygrad.rewards.types import ProcessScores, RewardScores
+from policygrad.rollout.calls import kinds
 from policygrad.rollout.reasoning_steps import Marks, mark
 from policygrad.rollout.trajectory import Group, samples_of
 
@@ -35,23 +36,48 @@ class Judged:
 def judge(groups: list[Group], score: Score | None) -> tuple[list[Group], Judged]:
     """The groups with every episode's reward: what its environment said, plus what the reward functions say of its text."""
     own = [t.reward for g in groups for t in g.trajectories]
+    lost = kinds(t.failed for g in groups for t in g.trajectories if t.failed)
     if score is None:
         failed = own.count(None)
+        silent = any(t.reward is None and not t.failed for g in groups for t in g.trajectories)
         said = (
             "the environment gave no reward to an episode: let a step() of it return Step(reward=…), or cut() one where it is "
             "broken off between turns, or name reward functions"
         )
-        judged = Judged(failed=failed, messages=(said,) * bool(failed))
+        judged = Judged(failed=failed, messages=(*lost, *((said,) if silent else ())))
         return _with(groups, [{"parts": (reward,)} for reward in own], ((ENVIRONMENT, 1.0),)), judged
-    scores = score(*samples_of(groups))
+    scores = _scored(groups, score)
     total: list[float | None] = [s if s is None or e is None else s + e for s, e in zip(scores.total, own, strict=True)]
     known = {name: [x for x in part if x is not None] for name, part in scores.parts.items()}
     parts: Metrics = {f"rewards/{name}": Mean(sum(x), float(len(x))) for name, x in known.items() if len(known) > 1}
     parts |= _spreads(groups, scores) if len(known) > 1 else {}
-    judged = Judged(merge(failures(scores), parts), tuple(scores.messages), sum(x is None for x in total))
+    messages = (*lost, *scores.messages)
+    judged = Judged(merge(failures(scores), parts), messages, sum(x is None for x in total))
     names, columns = _columns(scores, own)
     changes = [{"reward": r, "parts": said} for r, said in zip(total, zip(*columns, strict=True), strict=True)]
     return _with(groups, changes, names), judged
+
+
+def _scored(groups: list[Group], score: Score) -> RewardScores:
+    """What the reward functions say; of an episode that its environment has lost, nothing."""
+    prompts, texts, columns = samples_of(groups)
+    places = [i for i, t in enumerate(t for g in groups for t in g.trajectories) if not t.failed]
+    if len(places) == len(texts):
+        return score(prompts, texts, columns)
+    if not places:
+        return RewardScores([None] * len(texts), {})
+
+    def chosen(values: Sequence[Any]) -> list[Any]:
+        return [values[i] for i in places]
+
+    def spread(values: Sequence[float | None]) -> list[float | None]:
+        found: list[float | None] = [None] * len(texts)
+        for place, value in zip(places, values, strict=True):
+            found[place] = value
+        return found
+
+    scores = score(chosen(prompts), chosen(texts), {name: chosen(column) for name, column in columns.items()})
+    return replace(scores, total=spread(scores.total), parts={name: spread(x) for name, x in scores.parts.items()})
 
 
 def _spreads(groups: list[Group], scores: RewardScores) -> Metrics:

@@ -14,10 +14,13 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, merge
 from policygrad.core.vine import Vine
 from policygrad.environments import EnvironmentFactory, SingleTurn
+from policygrad.environments.base import TIMEOUT
 from policygrad.errors import ConfigError
 from policygrad.rewards.base import Pool
 from policygrad.rewards.voting import voted_by
+from policygrad.rewards.waits import Phase, nobody
 from policygrad.rollout.batching import measure, to_batch, used
+from policygrad.rollout.calls import Calls
 from policygrad.rollout.demonstrations import joined
 from policygrad.rollout.encoder import Encoder
 from policygrad.rollout.episodes import play
@@ -94,6 +97,12 @@ class Rollouter:
     wait: Waiter = field(default_factory=Waiter)
     pool: Pool | None = None
     """Whose `score` it is, so that what is over can be judged while others are drawn; None = all is judged at the end."""
+    timeout: float = TIMEOUT
+    """Seconds that one call of an environment may take."""
+    phase: Phase = nobody
+    """Is told which call of an environment is waited for."""
+    patient: bool = False
+    """A method of an environment that is never over in time does not end the rollout."""
     turn: threading.RLock = field(default_factory=threading.RLock)
     """Whoever collects while another thread may evaluate holds it: sampler and pool are told of one batch of episodes at a time."""
 
@@ -112,7 +121,10 @@ class Rollouter:
 
     def play(self, starts: Sequence[Start], n: int, sampling: Sampling) -> list[Group]:
         """n episodes from each start, not judged yet."""
-        episodes = play(starts, n, sampling, sampler=self.sampler, encoder=self.tokenizer, environment=self.environment)
+        calls = Calls(self.timeout, self.phase, patient=self.patient)
+        episodes = play(
+            starts, n, sampling, sampler=self.sampler, encoder=self.tokenizer, environment=self.environment, calls=calls
+        )
         return self.wait(episodes)
 
     def collect(

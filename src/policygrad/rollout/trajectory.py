@@ -102,7 +102,9 @@ class Trajectory:
     demonstration: bool = False
     """Shown, not sampled: its one segment's `logp` is that of whoever wrote it, or 0."""
     ended: str = ""
-    """What ended it, where an environment was played: `environment`, `tokens`, `context`, or a word of its own."""
+    """What ended it, where an environment was played: `environment`, `tokens`, `context`, `failed`, or a word of its own."""
+    failed: str = ""
+    """Why its environment has lost it, so that nothing is to be judged; "" = it has not."""
 
     @property
     def tokens(self) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
 from policygrad.sandbox.limits import Limits
 from policygrad.sandbox.program import run
 
-_NOISE = ("sandbox/inside.py", "exec(compile(", "eval(compile(", "<string>")
+_BLOCK = re.compile(r"^(Traceback \(most recent call last\):\n)((?:[ ]{2}.*\n?)*)", re.MULTILINE)
+"""A traceback's first line and its frames, which are indented; the exception follows."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,16 @@ class PythonTool:
 
 
 def _trace(stderr: str) -> str:
-    """A traceback without the lines that are the sandbox's own."""
-    kept = [line for line in stderr.rstrip().split("\n") if not any(word in line for word in _NOISE)]
-    return "\n".join(kept)
+    """Tracebacks without the frames above the program, which are the sandbox's: each is a line, its source and its carets."""
+    return _BLOCK.sub(lambda block: block[1] + _programs(block[2]), stderr.rstrip())
+
+
+def _programs(frames: str) -> str:
+    """From the program's first frame on, where the sandbox's stand above it; none where it did not come to run."""
+    if "sandbox/inside.py" not in frames:
+        return frames
+    first = frames.find('  File "program.py"')
+    return frames[first:] if first >= 0 else ""
 
 
 def shortened(text: str, longest: int) -> str:

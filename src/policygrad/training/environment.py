@@ -31,4 +31,11 @@ def chosen_environment(option: Any, given: EnvironmentFactory | None = None) -> 
             f"--environment {name or found!r} makes no environment: name a class with reset and step, a policygrad.ToolUse, or "
             "a function of an example"
         )
+    if isinstance(found, type):
+        for method in ("reset", "step"):
+            if not callable(getattr(found, method, None)):
+                raise ConfigError(
+                    f"--environment {name or found.__name__} has no method {method!r}, which an environment has: write "
+                    f"`async def {method}`"
+                )
     return found

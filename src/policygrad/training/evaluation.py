@@ -10,12 +10,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from policygrad.environments import EnvironmentFactory
+from policygrad.environments.base import TIMEOUT
 from policygrad.rewards.config import Rewarding, Sandbox
 from policygrad.rewards.waits import Phase, nobody
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.rollouter import Rollout
 from policygrad.samplers.base import Sampler, Sampling
 from policygrad.samplers.config import SamplerConfig
+from policygrad.training.config.checks import check_timeout
 from policygrad.training.config.run import Run
 from policygrad.training.engines import FOLDER, engine_of
 from policygrad.training.environment import chosen_environment
@@ -71,19 +73,21 @@ def evaluate(
     phase: Phase = nobody,
     sampler: Sampler | SamplerFactory | None = None,
     environment: EnvironmentFactory | str | None = None,
+    environment_timeout: float = TIMEOUT,
     trust_remote_code: bool = False,
     map: Any = None,
     skip_bad_rows: bool = False,
     engine: SamplerConfig | None = None,
 ) -> EvaluationResult:
     """Scores of a model on a task's held-out problems, as `Run`'s options of these names say; budget, memory, sandbox and
-    reward_environment as `Rewarding`'s. phase: is told what rewards or servers are waited for. engine: `Run.sampler`, whose
-    servers are given the model's weights and draw.
+    reward_environment as `Rewarding`'s. phase: is told what rewards, servers or environments are waited for. engine: `Run.sampler`,
+    whose servers are given the model's weights and draw.
 
     Raises:
         PolicygradError: what does not exist or does not fit, with the way out.
     """
     sampling, engine = sampling or Sampling(), engine or SamplerConfig()
+    check_timeout(environment_timeout)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="policygrad-"))) / FOLDER
         needed = Needed(
@@ -101,6 +105,7 @@ def evaluate(
             sampler=sampler,
             engine=engine_of(engine, folder, sampling, sampler, phase),
             environment=chosen_environment(environment),
+            environment_timeout=environment_timeout,
             trust_remote_code=trust_remote_code,
             map=map,
             skip_bad_rows=skip_bad_rows,

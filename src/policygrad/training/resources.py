@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from policygrad.environments import EnvironmentFactory, SingleTurn
+from policygrad.environments.base import TIMEOUT
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.models.loading import load_model
 from policygrad.models.lora import Lora
@@ -65,9 +66,10 @@ class Needed:
     device: str = "auto"
     rewards: Rewarding = field(default_factory=Rewarding)
     phase: Phase = nobody
-    """Is told what rewards or servers are waited for."""
+    """Is told what rewards, servers or environments are waited for."""
     sampler: Sampler | SamplerFactory | None = None
     environment: EnvironmentFactory | None = None
+    environment_timeout: float = TIMEOUT
     routing_replay: bool = False
     engine: SamplerFactory | None = None
     """What makes the sampler that the configuration names; None = this process."""
@@ -148,6 +150,9 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         needed.environment or SingleTurn,
         waiter,
         pool,
+        needed.environment_timeout,
+        needed.phase,
+        not needed.rewards.patience,
     )
     names = tuple(_in_words(reward, needed.needs) for reward in chosen) or (
         "the environment's own" if scored else "none",
@@ -345,6 +350,7 @@ def needed_for(
         sampler=sampler,
         engine=engine or hosts.sampler,
         environment=world if world is None or hosts.environment is None else hosts.environment(world),
+        environment_timeout=run.environment_timeout,
         routing_replay=run.learner.routing_replay,
         apart=run.staleness > 0 and not run.streams,
         trust_remote_code=run.trust_remote_code,

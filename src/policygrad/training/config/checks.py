@@ -28,6 +28,14 @@ EVALUATED = {"logp_old", "logp_ref", "entropy", "values", "bootstrap", "score_no
 """Batch fields that a learner fills."""
 
 
+def check_timeout(seconds: float) -> None:
+    """Raises ConfigError for what is no limit of an environment's calls."""
+    if not 0 < seconds < math.inf:
+        raise ConfigError(
+            f"environment.timeout must be above 0 seconds and finite, not {seconds:g}; a long limit is 86400, a day"
+        )
+
+
 def check(run: Run) -> None:
     """Raises ConfigError for the first thing that is wrong."""
     _types(run)
@@ -40,6 +48,7 @@ def check(run: Run) -> None:
         )
     if run.tokens is not None and run.tokens < 1:
         raise ConfigError(f"tokens must be at least 1, or left out for no budget, not {run.tokens}")
+    check_timeout(run.environment_timeout)
     _staleness(run)
     if run.learner.routing_replay and run.sampler.engine != LOCAL:
         raise ConfigError(

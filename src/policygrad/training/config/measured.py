@@ -11,7 +11,10 @@ from policygrad.training.config.places import located, options_in, read_from
 from policygrad.training.config.run import OBJECT, Draft
 from policygrad.training.config.toml import from_dict, read
 
-SAME = ("task", "map", "skip_bad_rows", "reward", "environment", "held_out", "sampling", "seed", "trust_remote_code")
+SAME = (
+    "task", "map", "skip_bad_rows", "reward", "environment", "environment_timeout", "held_out", "sampling", "seed",
+    "trust_remote_code",
+)  # fmt: skip
 """Options that mean the same where a model is measured."""
 _READ = (*SAME, "evaluation", "rewards", "learner", "directory")
 

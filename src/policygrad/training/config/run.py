@@ -10,6 +10,7 @@ import tyro
 
 from policygrad.algorithms import DAPO
 from policygrad.core.algorithm import Algorithm
+from policygrad.environments.base import TIMEOUT
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.models.lora import RATE
@@ -93,6 +94,9 @@ class Options:
     """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME.
     Others': gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID.
     Without --reward its own rewards are all there is. From Python also the object."""
+    environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = TIMEOUT
+    """Seconds that one reset, step or close of the environment may take; what takes longer costs its episode.
+    What has not been over a single time after four such calls ends the run, resumably."""
     step_end: Annotated[str | None, optional("REGEX", "the task's own")] = None
     """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
     held_out: Annotated[Any, named("FILE", str, "a sixteenth of the task, chosen by a hash of the prompt")] = None
