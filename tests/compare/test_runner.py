@@ -119,3 +119,14 @@ def test_what_never_began_is_begun_anew(tmp_path: Path, program: tuple[str, str]
     Processes(1, program)(["train"], folder)
     assert json.loads((folder / "result.json").read_text()) == {"go_on": False}
     assert not (folder / ".run.toml.tmp").exists()
+
+
+def test_a_run_that_goes_on_is_permitted_what_its_words_were(tmp_path: Path, program: tuple[str, str]) -> None:
+    """Its own file permits nothing, and neither does another run's."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.toml").touch()
+    words = ["train", "mine.py:ALGORITHM", "--reward=a.b.score", "--trust-remote-code"]
+    Processes(1, program, allow=["other.py"])(words, folder)
+    permitted = "--allow a.b mine.py other.py --trust-remote-code"
+    assert f"words: train --resume {folder} {permitted} --plain" in (tmp_path / "run.log").read_text()

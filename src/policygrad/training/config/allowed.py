@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from policygrad.rewards.resolve import codes_of
 from policygrad.training.config.own import is_own
 
 RUN = "run.toml"
+WRITTEN = (RUN, "sft.toml", "reward-model.toml", "plan.json")
+"""Files of options that policygrad writes into the folder of a run or of a comparison; code beside them came with them."""
 _WORDS = ("name", "behaviour")  # of an algorithm, which are text and no parts
 
 
@@ -44,12 +46,21 @@ def check_allowed(data: Mapping[str, Any], file: Path, allowed: Allowed) -> None
     Raises:
         ConfigError: with the words that allow it.
     """
-    if data.get("trust_remote_code") and not allowed.remote_code:
+    check_missing(not_allowed(data, file, allowed), bool(data.get("trust_remote_code")), file, allowed)
+
+
+def check_missing(missing: Sequence[str], remote_code: bool, file: Path, allowed: Allowed) -> None:
+    """Refuse code that needs permission and has none. missing: its names; remote_code: whether the file asks for a model's own.
+
+    Raises:
+        ConfigError: with the words that allow it.
+    """
+    if remote_code and not allowed.remote_code:
         raise ConfigError(
             f"{file}: trust_remote_code lets Python in the model's folder run, which a file cannot say for you: give "
             "--trust-remote-code too (from Python pass the run, policygrad.train(run, resume=…)), or take the line out"
         )
-    if missing := not_allowed(data, file, allowed):
+    if missing:
         raise ConfigError(
             f"{file} names code of its own, {missing[0]}, which this command has not: a run folder with parts or rewards of one's "
             f"own is a program. If it is yours, or you have read it, add --allow {' '.join(missing)} (from Python "
@@ -62,21 +73,32 @@ def not_allowed(
 ) -> list[str]:
     """The modules and files that options in `file` would have imported and that need leave, sorted. elsewhere: in a process to
     come, which has loaded nothing."""
-    asked = {code for code in named(data) if not _is_allowed(code, allowed)}
+    return need_permission(named(data), file, allowed, elsewhere=elsewhere)
+
+
+def need_permission(codes: Iterable[str], file: Path, allowed: Allowed, *, elsewhere: bool = False) -> list[str]:
+    """Those of the modules, files and addresses in `file` that need permission and have none, sorted."""
+    asked = {code for code in codes if not _is_allowed(code, allowed)}
     return sorted(code for code in asked if not _is_ours(code, file, elsewhere))
 
 
 def from_words(words: Sequence[str]) -> list[str]:
-    """The modules and files that a command line names."""
-    rewards = [word for i, word in enumerate(words) if _after_reward(words[:i])]
-    others = [word for i, word in enumerate(words) if not _after_reward(words[:i])]
-    found = {code for word in others if is_own(word) and ":" in word for code in codes(word)}
-    return sorted(found | {code for word in rewards for code in codes_of(word)})
+    """The modules, files and addresses that a command line names, as `--flag value` or `--flag=value`, alone or in a list."""
+    found, flag, directory = set[str](), "", None
+    for word in words:
+        value = word
+        if word.startswith("--"):
+            flag, _, value = word.partition("=")
+        if flag == "--directory":
+            directory = value or directory
+        if value:
+            pieces = [codes_of(value)] if flag == "--reward" else map(_of_word, value.split(","))
+            found |= {code for piece in pieces for code in piece}
+    return sorted(found | {str(Path(directory, code)) for code in found if directory and code.endswith(".py")})
 
 
-def _after_reward(before: Sequence[str]) -> bool:
-    flag = next((word for word in reversed(before) if word.startswith("--")), "")
-    return flag.partition("=")[0] == "--reward"
+def _of_word(word: str) -> list[str]:
+    return [word] if _is_address(word) else codes(word) if is_own(word) else []
 
 
 def named(data: Mapping[str, Any]) -> Iterator[str]:
@@ -146,7 +168,7 @@ def _is_here(file: Path, options: Path) -> bool:
     if not file.is_relative_to(here):
         return False
     if folder == here:
-        return options.name != RUN
+        return options.name not in WRITTEN
     if folder.is_relative_to(here):
         return not file.is_relative_to(here / folder.relative_to(here).parts[0])
     return not here.is_relative_to(folder)
