@@ -24,6 +24,8 @@ from policygrad.errors import RunError
 from policygrad.models.trust import FLAG
 from policygrad.training.config.allowed import from_words
 
+PROGRAM = (sys.executable, "-P", "-m", "policygrad")
+"""-P: without it modules of the current folder would hide the standard library's, as `python -m` puts that folder first."""
 SAID = 12
 """Lines of a failed run's log that are shown."""
 LEAVES = ("checkpoints", "completions.jsonl", "model")
@@ -50,9 +52,7 @@ class Processes:
     """A process per run, each with its share of the cores. program: what stands before the words of `policygrad`. allow: code
     that files of the runs may name, besides what their words name."""
 
-    def __init__(
-        self, threads: int, program: Sequence[str] = (sys.executable, "-m", "policygrad"), allow: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, threads: int, program: Sequence[str] = PROGRAM, allow: Sequence[str] = ()) -> None:
         self.threads, self.program, self.allow = threads, tuple(program), tuple(allow)
         self._live: set[subprocess.Popen[bytes]] = set()
         self._lock, self._stopping = Lock(), False
