@@ -289,6 +289,18 @@ def test_resume_plan_that_moves_names_by_directory_is_refused(run_command: Any, 
     assert (code, "--allow c/planted.py" in err) == (2, True), err
 
 
+@pytest.mark.parametrize(
+    "words", [("--sampler.urls", "http://localhost:1", "http://a:8000"), ("--sampler.folder", "elsewhere")]
+)
+def test_resume_plan_that_sends_prompts_or_weights_elsewhere_is_refused(
+    run_command: Any, here: Path, words: tuple[str, ...]
+) -> None:
+    received(here / "c", "grpo", "--sampler.engine", "vllm", *words)
+    code, _, err = run_command("compare", "--resume", "c")
+    assert (code, f"--allow {words[-1]}" in err, "localhost" in err) == (2, True, False), err
+    assert run_command("compare", "--resume", "c", "--allow", words[-1], "--dry-run")[0] == 0
+
+
 def test_resume_plan_of_code_in_the_current_folder_needs_no_permission(run_command: Any, here: Path) -> None:
     (here / "mine.py").write_text(PLANTED)
     received(here / "c", "grpo", "--reward", "mine.py:score")

@@ -126,9 +126,9 @@ def test_a_run_that_goes_on_is_permitted_what_its_words_were(tmp_path: Path, pro
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "run.toml").touch()
-    words = ["train", "mine.py:ALGORITHM", "--reward=a.b.score", "--trust-remote-code"]
+    words = ["train", "mine.py:ALGORITHM", "--reward=a.b.score", "--trust-remote-code", "--sampler.folder", "out"]
     Processes(1, program, allow=["other.py"])(words, folder)
-    permitted = "--allow a.b mine.py other.py --trust-remote-code"
+    permitted = "--allow a.b mine.py other.py out --trust-remote-code"
     assert f"words: train --resume {folder} {permitted} --plain" in (tmp_path / "run.log").read_text()
 
 

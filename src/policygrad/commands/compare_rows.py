@@ -13,12 +13,12 @@ from policygrad.commands.words import refuse_cluster
 from policygrad.compare.ladders import Ladder
 from policygrad.compare.overrides import OVERRIDES
 from policygrad.compare.plan import FILE, KNOBS, LABEL, Plan, Row
-from policygrad.compare.words import layered, names, options
+from policygrad.compare.words import layered, names, values
 from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 from policygrad.models.trust import FLAG
 from policygrad.samplers.base import Sampling
-from policygrad.training.config.allowed import Allowed, check_missing, from_words, need_permission
+from policygrad.training.config.allowed import Allowed, check_missing, from_words, need_permission, outside
 from policygrad.training.config.run import Options, Run
 
 OURS = ("--seed", "--output", "--resume", "--tokens", "--stop-after", "--dry-run", "--plain")
@@ -38,7 +38,7 @@ USUAL = (
     "1",
 )
 STEPS = 1000
-ALLOW = "--allow"
+ALLOW, SENT_TO = "--allow", "--sampler.folder"
 
 
 @dataclass(frozen=True)
@@ -212,15 +212,11 @@ def _missing(plan: Plan, folder: Path, allowed: Allowed, *, elsewhere: bool = Fa
     itself."""
     found = set[str]()
     for row in plan.rows:
-        asked = {word for option, given in options(row.words) if option == ALLOW for word in _values(given)}
-        found |= asked - set(allowed.names)
+        found |= set(values(row.words, ALLOW)) - set(allowed.names)
         found |= set(need_permission(from_words(row.words), folder / FILE, allowed, elsewhere=elsewhere))
+        for place in values(row.words, SENT_TO):
+            found |= set(outside({"sampler": {"folder": place}}, folder / FILE, allowed))
     return sorted(found)
-
-
-def _values(given: Sequence[str]) -> list[str]:
-    first = given[0].partition("=")[2]
-    return [*([first] if first else []), *given[1:]]
 
 
 def _options() -> set[str]:

@@ -19,7 +19,7 @@ from typing import IO, Protocol
 from policygrad.checkpoint.disk import write_atomically
 from policygrad.checkpoint.lock import LOCKS, locked
 from policygrad.compare.outcomes import cost, finished
-from policygrad.compare.words import names
+from policygrad.compare.words import names, values
 from policygrad.errors import RunError
 from policygrad.models.trust import FLAG
 from policygrad.training.config.allowed import from_words
@@ -65,9 +65,8 @@ class Processes:
             if folder.exists() and not (folder / "run.toml").exists():  # killed before it was anything
                 shutil.rmtree(folder)
             go_on = (folder / "run.toml").exists()
-            allow = sorted(
-                {*self.allow, *(from_words(words) if go_on else ())}
-            )  # the run's file permits nothing itself
+            named = (*from_words(words), *values(words, "--sampler.folder")) if go_on else ()
+            allow = sorted({*self.allow, *named})  # the run's file permits nothing itself
             permitted = ["--allow", *allow] if allow else []
             if go_on and FLAG in names(words):
                 permitted += [FLAG]
