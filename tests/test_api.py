@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,3 +79,14 @@ def test_the_readme_example_on_plain_tensors() -> None:
     assert torch.allclose(logp.grad, whole, atol=1e-15)
     wider = replace(pg.GRPO, gate=pg.Clip(0.2, 0.28))
     assert wider.gate.high == 0.28  # type: ignore[attr-defined]
+
+
+def test_every_python_that_is_started_leaves_the_current_folder_out() -> None:
+    """Its modules would hide the standard library's: -P stands behind the interpreter wherever one is started."""
+    started = []
+    for file in Path(pg.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.List, ast.Tuple)) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
+                started.append((file.name, ast.unparse(node.elts[1]) == "'-P'"))
+    assert len(started) >= 6
+    assert [name for name, safe in started if not safe] == []

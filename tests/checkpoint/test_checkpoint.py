@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from doubles.checkpoints import content, names, silent
 from policygrad.checkpoint import manifest
-from policygrad.checkpoint.format import load, load_latest, save
+from policygrad.checkpoint.format import load, load_latest, save, tidy
+from policygrad.checkpoint.keeping import step_of
 from policygrad.checkpoint.tree import decode, encode
 from policygrad.errors import CheckpointError
 
@@ -284,6 +285,17 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path):
     truncate(tmp_path / "step-000003" / "state.json")
     save(tmp_path, 4, {}, {}, keep=2)
     assert names(tmp_path) == ["step-000002", "step-000004"]
+
+
+def test_between_the_regular_ones_fills_up_and_goes_first(tmp_path):
+    """Of every tenth step and stops at 13, 21 and 24: a fallback for as long as there is no other."""
+    for step, kept in [(13, [13]), (20, [13, 20]), (21, [20, 21]), (24, [20, 24]), (30, [20, 30]), (35, [30, 35])]:
+        save(tmp_path, step, {}, {}, keep=2, every=10)
+        assert sorted(map(step_of, tmp_path.iterdir())) == kept
+    save(tmp_path, 36, {}, {}, keep=3, every=10)
+    assert sorted(map(step_of, tmp_path.iterdir())) == [30, 35, 36]
+    tidy(tmp_path, 36, 3, 10, finished=True)
+    assert sorted(map(step_of, tmp_path.iterdir())) == [30, 36]
 
 
 @pytest.mark.parametrize("arguments", [{"step": -1}, {"step": 1, "keep": 0}])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from policygrad.commands import engine as engine_command
 from policygrad.commands.engine import EngineOptions, command
 from policygrad.errors import ConfigError
 from policygrad.models.loading import resolve
@@ -74,3 +76,13 @@ def test_what_is_printed_can_be_read_by_a_shell(run_command: Callable[..., tuple
 def test_what_no_server_can_be_told_is_refused(engine: str, lora: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         command(EngineOptions(engine, lora=lora, folder="."))  # type: ignore[arg-type]
+
+
+def test_a_server_and_its_processes_leave_the_current_folder_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m` would put it first on the import path, and so would the processes that a server starts."""
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "")
+    started: list[tuple[str, str]] = []
+    monkeypatch.setattr("os.execvp", lambda name, words: started.append((name, os.environ["PYTHONSAFEPATH"])))
+    engine_command.engine(["sglang"])
+    assert started == [("python", "1")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import policygrad as pg
+from doubles import comparison
 from doubles.files import write_rows
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import compare as command
@@ -199,3 +201,194 @@ def test_a_comparison_for_real(
     assert json.loads(again)["rows"] == told["rows"]
     assert before == {path: path.stat().st_mtime_ns for path in Path("c").rglob("metrics.jsonl")}
     assert command._cores() >= 1
+
+
+PLANTED = """
+from pathlib import Path
+(Path(__file__).parent / "ran").write_text("")
+raise SystemExit("planted")
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return work
+
+
+def received(folder: Path, *words: str, **changes: Any) -> Path:
+    """A comparison that somebody else sent, of one run, with a program beside it."""
+    sent = comparison.plan(comparison.row("sent", words=words or ("grpo",)), seeds=1).to_dict()
+    sent["rows"][0] |= changes
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps(sent))
+    (folder / "planted.py").write_text(PLANTED)
+    return folder
+
+
+def naming(file: object) -> list[tuple[str, ...]]:
+    """Rows that name code, in every way in which words of train can."""
+    return [
+        (f"{file}:ALGORITHM",),
+        ("--algorithm", f"{file}:ALGORITHM"),
+        (f"--algorithm={file}:ALGORITHM",),
+        ("grpo", "--learner.gradient-checkpointing", f"{file}:ALGORITHM"),
+        ("grpo", "--algorithm.gate", f"{file}:Gate"),
+        ("grpo", f"--algorithm.gate={file}:Gate"),
+        ("grpo", "--algorithm.terms", f"KL,{file}:Term"),
+        ("grpo", "--algorithm.gate", f"{file}"),
+        ("grpo", "--reward", "exact_match", f"{file}:score"),
+        ("grpo", f"--reward={file}:score"),
+        ("grpo", "--reward", f"math if {file}:score"),
+        ("grpo", "--environment", f"{file}:World"),
+        ("grpo", "--map", f"{file}:row"),
+        ("grpo", "--allow", f"{file}", "--reward", f"{file}:score"),
+        ("grpo", f"--allow={file}"),
+    ]
+
+
+@pytest.mark.parametrize("way", range(len(naming(""))))
+@pytest.mark.parametrize(("folder", "file"), [("download/c", "download/c/planted.py"), ("../c", "../c/planted.py")])
+def test_resume_plan_that_names_code_is_refused_without_permission(
+    run_command: Any, here: Path, folder: str, file: str, way: int
+) -> None:
+    for name in (file, str((here / file).resolve())):
+        received(here / folder, *naming(name)[way])
+        code, _, err = run_command("compare", "--resume", folder)
+        assert code == 2, err
+        assert f"--allow {name}" in err
+        assert not (here / folder / "ran").exists()
+        assert not (here / folder / "runs").exists()
+        shutil.rmtree(here / folder)
+
+
+def test_resume_in_the_comparisons_folder_takes_no_code_from_it(
+    run_command: Any, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = received(here / "c", "grpo", "--reward", "planted.py:score")
+    monkeypatch.chdir(folder)
+    code, _, err = run_command("compare", "--resume", ".")
+    assert (code, "--allow planted.py" in err) == (2, True), err
+    assert not (folder / "ran").exists()
+
+
+def test_resume_plan_that_names_an_installed_package_is_refused(run_command: Any, here: Path) -> None:
+    received(here / "c", "grpo", "--reward", "shutil.rmtree")
+    code, _, err = run_command("compare", "--resume", "c")
+    assert (code, "--allow shutil" in err) == (2, True), err
+
+
+def test_resume_plan_that_moves_names_by_directory_is_refused(run_command: Any, here: Path) -> None:
+    """The current folder has a file of the same name, which would be permitted."""
+    (here / "planted.py").write_text("")
+    received(here / "c", "grpo", "--reward", "planted.py:score", "--directory", "c")
+    code, _, err = run_command("compare", "--resume", "c")
+    assert (code, "--allow c/planted.py" in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    "words", [("--sampler.urls", "http://localhost:1", "http://a:8000"), ("--sampler.folder", "elsewhere")]
+)
+def test_resume_plan_that_sends_prompts_or_weights_elsewhere_is_refused(
+    run_command: Any, here: Path, words: tuple[str, ...]
+) -> None:
+    received(here / "c", "grpo", "--sampler.engine", "vllm", *words)
+    code, _, err = run_command("compare", "--resume", "c")
+    assert (code, f"--allow {words[-1]}" in err, "localhost" in err) == (2, True, False), err
+    assert run_command("compare", "--resume", "c", "--allow", words[-1], "--dry-run")[0] == 0
+
+
+def test_resume_plan_of_code_in_the_current_folder_needs_no_permission(run_command: Any, here: Path) -> None:
+    (here / "mine.py").write_text(PLANTED)
+    received(here / "c", "grpo", "--reward", "mine.py:score")
+    assert run_command("compare", "--resume", "c", "--dry-run")[0] == 0
+
+
+def test_resume_plan_with_permission_passes_it_to_the_runs(
+    run_command: Any, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[tuple[str, ...], Any]] = []
+
+    class Recorded(comparison.StubRunner):
+        def __init__(self, threads: int, **given: Any) -> None:
+            started.append((tuple(given["allow"]), threads))
+            super().__init__()
+
+    monkeypatch.setattr("policygrad.compare.runner.Processes", Recorded)
+    received(here / "c", "grpo", "--reward", "c/planted.py:score")
+    code, _, err = run_command("compare", "--resume", "c", "--allow", "c/planted.py")
+    assert code == 0, err
+    assert started[0][0] == ("c/planted.py",)
+    assert not (here / "c" / "ran").exists()
+    code, _, err = run_command("compare", "grpo", "--allow", "c/planted.py")
+    assert (code, "behind a --" in err) == (2, True), err
+
+
+@pytest.mark.parametrize("flag", ["--trust-remote-code", "--trust_remote_code"])
+def test_resume_plan_that_trusts_a_models_code_is_refused_without_the_flag(
+    run_command: Any, here: Path, flag: str
+) -> None:
+    received(here / "c", "grpo", flag)
+    code, _, err = run_command("compare", "--resume", "c")
+    assert (code, "which a file cannot say for you" in err) == (2, True), err
+    assert run_command("compare", "--resume", "c", "--trust-remote-code", "--dry-run")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("grpo", "--output", "elsewhere"), "has --output"),
+        (("grpo", "--resume=elsewhere"), "has --resume"),
+        (("grpo", "--cluster", "ray://elsewhere:10001"), "--cluster is of `policygrad train`"),
+        (("grpo", "--tyro-write-completion", "bash", "file"), "has --tyro-write-completion, which train has not"),
+    ],
+)
+def test_resume_plan_with_options_that_no_row_has_is_refused(
+    run_command: Any, here: Path, words: tuple[str, ...], reason: str
+) -> None:
+    received(here / "c", *words)
+    code, _, err = run_command("compare", "--resume", "c")
+    assert (code, reason in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("label", "../../../escaped", "the label '../../../escaped'"),
+        ("label", "/escaped", "the label '/escaped'"),
+        ("label", "..", "the label '..'"),
+        ("label", 3, "the label 3"),
+        ("knob", "--reward", "knob must be --lr or"),
+        ("grid", ["evil.py:score"], "grid must be numbers"),
+        ("words", ["grpo", 3], "words must be"),
+        ("seeds", ["../../../escaped"], "must be whole numbers"),
+        ("tuning_seeds", [True], "must be whole numbers"),
+        ("tokens", "--reward", "must be whole numbers"),
+    ],
+)
+def test_resume_plan_whose_values_name_other_folders_or_words_is_refused(
+    run_command: Any, here: Path, field: str, value: Any, reason: str
+) -> None:
+    folder = received(here / "c", "grpo", **({field: value} if field in ("label", "knob", "grid", "words") else {}))
+    if field in ("seeds", "tuning_seeds", "tokens"):
+        sent = json.loads((folder / "plan.json").read_text())
+        (folder / "plan.json").write_text(json.dumps(sent | {field: value}))
+    code, _, err = run_command("compare", "--resume", "c")
+    assert code != 0
+    assert "is no plan of a comparison" in err
+    assert reason in err
+    assert sorted(path.name for path in here.parent.iterdir()) == ["work"]
+    assert not (folder / "runs").exists()
+
+
+def test_resume_folder_with_a_link_that_leads_out_is_refused(run_command: Any, here: Path) -> None:
+    folder = received(here / "c", "grpo")
+    (here / "outside").mkdir()
+    (folder / "runs").mkdir()
+    (folder / "runs" / "sent").symlink_to(here / "outside")
+    code, _, err = run_command("compare", "--resume", "c")
+    assert (code, "leads out of" in err) == (2, True), err
+    assert not list((here / "outside").iterdir())

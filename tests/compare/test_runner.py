@@ -119,3 +119,26 @@ def test_what_never_began_is_begun_anew(tmp_path: Path, program: tuple[str, str]
     Processes(1, program)(["train"], folder)
     assert json.loads((folder / "result.json").read_text()) == {"go_on": False}
     assert not (folder / ".run.toml.tmp").exists()
+
+
+def test_a_run_that_goes_on_is_permitted_what_its_words_were(tmp_path: Path, program: tuple[str, str]) -> None:
+    """Its own file permits nothing, and neither does another run's."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.toml").touch()
+    words = ["train", "mine.py:ALGORITHM", "--reward=a.b.score", "--trust-remote-code", "--sampler.folder", "out"]
+    Processes(1, program, allow=["other.py"])(words, folder)
+    permitted = "--allow a.b mine.py other.py out --trust-remote-code"
+    assert f"words: train --resume {folder} {permitted} --plain" in (tmp_path / "run.log").read_text()
+
+
+def test_a_run_does_not_import_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `policygrad train` there does not."""
+    for name in ("json", "shlex", "tomllib", "tyro"):
+        (tmp_path / f"{name}.py").write_text(
+            "import pathlib; pathlib.Path('ran').touch(); raise SystemExit('planted')\n"
+        )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError, match="was stopped before its end"):  # as help is no run
+        Processes(1)(["train", "--help"], tmp_path / "run")
+    assert not (tmp_path / "ran").exists()

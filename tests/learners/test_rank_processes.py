@@ -7,12 +7,13 @@ import select
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp import ranks
-from policygrad.learners.fsdp.others import HERE, Places
+from policygrad.learners.fsdp.others import HERE, Places, kill, started
 from policygrad.learners.fsdp.ranks import MANY, Ranks, check_devices
 
 RANK_0 = """
@@ -39,6 +40,22 @@ def test_a_process_ends_with_rank_0_before_they_are_connected() -> None:
                 assert select.select([follower], [], [], 120)[0], "it outlives rank 0"
             finally:
                 os.close(follower)
+
+
+def test_a_rank_does_not_import_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the standard library's names nor a package's are looked for there, as in the process that starts it."""
+    for name in ("json", "os", "tempfile", "torch", "policygrad"):
+        (tmp_path / f"{name}.py").write_text(f"import sys; sys.stderr.write('{name} of the folder'); sys.exit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as rank_0:
+        rank_0.bind((HERE, 0))
+        rank_0.listen()
+        rank = started(HERE, rank_0.getsockname()[1], 1, 2)
+        try:
+            while not select.select([rank_0], [], [], 0.1)[0]:  # it has imported what it needs, and connects
+                assert rank.poll() is None, "it took a module of the folder"
+        finally:
+            kill([rank])
 
 
 class Started:

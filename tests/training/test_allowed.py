@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,9 @@ import policygrad as pg
 from policygrad.errors import ConfigError
 from policygrad.rewards.imports import FILE_MODULE
 from policygrad.rewards.resolve import resolve
+from policygrad.samplers.config import SamplerConfig
 from policygrad.training.config.allowed import Allowed, from_words, not_allowed
+from policygrad.training.config.measured import measured
 from policygrad.training.config.run import Draft
 from policygrad.training.config.toml import load
 
@@ -162,6 +165,69 @@ def test_a_file_cannot_trust_a_model_s_code_for_you(run_command: Command, here: 
     assert run_command("train", "--resume", "runs/x", "--trust-remote-code", "--dry-run")[0] == 0
 
 
+SAMPLER = "[sampler]\nengine = 'vllm'\nurls = ['http://{}']\n"
+
+
+@pytest.mark.parametrize("server", ["elsewhere:8000", "localhost@elsewhere:8000", "127.0.0.1\\@elsewhere", "[::1"])
+def test_a_file_cannot_have_a_server_elsewhere_be_sent_prompts(run_command: Command, here: Path, server: str) -> None:
+    urls = f"['http://127.0.0.1:1', 'http://{server}']"
+    run_file(here / "runs" / "x", f"[sampler]\nengine = 'vllm'\nurls = {urls}\n")
+    for words in (("--resume", "runs/x"), ("--config", "runs/x/run.toml")):
+        said, _, err = run_command("train", *words, "--dry-run")
+        assert (said, "servers on another machine" in err) == (2, True), err
+        assert "127.0.0.1:1" not in err
+    with pytest.raises(ConfigError, match="servers on another machine"):
+        pg.train(resume="runs/x", display=False)
+
+
+def test_a_file_cannot_have_weights_written_out_of_its_folder(run_command: Command, here: Path) -> None:
+    run, other = here / "runs" / "x", here.parent / "other"
+    for folder in (str(other), "../other", "weights", ".", f"{run}/../y", "~/weights"):
+        run_file(run, f"[sampler]\nengine = 'llama_cpp'\nfolder = '{folder}'\n")
+        said, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
+        assert (said, f"--allow {shlex.quote(folder)}" in err) == (2, True), err
+        assert run_command("train", "--resume", "runs/x", "--allow", folder, "--dry-run")[0] == 0
+    for folder in (f"{run}/weights", "runs/x/deeper/weights"):
+        run_file(run, f"[sampler]\nengine = 'llama_cpp'\nfolder = '{folder}'\n")
+        assert run_command("train", "--resume", "runs/x", "--dry-run")[0] == 0
+    assert not other.exists()
+
+
+def test_servers_on_this_machine_and_those_of_the_command_line_need_no_permission(
+    run_command: Command, here: Path
+) -> None:
+    run_file(here / "runs" / "x", SAMPLER.format("localhost:8000"))
+    assert run_command("train", "--resume", "runs/x", "--dry-run")[0] == 0
+    run_file(here / "runs" / "x", SAMPLER.format("gpu-1:8000"))
+    for words in (
+        ("--allow", "http://gpu-1:8000"),
+        ("--sampler.urls", "http://gpu-2:8000"),
+        ("--sampler.urls=http://b",),
+    ):
+        said, out, err = run_command("train", "--resume", "runs/x", *words, "--dry-run")
+        assert said == 0, err
+        assert (words[0] == "--allow") == ("gpu-1" in out)
+    said, _, err = run_command("train", "--resume", "runs/x", "--sampler.folder", "elsewhere", "--dry-run")
+    assert (said, "--allow http://gpu-1:8000" in err) == (2, True), err
+    words = ("train", "grpo", "--sampler.engine", "vllm", "--sampler.urls", "http://gpu-1:8000", "--dry-run")
+    assert run_command(*words)[0] == 0
+
+
+def test_a_run_that_is_measured_brings_no_servers(here: Path) -> None:
+    """`eval RUN` draws by itself, or by what its own command line names."""
+    file = run_file(here / "runs" / "x", SAMPLER.format("gpu-1:8000"))
+    assert measured(file, Allowed())[0].sampler == SamplerConfig()
+
+
+def test_what_to_resume_with_names_servers_and_folders_elsewhere(small: pg.Run, tmp_path: Path) -> None:
+    file = str(small.reward[0]).rpartition(":")[0]
+    there = SamplerConfig(engine="llama_cpp", urls=("http://gpu-1:8000", "http://localhost:1"), folder="a folder")
+    trainer = pg.Trainer(replace(small, output=str(tmp_path / "run")), display=False)
+    trainer.train(stop_after=1)
+    trainer.config = replace(trainer.config, sampler=there)
+    assert trainer.resume_words.endswith(f" --allow {file} 'a folder' http://gpu-1:8000")
+
+
 def test_missing_code_is_said_as_ever(run_command: Command, here: Path) -> None:
     for name, says in (("nobody:Gate", "there is no module 'nobody'"), ("nobody.py:Gate", "there is no file")):
         run_file(here / "runs" / "x", f"[algorithm.gate]\npart = '{name}'\n")
@@ -179,3 +245,9 @@ def test_what_to_go_on_with_says_what_needs_leave(small: pg.Run, tmp_path: Path)
 def test_a_comparison_allows_what_its_own_words_name() -> None:
     words = ["train", "a/b.py:X", "--algorithm.gate", "mine:Gate", "--reward", "exact_match", "pkg.mod.f", "format:a:b"]
     assert from_words(words) == ["a/b.py", "mine", "pkg.mod"]
+    assert from_words(["train", "--sampler.urls", "http://a:8000", "http://localhost:1"]) == ["http://a:8000"]
+    assert from_words(["--reward=a.b.f", "--algorithm.terms=KL,c.py:T", "--directory", "d"]) == [
+        "a.b",
+        "c.py",
+        "d/c.py",
+    ]

@@ -291,3 +291,24 @@ def test_what_a_killed_save_had_still_to_delete_is_deleted_by_the_resume(small: 
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
     train(replace(run, checkpoint=Checkpointing(every=1, keep=1)), resume=tmp_path / "run", display=False)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
+
+
+@pytest.mark.parametrize(("every", "keep", "stops"), [(2, 2, (3,)), (25, 2, (1, 2)), (1, 3, (1,)), (3, 1, (2,))])
+def test_a_stopped_run_keeps_the_checkpoints_of_one_that_was_not(
+    small: Run, tmp_path: Path, every: int, keep: int, stops: tuple[int, ...]
+) -> None:
+    """What a stop leaves between those of every so many steps takes nobody's place, and is gone in the end."""
+    run = replace(small, steps=4, checkpoint=Checkpointing(every, keep), evaluation=Evaluation(problems=0))
+
+    def kept(name: str) -> list[str]:
+        return sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
+
+    train(replace(run, output=str(tmp_path / "whole")), display=False)
+    stopped = replace(run, output=str(tmp_path / "stopped"))
+    for done, step in enumerate(stops):
+        before = stops[done - 1] if done else 0
+        train(stopped, resume=stopped.output if done else None, stop_after=step - before, display=False)
+        assert kept("stopped")[-1] == f"step-{step:06d}"
+        assert len(kept("stopped")) <= keep
+    train(stopped, resume=stopped.output, display=False)
+    assert kept("stopped") == kept("whole")

@@ -43,15 +43,23 @@ class Checkpoint:
     path: Path
 
 
-def save(directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keep: int = 2) -> Path:
-    """Write `directory/step-N`, verify it in place, then delete what is older than the newest `keep`; return its path.
+def save(
+    directory: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    *,
+    keep: int = 2,
+    every: int = 1,
+) -> Path:
+    """Write `directory/step-N`, verify it in place, then delete all but `keep`, as `keeping.prune` does; return its path.
 
     `directory` is a run's `checkpoints` folder. `state` holds JSON values (and, beyond JSON, tuples, dicts with any plain
     keys, NaN and infinities): all come back exactly. Checkpoints of later steps, from before a run went back, do not count
     towards `keep` and are left alone.
     Raises CheckpointError; whatever goes wrong, the checkpoints that were there stay loadable.
     """
-    saving = Saving(directory, step, tensors, state, keep)
+    saving = Saving(directory, step, tensors, state, keep, every=every)
     saving.begin()
     return saving.finish()
 
@@ -67,6 +75,7 @@ class Saving:
         state: Mapping[str, Any],
         keep: int = 2,
         mark: str = "",
+        every: int = 1,
     ) -> None:
         """As `save`. mark: an end of the temporary name, that no other process takes.
 
@@ -75,7 +84,7 @@ class Saving:
         """
         if step < 0 or keep < 1:
             raise CheckpointError(f"step must be >= 0 and keep >= 1, not step={step} and keep={keep}")
-        self._directory, self._step, self._keep = Path(directory), step, keep
+        self._directory, self._step, self._keep, self._every = Path(directory), step, keep, every
         self._arrays, aliases = _storable(dict(tensors))
         self.final, self.folder = (
             self._directory / f"step-{step:06d}",
@@ -113,7 +122,7 @@ class Saving:
             verify(self.final, FILES)
         with contextlib.suppress(OSError):  # what cannot be deleted now is deleted at the next save
             clean(self._directory)
-            prune(self._directory, self._step, self._keep)
+            prune(self._directory, self._step, self._keep, self._every)
         return self.final
 
     def abandon(self) -> None:

@@ -78,16 +78,23 @@ def clean(directory: Path) -> None:
             os.replace(old, final)
 
 
-def tidy(directory: Path, step: int, keep: int) -> None:
+def tidy(directory: Path, step: int, keep: int, every: int = 1, *, finished: bool = False) -> None:
     """What `save` deletes after checkpoint `step`, where it was killed before it did."""
     with contextlib.suppress(OSError):  # nothing is lost by it, and the next save deletes too
-        prune(directory, step, keep)
+        prune(directory, step, keep, every, finished=finished)
 
 
-def prune(directory: Path, step: int, keep: int) -> None:
-    """Delete the checkpoints older than the newest `keep` intact ones up to `step`, and damaged ones among them."""
+def prune(directory: Path, step: int, keep: int, every: int = 1, *, finished: bool = False) -> None:
+    """Delete all checkpoints up to `step` but the newest intact one and the `keep` - 1 before it; damaged ones too.
+
+    Those of every `every` steps come first. A stop leaves one between them, which must not take the place of one that a run
+    without the stop keeps: it fills up the number while there are fewer, and goes when the run is finished.
+    """
     past = [path for path in found_in(directory) if (step_of(path) or 0) <= step]
-    kept = [path for path in past if intact(path)][:keep]
+    there = [path for path in past if intact(path)]
+    regular = [path for path in there[1:] if (step_of(path) or 0) % every == 0]
+    between = [] if finished else [path for path in there[1:] if path not in regular]
+    kept = [*there[:1], *regular, *between][:keep]
     for path in past:
         if path not in kept:
             remove(path)

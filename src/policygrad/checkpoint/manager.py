@@ -68,7 +68,7 @@ class Checkpointer(Generic[P]):
         leave = self._spread.leave if self._spread is not None else lambda name: False
         saved = checkpoints.load_latest(self.folder, warn=self._note, check=self._complete, leave=leave)
         if saved is not None:
-            checkpoints.tidy(self.folder, saved.step, self.keep)
+            checkpoints.tidy(self.folder, saved.step, self.keep, self.every)
             torch.set_rng_state(saved.tensors.pop("rng/torch"))
         return saved
 
@@ -124,6 +124,10 @@ class Checkpointer(Generic[P]):
         except CheckpointError as error:
             self._failed(error)
 
+    def finish(self) -> None:
+        """The run is over: checkpoints that stops have left between those of every so many steps are deleted."""
+        checkpoints.tidy(self.folder, self.saved, self.keep, self.every, finished=True)
+
     def back(self) -> P:
         """The last whole step's progress, saved: the one after it was broken off before it changed anything.
 
@@ -172,7 +176,8 @@ class Checkpointer(Generic[P]):
         tensors, values = spread.pack(progress)
         own = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         mark = f"-{secrets.token_hex(4)}"  # a process that has outlived its run may still write to another
-        saving = checkpoints.Saving(self.folder, progress.step, own | {"rng/torch": random}, values, keep, mark)
+        state = own | {"rng/torch": random}
+        saving = checkpoints.Saving(self.folder, progress.step, state, values, keep, mark, self.every)
         saving.begin()
         try:
             written = spread.begin(saving.folder)
@@ -183,7 +188,8 @@ class Checkpointer(Generic[P]):
 
     def _write(self, progress: P, saved: Saved, random: Tensor, keep: int) -> None:
         tensors, values = saved
-        checkpoints.save(self.folder, progress.step, tensors | {"rng/torch": random}, values, keep=keep)
+        state = tensors | {"rng/torch": random}
+        checkpoints.save(self.folder, progress.step, state, values, keep=keep, every=self.every)
         self.saved = progress.step
 
     @contextmanager

@@ -16,14 +16,16 @@ import tyro
 
 from policygrad.commands import STOPPED
 from policygrad.commands import describe as words
-from policygrad.commands.compare_rows import rows_of
+from policygrad.commands.compare_rows import check_plan, permission, rows_of
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.options import write
-from policygrad.commands.words import refuse_cluster
+from policygrad.commands.words import refuse_cluster, refuse_empty
 from policygrad.compare.counts import counted
 from policygrad.compare.ladders import LADDERS
 from policygrad.compare.plan import TUNING, Plan, next_folder, open_folder, read
 from policygrad.errors import ConfigError
+from policygrad.models.trust import FLAG
+from policygrad.training.config.allowed import Allowed
 from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
@@ -78,6 +80,10 @@ class CompareOptions:
     """The comparison's folder; one that holds the same comparison is gone on with."""
     resume: Annotated[str | None, optional("DIR", "none")] = None
     """Go on with the comparison in this folder; runs that failed are tried again."""
+    allow: Annotated[tuple[str, ...], optional("MODULE|FILE", "what is in the current folder")] = ()
+    """With --resume: code that plan.json and the runs in the folder may name and have imported."""
+    trust_remote_code: bool = False
+    """With --resume: let Python code in a model's folder run, where plan.json asks for it."""
     json: bool = False
     """Print the report as one JSON object in place of the table; comparison.json in the folder holds it too."""
     dry_run: bool = False
@@ -95,12 +101,18 @@ class CompareOptions:
             raise ConfigError(f"--threshold is a share of the way, above 0 and at most 1, not {self.threshold:g}")
         if self.ladder is not None and self.ladder not in LADDERS:
             raise ConfigError(f"unknown ladder {self.ladder!r}: there is {', '.join(LADDERS)}")
+        if self.resume is None and (self.allow or self.trust_remote_code):
+            flag = "--allow" if self.allow else FLAG
+            raise ConfigError(
+                f"{flag} is for what --resume reads from plan.json: for the runs write it behind a --, -- {flag} …"
+            )
 
 
 def compare(args: list[str]) -> int:
     """`policygrad compare ROW … [options] [-- options of train]`; 1 = a run failed."""
     refuse_cluster(args, "compare", "has runs side by side on this machine, --jobs N")
     mine, common = _split(args)
+    refuse_empty(mine, "--allow")
     options = tyro.cli(
         CompareOptions,
         args=mine,
@@ -129,7 +141,7 @@ def run(plan: Plan, folder: Path, options: CompareOptions) -> int:
         print(
             f"{folder}: {counted(options.jobs, 'runs')} at a time, {counted(threads, 'threads')} each", file=sys.stderr
         )
-        results = Work(plan, folder, Processes(threads), options.jobs, _say).do()
+        results = Work(plan, folder, Processes(threads, allow=options.allow), options.jobs, _say).do()
         found = report(plan, results, options.threshold)
         text = json.dumps(found.to_dict(), ensure_ascii=False) + "\n"
         write(folder / "comparison.json", text, "--output")
@@ -139,7 +151,9 @@ def run(plan: Plan, folder: Path, options: CompareOptions) -> int:
     for job, error in results.failures.items():
         _say(f"failed: {job}: {error.splitlines()[-1]}")
     if results.stopped:
-        _say(f"stopped; go on with: policygrad compare --resume {shlex.quote(str(folder))}")
+        _say(
+            f"stopped; go on with: {shlex.join(['policygrad', 'compare', '--resume', str(folder), *permission(plan, folder)])}"
+        )
         return STOPPED
     return 1 if results.failures else 0
 
@@ -175,7 +189,9 @@ def _planned(options: CompareOptions, common: Sequence[str], command: str) -> tu
                 f"--resume goes on with what plan.json in the folder says, and {flags} would change it: leave that out, or "
                 "begin another comparison, in a folder of its own"
             )
-        return read(Path(options.resume)), Path(options.resume)
+        plan, folder = read(Path(options.resume)), Path(options.resume)
+        check_plan(plan, folder, Allowed(options.allow, options.trust_remote_code))
+        return plan, folder
     ladder = LADDERS[options.ladder] if options.ladder else None
     if not options.rows and ladder is None:
         raise ConfigError(

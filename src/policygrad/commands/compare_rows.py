@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
+from policygrad.commands.words import refuse_cluster
 from policygrad.compare.ladders import Ladder
 from policygrad.compare.overrides import OVERRIDES
-from policygrad.compare.plan import Row
-from policygrad.compare.words import layered, names
+from policygrad.compare.plan import FILE, KNOBS, LABEL, Plan, Row
+from policygrad.compare.words import layered, names, values
 from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
-from policygrad.training.config.run import Run
+from policygrad.models.trust import FLAG
+from policygrad.samplers.base import Sampling
+from policygrad.training.config.allowed import Allowed, check_missing, from_words, need_permission, outside
+from policygrad.training.config.run import Options, Run
 
 OURS = ("--seed", "--output", "--resume", "--tokens", "--stop-after", "--dry-run", "--plain")
 """Options of train that a comparison sets itself."""
@@ -34,7 +38,7 @@ USUAL = (
     "1",
 )
 STEPS = 1000
-LABEL = re.compile(r"[A-Za-z0-9_][\w.+-]*")
+ALLOW, SENT_TO = "--allow", "--sampler.folder"
 
 
 @dataclass(frozen=True)
@@ -128,10 +132,9 @@ def _knob(
     run: Run, words: Sequence[str], lr_grid: tuple[float, ...], delta_grid: tuple[float, ...]
 ) -> tuple[str, tuple[float, ...]]:
     """What is tuned of a row: its learning rate, or how far its trust region reaches; nothing that its words set."""
-    step, set_ = run.algorithm.step, names(words)
+    step, set_, (lr, delta) = run.algorithm.step, names(words), KNOBS
     if step.uses_lr:
-        return ("--lr", lr_grid) if "--lr" not in set_ else ("", ())
-    delta = "--algorithm.step.delta"
+        return (lr, lr_grid) if lr not in set_ else ("", ())
     return (delta, delta_grid) if isinstance(step, TrustRegion) and delta not in set_ else ("", ())
 
 
@@ -173,6 +176,54 @@ def settings(run: Run) -> dict[str, Any]:
         "evaluated_every": run.evaluation.every,
         "lr": run.lr,
     }
+
+
+def check_plan(plan: Plan, folder: Path, allowed: Allowed) -> None:
+    """Refuse a plan read from `folder` whose rows have options that no row may have, or run code without permission.
+
+    What a row says was typed on a command line once, but by whom a file cannot tell.
+
+    Raises:
+        ConfigError: with what permits it.
+    """
+    for row in plan.rows:
+        _check(row.label, row.words)
+        refuse_cluster(row.words, "compare", "has runs side by side on this machine")
+        if unknown := {name for name in names(row.words) if name.partition(".")[0][2:] not in _options()}:
+            raise ConfigError(
+                f"{folder / FILE}: the row {row.label} has {min(unknown)}, which train has not: take it out"
+            )
+    for job in plan.jobs():
+        if not (folder / job.folder).resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"{folder / job.folder} is a link that leads out of {folder}: remove the link")
+    words = [word for row in plan.rows for word in row.words]
+    check_missing(_missing(plan, folder, allowed), FLAG in names(words), folder / FILE, allowed)
+
+
+def permission(plan: Plan, folder: Path) -> list[str]:
+    """The words that let `policygrad compare --resume` run what a plan in `folder` names; none where it needs no permission."""
+    missing = _missing(plan, folder, Allowed(), elsewhere=True)
+    asks = any(FLAG in names(row.words) for row in plan.rows)
+    return [*([ALLOW, *missing] if missing else []), *([FLAG] if asks else [])]
+
+
+def _missing(plan: Plan, folder: Path, allowed: Allowed, *, elsewhere: bool = False) -> list[str]:
+    """What the rows name and may not have, row by row, as a row's `--directory` is its own. A row's --allow allows nothing by
+    itself."""
+    found = set[str]()
+    for row in plan.rows:
+        found |= set(values(row.words, ALLOW)) - set(allowed.names)
+        found |= set(need_permission(from_words(row.words), folder / FILE, allowed, elsewhere=elsewhere))
+        for place in values(row.words, SENT_TO):
+            found |= set(outside({"sampler": {"folder": place}}, folder / FILE, allowed))
+    return sorted(found)
+
+
+def _options() -> set[str]:
+    """The first words of train's options."""
+    from policygrad.commands.train import TrainOptions
+
+    return {f.name.replace("_", "-") for kind in (Options, Sampling, TrainOptions) for f in fields(kind)}
 
 
 def _asked(spec: str) -> Asked:

@@ -98,7 +98,9 @@ def engine(args: list[str]) -> int:
     if options.print:
         print(" ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(words)]))
         return 0
-    os.environ |= environment
+    os.environ |= environment | {
+        "PYTHONSAFEPATH": "1"
+    }  # for the server's own processes too, whose Python may be another
     try:
         os.execvp(words[0], words)
     except OSError as error:

@@ -33,7 +33,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.torchrun import launched, ranks_of
 from policygrad.models.trust import FLAG
-from policygrad.training.config.allowed import Allowed, from_words
+from policygrad.training.config.allowed import Allowed, from_words, given_in
 from policygrad.training.config.composed import composed
 from policygrad.training.config.parts import find_algorithm
 from policygrad.training.config.places import changed, written_by_itself
@@ -269,7 +269,7 @@ def _allowed(args: Sequence[str]) -> Allowed:
     """What the flags let a file have imported."""
     words = gathered(list(args), "--allow")
     names = words[words.index("--allow") + 1 :] if "--allow" in words else []
-    return Allowed((*names, *from_words(args)), FLAG in args)
+    return Allowed((*names, *from_words(args)), FLAG in args, given_in(args))
 
 
 def _check_resumable(before: Draft, run: Draft, folder: str) -> None:

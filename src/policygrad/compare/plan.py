@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,10 @@ from policygrad.errors import RunError
 FILE = "plan.json"
 TUNING = 1000
 """The first of the seeds that learning rates are chosen on; the reported ones begin at 0."""
+LABEL = re.compile(r"[A-Za-z0-9_][\w.+-]*")
+"""Of a row: it names a folder in the comparison's."""
+KNOBS = ("--lr", "--algorithm.step.delta")
+"""Options of train that a grid may be of: the learning rate, or how far a trust region reaches."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,12 @@ class Plan:
             Job(row.label, chosen[row.label], seed) for seed in self.seeds for row in self.rows if row.label in chosen
         ]
 
+    def jobs(self) -> Iterator[Job]:
+        """Every run there may be: at each value of each grid, on each seed."""
+        for row in self.rows:
+            for value in row.grid or (None,):
+                yield from (Job(row.label, value, seed) for seed in (*self.seeds, *self.tuning_seeds))
+
     def train_words(self, job: Job) -> tuple[str, ...]:
         """What follows `policygrad`."""
         row = self.row(job.row)
@@ -114,13 +126,15 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Raises KeyError or TypeError for what is no plan."""
+        """Raises KeyError, TypeError, ValueError or AttributeError for what is no plan."""
         each: list[dict[str, Any]] = [
             {k: tuple(v) if k in ("words", "grid") else v for k, v in row.items()} for row in data["rows"]
         ]
         rows = tuple(Row(**row) for row in each)
         rest: dict[str, Any] = {k: tuple(v) if k.endswith("seeds") else v for k, v in data.items() if k != "rows"}
-        return cls(rows=rows, **rest)
+        plan = cls(rows=rows, **rest)
+        _check_values(plan)
+        return plan
 
 
 def read(folder: Path) -> Plan:
@@ -132,8 +146,29 @@ def read(folder: Path) -> Plan:
         raise RunError(
             f"{folder} holds no comparison, {path} cannot be read ({error.strerror}): a comparison's folder is what --output named"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path} is no plan of a comparison ({error}): take another folder, --output DIR") from error
+
+
+def _check_values(plan: Plan) -> None:
+    """Raises ValueError for values of a plan.json that would name another folder, or become other words of a command line."""
+    for row in plan.rows:
+        if not (isinstance(row.label, str) and LABEL.fullmatch(row.label)):
+            raise ValueError(f"the label {row.label!r} of a row: letters, digits and . _ + - make one")
+        if not (row.words and all(isinstance(word, str) for word in row.words)):
+            raise ValueError(f"the row {row.label}: words must be an algorithm and its options, not {row.words!r}")
+        if row.knob not in ("", *KNOBS):
+            raise ValueError(f"the row {row.label}: knob must be {' or '.join(KNOBS)}, or empty, not {row.knob!r}")
+        if not all(_is_number(value) for value in row.grid):
+            raise ValueError(f"the row {row.label}: grid must be numbers, not {row.grid!r}")
+    if len({row.label for row in plan.rows}) < len(plan.rows):
+        raise ValueError("two rows have the same label")
+    if not all(type(number) is int and number >= 0 for number in (plan.tokens, *plan.seeds, *plan.tuning_seeds)):
+        raise ValueError("tokens, seeds and tuning_seeds must be whole numbers of at least 0")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def open_folder(folder: Path, plan: Plan) -> Plan:

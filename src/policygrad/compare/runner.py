@@ -19,9 +19,13 @@ from typing import IO, Protocol
 from policygrad.checkpoint.disk import write_atomically
 from policygrad.checkpoint.lock import LOCKS, locked
 from policygrad.compare.outcomes import cost, finished
+from policygrad.compare.words import names, values
 from policygrad.errors import RunError
+from policygrad.models.trust import FLAG
 from policygrad.training.config.allowed import from_words
 
+PROGRAM = (sys.executable, "-P", "-m", "policygrad")
+"""-P: without it modules of the current folder would hide the standard library's, as `python -m` puts that folder first."""
 SAID = 12
 """Lines of a failed run's log that are shown."""
 LEAVES = ("checkpoints", "completions.jsonl", "model")
@@ -45,10 +49,11 @@ class Runner(Protocol):
 
 
 class Processes:
-    """A process per run, each with its share of the cores. program: what stands before the words of `policygrad`."""
+    """A process per run, each with its share of the cores. program: what stands before the words of `policygrad`. allow: code
+    that files of the runs may name, besides what their words name."""
 
-    def __init__(self, threads: int, program: Sequence[str] = (sys.executable, "-m", "policygrad")) -> None:
-        self.threads, self.program = threads, tuple(program)
+    def __init__(self, threads: int, program: Sequence[str] = PROGRAM, allow: Sequence[str] = ()) -> None:
+        self.threads, self.program, self.allow = threads, tuple(program), tuple(allow)
         self._live: set[subprocess.Popen[bytes]] = set()
         self._lock, self._stopping = Lock(), False
 
@@ -60,9 +65,13 @@ class Processes:
             if folder.exists() and not (folder / "run.toml").exists():  # killed before it was anything
                 shutil.rmtree(folder)
             go_on = (folder / "run.toml").exists()
-            own = from_words(words)  # which the run's file is no leave to import
-            leave = ["--allow", *own] if own else []
-            command = ["train", "--resume", str(folder), *leave] if go_on else [*words, "--output", str(folder)]
+            named = (*from_words(words), *values(words, "--sampler.folder")) if go_on else ()
+            allow = sorted({*self.allow, *named})  # the run's file permits nothing itself
+            permitted = ["--allow", *allow] if allow else []
+            if go_on and FLAG in names(words):
+                permitted += [FLAG]
+            command = ["train", "--resume", str(folder)] if go_on else [*words, "--output", str(folder)]
+            command += permitted
             log = folder.with_name(folder.name + ".log")
             code = self._process([*command, "--plain"], folder, log, lock)
         if not finished(folder) and not self._stopping:

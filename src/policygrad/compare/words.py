@@ -27,6 +27,12 @@ def names(words: Sequence[str]) -> set[str]:
     return {option for option, _ in options(words) if option}
 
 
+def values(words: Sequence[str], option: str) -> list[str]:
+    """All that the words give an option, wherever they do."""
+    given = [held for name_, held in options(words) if name_ == option]
+    return [word for held in given for word in (held[0].partition("=")[2], *held[1:]) if word]
+
+
 def layered(*layers: Sequence[str]) -> tuple[str, ...]:
     """All layers as one; an option stands where it was first named, with the last one's words."""
     found: dict[str, tuple[str, ...]] = {}

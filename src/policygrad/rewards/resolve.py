@@ -88,10 +88,18 @@ def rubrics_of(name: str) -> tuple[str, ...]:
     return tuple(rest.partition(",")[0].strip().removeprefix("rubric=") for rest in judges)
 
 
+def is_local(address: str) -> bool:
+    """Whether an address is one of this machine, in whatever way it is read: one with a user's name or a backslash is not."""
+    try:
+        return urlsplit(address).hostname in _HERE and not set("@\\") & set(address)
+    except ValueError:
+        return False
+
+
 def _code_of(name: str) -> str | None:
     if name.startswith("judge:"):
         address = last_value(name, "url") or OPENAI
-        return None if urlsplit(address).hostname in _HERE else address
+        return None if is_local(address) else address
     kind, _, rest = name.partition(":")
     if kind in USUAL:
         return place(kind, rest)[0]

@@ -303,6 +303,7 @@ class Lifecycle(ABC, Generic[C, P, M]):
         held_out = self.told.facts.get("held out", "")
         told = card(self.kind, self.folder.name, tomllib.loads(dumps(self.config)), measured, numbers, held_out)
         model = save_model(self.folder, self.write_weights, self.tokenizer.hf, self.resume_words, told)
+        self.checkpointer.finish()
         write_atomically(self.folder / "result.json", json.dumps(numbers, indent=1) + "\n")
         self.trackers.finish({**measured, "model": str(model), "run": str(self.folder)})
         return Result(self.folder, self.progress.step, self.before, after, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -404,9 +405,11 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     @property
     def _leave(self) -> str:
-        """The code that run.toml alone may not have imported by whoever goes on."""
-        code = not_allowed(_own(located(self.config)), self.folder / self.file, elsewhere=True)
-        return f" --allow {' '.join(code)}" if code else ""
+        """What run.toml alone may not have imported, asked or written to by whoever goes on."""
+        sampler = {"urls": list(self.config.sampler.urls), "folder": self.config.sampler.folder}
+        data = {**_own(located(self.config)), "sampler": sampler}
+        missing = not_allowed(data, self.folder / self.file, elsewhere=True)
+        return f" --allow {shlex.join(missing)}" if missing else ""
 
 
 def _own(run: Run) -> dict[str, Any]:

@@ -48,10 +48,11 @@ class Places:
 
 
 class Follower(subprocess.Popen[bytes]):
-    """A fresh interpreter with this one's import path. Nobody writes to its standard input, a pipe: see `end_with_rank_0`."""
+    """A fresh interpreter with this one's import path, to which -P adds no folder. Nobody writes to its standard input, a pipe: see
+    `end_with_rank_0`."""
 
     def __init__(self, port: int, rank: int, size: int) -> None:
-        words = [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, (port, rank, size))]
+        words = [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), *map(str, (port, rank, size))]
         super().__init__(words, stdin=subprocess.PIPE, start_new_session=True)  # a terminal's Ctrl-C is rank 0's
 
     def wait(self, timeout: float | None = None) -> int:

@@ -1,5 +1,7 @@
 """What a file of options may have imported. Naming code on the command line is leave to run it; a file may come from anybody.
 
+The same holds for where its texts and weights go: servers on other machines and folders outside of the file's own.
+
 Without being asked for, a file's own code is imported where a script would find it who is written here: in the current folder, but
 not in what the file came with, nor among the installed packages; and what this process has loaded already from elsewhere than
 those. All else needs `--allow`. Nothing is imported to find that out.
@@ -8,9 +10,10 @@ those. All else needs `--allow`. Nothing is imported to find that out.
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,12 @@ from typing import Any
 from policygrad.environments.others import codes, family
 from policygrad.errors import ConfigError
 from policygrad.rewards.imports import look_here
-from policygrad.rewards.resolve import codes_of
+from policygrad.rewards.resolve import codes_of, is_local
 from policygrad.training.config.own import is_own
 
 RUN = "run.toml"
+WRITTEN = (RUN, "sft.toml", "reward-model.toml", "plan.json")
+"""Files of options that policygrad writes into the folder of a run or of a comparison; code beside them came with them."""
 _WORDS = ("name", "behaviour")  # of an algorithm, which are text and no parts
 
 
@@ -33,23 +38,41 @@ class Allowed:
     """Modules, with all that is in them; files; folders."""
     remote_code: bool = False
     """Whether a model's own code may."""
+    given: frozenset[str] = frozenset()
+    """Options that the command line sets anew, so that what the file says of them is not used: `sampler.urls`."""
 
 
 NOTHING_MORE = Allowed()
 
 
 def check_allowed(data: Mapping[str, Any], file: Path, allowed: Allowed) -> None:
-    """Refuses a file of options that would run code nobody here has named. data: what it says.
+    """Refuses a file of options that would run code nobody here has named, or send a run's texts and weights out of its folder and
+    this machine. data: what it says.
 
     Raises:
         ConfigError: with the words that allow it.
     """
-    if data.get("trust_remote_code") and not allowed.remote_code:
+    check_missing(need_permission(named(data), file, allowed), bool(data.get("trust_remote_code")), file, allowed)
+    if leads_out := outside(data, file, allowed):
+        raise ConfigError(
+            f"{file}: sampler.urls and sampler.folder name {', '.join(leads_out)}: prompts and weights would go to servers on "
+            f"another machine, or to a folder outside of {file.parent}, which a file cannot permit. If you want that, add --allow "
+            f"{shlex.join(leads_out)} (from Python allow={tuple(leads_out)}), or give your own --sampler.urls, --sampler.folder"
+        )
+
+
+def check_missing(missing: Sequence[str], remote_code: bool, file: Path, allowed: Allowed) -> None:
+    """Refuse code that needs permission and has none. missing: its names; remote_code: whether the file asks for a model's own.
+
+    Raises:
+        ConfigError: with the words that allow it.
+    """
+    if remote_code and not allowed.remote_code:
         raise ConfigError(
             f"{file}: trust_remote_code lets Python in the model's folder run, which a file cannot say for you: give "
             "--trust-remote-code too (from Python pass the run, policygrad.train(run, resume=…)), or take the line out"
         )
-    if missing := not_allowed(data, file, allowed):
+    if missing:
         raise ConfigError(
             f"{file} names code of its own, {missing[0]}, which this command has not: a run folder with parts or rewards of one's "
             f"own is a program. If it is yours, or you have read it, add --allow {' '.join(missing)} (from Python "
@@ -60,23 +83,63 @@ def check_allowed(data: Mapping[str, Any], file: Path, allowed: Allowed) -> None
 def not_allowed(
     data: Mapping[str, Any], file: Path, allowed: Allowed = NOTHING_MORE, *, elsewhere: bool = False
 ) -> list[str]:
-    """The modules and files that options in `file` would have imported and that need leave, sorted. elsewhere: in a process to
-    come, which has loaded nothing."""
-    asked = {code for code in named(data) if not _is_allowed(code, allowed)}
+    """The modules and files that options in `file` would have imported, and the servers and folders elsewhere that a sampler would
+    be given, as far as they need leave, sorted. elsewhere: in a process to come, which has loaded nothing."""
+    return sorted({*need_permission(named(data), file, allowed, elsewhere=elsewhere), *outside(data, file, allowed)})
+
+
+def outside(data: Mapping[str, Any], file: Path, allowed: Allowed = NOTHING_MORE) -> list[str]:
+    """The servers on other machines that options in `file` would have a policy drawn by, and the folder outside of the file's own
+    that they would have weights written to, as far as they need permission and have none."""
+    sampler = data.get("sampler")
+    if not isinstance(sampler, Mapping):
+        return []
+    urls = [] if "sampler.urls" in allowed.given else sampler.get("urls", ())
+    found = [str(url) for url in urls if not is_local(str(url))] if isinstance(urls, (list, tuple)) else []
+    folder = None if "sampler.folder" in allowed.given else sampler.get("folder")
+    if isinstance(folder, str) and not any(_is_below(folder, place) for place in (str(file.parent), *allowed.names)):
+        found.append(folder)
+    return [place for place in found if place not in allowed.names]
+
+
+def _is_below(folder: str, place: str) -> bool:
+    try:
+        return Path(folder).expanduser().resolve().is_relative_to(Path(place).expanduser().resolve())
+    except (OSError, ValueError, RuntimeError):  # a NUL in it, or the home of a user that there is not
+        return False
+
+
+def need_permission(codes: Iterable[str], file: Path, allowed: Allowed, *, elsewhere: bool = False) -> list[str]:
+    """Those of the modules, files and addresses in `file` that need permission and have none, sorted."""
+    asked = {code for code in codes if not _is_allowed(code, allowed)}
     return sorted(code for code in asked if not _is_ours(code, file, elsewhere))
 
 
 def from_words(words: Sequence[str]) -> list[str]:
-    """The modules and files that a command line names."""
-    rewards = [word for i, word in enumerate(words) if _after_reward(words[:i])]
-    others = [word for i, word in enumerate(words) if not _after_reward(words[:i])]
-    found = {code for word in others if is_own(word) and ":" in word for code in codes(word)}
-    return sorted(found | {code for word in rewards for code in codes_of(word)})
+    """The modules, files and addresses that a command line names, as `--flag value` or `--flag=value`, alone or in a list."""
+    found, flag, directory = set[str](), "", None
+    for word in words:
+        value = word
+        if word.startswith("--"):
+            flag, _, value = word.partition("=")
+        if flag == "--directory":
+            directory = value or directory
+        if value:
+            pieces = [codes_of(value)] if flag == "--reward" else map(_of_word, value.split(","))
+            found |= {code for piece in pieces for code in piece}
+    return sorted(found | {str(Path(directory, code)) for code in found if directory and code.endswith(".py")})
 
 
-def _after_reward(before: Sequence[str]) -> bool:
-    flag = next((word for word in reversed(before) if word.startswith("--")), "")
-    return flag.partition("=")[0] == "--reward"
+def given_in(words: Sequence[str]) -> frozenset[str]:
+    """Of the options that `Allowed.given` may hold, those that a command line sets."""
+    flags = {word.partition("=")[0] for word in words}
+    return frozenset(name for name in ("sampler.urls", "sampler.folder") if f"--{name}" in flags)
+
+
+def _of_word(word: str) -> list[str]:
+    if _is_address(word):
+        return [] if is_local(word) else [word]
+    return codes(word) if is_own(word) else []
 
 
 def named(data: Mapping[str, Any]) -> Iterator[str]:
@@ -146,7 +209,7 @@ def _is_here(file: Path, options: Path) -> bool:
     if not file.is_relative_to(here):
         return False
     if folder == here:
-        return options.name != RUN
+        return options.name not in WRITTEN
     if folder.is_relative_to(here):
         return not file.is_relative_to(here / folder.relative_to(here).parts[0])
     return not here.is_relative_to(folder)

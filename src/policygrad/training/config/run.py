@@ -55,7 +55,7 @@ class Checkpointing:
     every: int = 25
     """Steps between checkpoints; one is always written at the end and at --stop-after."""
     keep: int = 2
-    """How many checkpoints stay on disk."""
+    """How many checkpoints stay on disk; one that a stop has left in between goes first."""
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.keep < 1:
