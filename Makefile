@@ -2,18 +2,29 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TRAINS := $(VENV)/.trains
 STAMP := $(VENV)/.installed
 
 .PHONY: bench docs site lab train test suite test-environments test-ray test-extras test-long test-vllm lint format fast control base-model constraints clean help
 help:
 	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | clean"
 
-$(STAMP): pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+# Training needs torch, transformers and what they need; the tests, the documentation and the extras that they try come on top.
+# pip is not quiet: it downloads for a minute or more, and every package is a line.
+$(TRAINS): pyproject.toml constraints.txt
+	@echo "Installing policygrad and what training needs into $(VENV)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) -e .
 	@touch $@
 
-train: $(STAMP)
+$(STAMP): $(TRAINS)
+	@echo "Installing what the tests and the documentation need as well"
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+train: $(TRAINS)
 	$(BIN)/policygrad train $(ARGS)
 
 # Side by side: the type checker is one process, and much of the suite waits for processes of its own.

@@ -4,7 +4,7 @@
 
 One virtual environment has policygrad and nothing else, at the versions of constraints.txt. Every extra has an empty one of its
 own, which sees that of policygrad through a .pth file and no other: what is visible there is policygrad, what it depends on, and
-what `pip install 'policygrad[EXTRA]'` adds, and torch is installed once. An extra may put another version of what policygrad
+what `pip install '.[EXTRA]'` adds, and torch is installed once. An extra may put another version of what policygrad
 depends on before the one that is there, as pip would in one environment. Extras that the tests run with (`dev` lists them) take
 the versions of constraints.txt, the others only those of torch, transformers and what belongs to them.
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from policygrad.errors import install_command
+
 SUMS = "".join(
     json.dumps({"prompt": f"{a} + {b} =\n", "answer": str(a + b)}) + "\n" for a in range(8) for b in range(8)
 )
@@ -45,13 +47,13 @@ class Case:
     after: str = ""
     """Python that reads what was made, and fails where it is not right."""
     refusal: str = ""
-    """What the refusal without the extra has to say; empty = pip install 'policygrad[EXTRA]'."""
+    """What the refusal without the extra has to say; empty = what installs the extra."""
     code: int = 2
     """The exit code of that refusal."""
 
     @property
     def named(self) -> str:
-        return self.refusal or f"pip install 'policygrad[{self.extra}]'"
+        return self.refusal or install_command(self.extra)
 
 
 TASKSET = """

@@ -8,6 +8,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of pyproject.toml, and where to run it.
+
+    The package is on no index, so only a clone (or a wheel's file, docs/extras.md) can be named. Every message takes it from here.
+    """
+    return f"pip install '.[{extra}]' in a clone of policygrad"
+
+
 class PolicygradError(Exception):
     """What was asked cannot be done, and the message says why. Anything else that is raised is a bug."""
 

@@ -193,7 +193,7 @@ def test_the_cluster_is_no_part_of_the_run(run_command: Callable[..., tuple[int,
 def test_without_ray_it_is_named(run_command: Callable[..., tuple[int, str, str]]) -> None:
     code, _, said = run_command("train", "--cluster", "local")
     assert code == 2
-    assert "pip install 'policygrad[ray]'" in said
+    assert "pip install '.[ray]' in a clone" in said
 
 
 class Counter:

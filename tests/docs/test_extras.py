@@ -35,11 +35,41 @@ def test_what_an_extra_asks_for_is_read_through_other_extras() -> None:
 def test_every_refusal_stands_in_the_code() -> None:
     """With the name of the extra, or with the word that stands for it where one message is for several."""
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
-    said = set(re.findall(r"pip install\s*\"?\s*\"?'policygrad\[([\w-]+|\{\w+\})\]'", source))
-    by_name = {"wandb", "tensorboard", "trackio", "mlflow", "lora", "qlora"}  # {name}, {extra}
+    said = set(re.findall(r"install_command\((?:['\"]([\w-]+)['\"]|\w+)\)", source)) - {""}
+    by_name = {"wandb", "tensorboard", "trackio", "mlflow", "lora", "qlora"}  # install_command(name), (extra)
     assert {case.extra for case in CASES} - {"docs"} <= said | by_name
-    assert {"{name}", "{extra}"} <= said
-    assert said - {"{name}", "{extra}"} <= set(EXTRAS)
+    assert said <= set(EXTRAS)
+
+
+def test_documented_installs_name_no_package_on_an_index() -> None:
+    """The package is on no index: every `pip install` of it names a clone or a wheel's file, and an extra that there is."""
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "pyproject.toml", ROOT / "constraints.txt"]
+    for folder, kinds in {
+        "docs": (".md",),
+        "notebooks": (".ipynb", ".md"),
+        "cluster": (".yaml", ".md"),
+        "examples": (".py", ".md"),
+        "scripts": (".py",),
+        "src": (".py", ".html", ".js"),
+    }.items():
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        for command in re.findall(r"pip install[^\n`]*", text):
+            assert not re.search(r"install (-\S+ )*['\"]?policygrad\b(?!-\d)", command), f"{path.name}: {command}"
+        for extras in re.findall(r"pip install[^\n`]*['\"](?:\.|[^'\"\n]*\.whl)\[([\w,-]+)\]", text):
+            assert path.name == "check_extras.py" or set(extras.split(",")) <= set(EXTRAS), f"{path.name}: {extras}"
+
+
+def test_make_train_installs_no_extra_and_is_not_quiet() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    rules = dict(re.findall(r"^(\S[^:=\n]*):[^=\n]*\n((?:\t.*\n)+)", text, re.MULTILINE))
+    needs = dict(re.findall(r"^(\S[^:=\n]*): ?([^=\n]*)$", text, re.MULTILINE))
+    assert needs["train"] == "$(TRAINS)"
+    assert "$(PIP) -e .\n" in rules["$(TRAINS)"]
+    assert needs["$(STAMP)"] == "$(TRAINS)"
+    assert "'.[dev]'" in rules["$(STAMP)"]
+    assert "--quiet" not in text.split("# Others' packages")[0]
 
 
 def test_the_table() -> None:

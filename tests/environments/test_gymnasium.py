@@ -15,7 +15,7 @@ from doubles.files import rows, untimed
 from policygrad.environments.gymnasium import WORDS, plain
 from policygrad.training.environment import chosen_environment
 
-gymnasium = pytest.importorskip("gymnasium", reason="pip install 'policygrad[control]'")
+gymnasium = pytest.importorskip("gymnasium", reason="pip install '.[control]'")
 TEXT = pg.Example("1 + 1 =\n")
 DIGITS = gymnasium.spaces.Text(3, charset="0123456789")
 OPEN = {"is_slippery": False}

@@ -250,10 +250,10 @@ def test_what_cannot_be_adapted_is_refused(random_model: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match="the model is an object"):
         load_model(load_model(str(random_model)), lora=Lora(bits=4))
     monkeypatch.setattr(four_bits, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"bits=4 needs bitsandbytes.*pip install 'policygrad\[qlora\]'"):
+    with pytest.raises(ConfigError, match=r"bits=4 needs bitsandbytes.*pip install '\.\[qlora\]' in a clone"):
         load_model(str(random_model), lora=Lora(bits=4))
     monkeypatch.setattr(adapters, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs peft.*pip install 'policygrad\[lora\]'"):
+    with pytest.raises(ConfigError, match=r"needs peft.*pip install '\.\[lora\]' in a clone"):
         load_model(str(random_model), lora=LORA)
 
 

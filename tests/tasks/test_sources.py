@@ -197,7 +197,7 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(DataError, match="is no data: give a file"):
         load_task(ROWS, held_out="embedded")
     monkeypatch.setattr("policygrad.tasks.arrow.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs pyarrow.*pip install 'policygrad\[data\]'"):
+    with pytest.raises(ConfigError, match=r"needs pyarrow.*pip install '\.\[data\]' in a clone"):
         load_task(str(tmp_path / "a.parquet"))
 
 
@@ -251,7 +251,7 @@ def test_a_data_set_of_the_hub_by_repository_configuration_and_split(
         load_task("hf:a:b:c:d")
     hub._loaded.cache_clear()
     monkeypatch.setattr(hub, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs datasets.*pip install 'policygrad\[data\]'"):
+    with pytest.raises(ConfigError, match=r"needs datasets.*pip install '\.\[data\]' in a clone"):
         load_task("hf:openai/gsm8k:main")
 
 

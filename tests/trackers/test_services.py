@@ -164,7 +164,7 @@ def test_an_unknown_service_and_a_missing_library_are_said_at_once(
     with pytest.raises(ConfigError, match="twice"):
         pg.SFTConfig(track=("wandb", "wandb"))
     monkeypatch.setitem(SERVICES, "no_such_library", "None")
-    with pytest.raises(ConfigError, match=r"pip install 'policygrad\[no_such_library\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[no_such_library\]' in a clone"):
         services(["no_such_library"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="needs a library that is not installed"):

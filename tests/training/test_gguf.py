@@ -201,17 +201,35 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(parts: dict[
         byte_pairs(changed(own, **parts), len(own.hf))
 
 
-def test_bytes_that_no_text_holds_need_no_token() -> None:
+SMOLLM2 = "\u0104\u0106\u0113\u0114\u0116\u011dñò"
+"""Letters of the bytes that SmolLM2's vocabulary lacks: 04, 06, 13, 14, 16, 1d, f1 and f2."""
+
+
+def lacking(own: Tokenizer, letters: str, **model: Any) -> Tokenizer:
+    """The tokenizer without the tokens of some bytes, whose ids stand for nothing, and without the merges that need them."""
+    parts = json.loads(own.hf.backend_tokenizer.to_str())["model"]
+    vocabulary = {f"no byte {n}" if token in letters else token: n for token, n in parts["vocab"].items()}
+    merges = [pair for pair in parts["merges"] if not set("".join(pair)) & set(letters)]
+    return changed(own, model={"vocab": vocabulary, "merges": merges} | model)
+
+
+def test_bytes_that_hardly_any_text_holds_need_no_token() -> None:
     own = tokenizer("gpt-2")
-    vocabulary = json.loads(own.hf.backend_tokenizer.to_str())["model"]["vocab"]
-
-    def without(*letters: str) -> Tokenizer:
-        kept = {token: number for token, number in vocabulary.items() if token not in letters}
-        return changed(own, model={"vocab": kept, "merges": []})
-
-    assert byte_pairs(without("À", "ÿ"), len(own.hf)).merges == ()
+    assert byte_pairs(lacking(own, "Àÿ"), len(own.hf)).cut == "gpt-2"
+    assert byte_pairs(lacking(own, SMOLLM2), len(own.hf)).cut == "gpt-2"
     with pytest.raises(ModelError, match="has no token for 2 of the bytes that text is made of"):
-        byte_pairs(without("b", "Ã"), len(own.hf))
+        byte_pairs(lacking(own, "bÃ"), len(own.hf))
+    with pytest.raises(ModelError, match="has no token for 8 of the bytes"):  # llama.cpp writes no such token
+        byte_pairs(lacking(own, SMOLLM2, unk_token=END), len(own.hf))
+
+
+def test_a_vocabulary_without_eight_bytes_is_exported_and_reads_text_alike(tmp_path: Path) -> None:
+    own = lacking(tokenizer("smollm"), SMOLLM2)
+    file = export_gguf(str(saved(own, tmp_path / "model")))
+    hf = load_tokenizer(str(tmp_path / "model"), load_model(str(tmp_path / "model"))).hf
+    with served(file) as asked:
+        for text in (*TEXTS, "hel\x04lo", "a\x06 b\x13", " wor\x14ld 1\x162", "x\U00050000y\U000a0000", "\x1d"):
+            assert asked("/tokenize", content=text)["tokens"] == hf(text, add_special_tokens=False)["input_ids"], text
 
 
 def test_tokens_that_the_embedded_cuts_would_keep_apart_are_refused() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from policygrad.cluster.config import AUTO, CLIENT, ClusterConfig
 from policygrad.cluster.needs import WAY_OUT, Role, short
-from policygrad.errors import RunError
+from policygrad.errors import RunError, install_command
 
 REACHED = 5.0
 """Seconds for a connection."""
@@ -31,7 +31,7 @@ def imported() -> Any:
         return import_module("ray")
     except ImportError as error:
         raise RunError(
-            "--cluster is done by Ray: pip install 'policygrad[ray]', here and on every machine of the cluster"
+            f"--cluster is done by Ray: {install_command('ray')}, here and on every machine of the cluster"
         ) from error
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from policygrad.environments.base import Action, Environment, Observation, Step
 from policygrad.environments.others import TERMINATED, TURNS, answered, chosen, opening
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, install_command
 from policygrad.rewards.imports import look_here
 from policygrad.tasks.types import Example
 
@@ -205,6 +205,6 @@ def _gymnasium() -> Any:
         import gymnasium
     except ImportError as error:
         raise ConfigError(
-            "gymnasium:… needs gymnasium, which is not installed: pip install 'policygrad[control]'"
+            f"gymnasium:… needs gymnasium, which is not installed: {install_command('control')}"
         ) from error
     return gymnasium

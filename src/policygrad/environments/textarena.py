@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from policygrad.environments.base import FAILED, Action, Environment, Observation, Step, finite
 from policygrad.environments.others import TERMINATED, TURNS, answered, opening
-from policygrad.errors import ConfigError, EngineError
+from policygrad.errors import ConfigError, EngineError, install_command
 from policygrad.tasks.types import Example
 
 LARGE = 1000
@@ -223,6 +223,6 @@ def _textarena() -> Any:
         import textarena
     except ImportError as error:
         raise ConfigError(
-            "textarena:… needs textarena, which is not installed: pip install 'policygrad[textarena]'"
+            f"textarena:… needs textarena, which is not installed: {install_command('textarena')}"
         ) from error
     return textarena

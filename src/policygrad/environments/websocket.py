@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from functools import cache
 from typing import Any, TypeVar
 
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, install_command
 
 T = TypeVar("T")
 LARGEST = 16 << 20
@@ -77,6 +77,6 @@ def websockets() -> Any:
         import websockets.exceptions
     except ImportError as error:
         raise ConfigError(
-            "openenv:… needs websockets, which is not installed: pip install 'policygrad[openenv]'"
+            f"openenv:… needs websockets, which is not installed: {install_command('openenv')}"
         ) from error
     return websockets

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from policygrad.errors import ConfigError, ModelError
+from policygrad.errors import ConfigError, ModelError, install_command
 from policygrad.models.lora import ALPHA, RANK, TARGETS, Lora
 
 WEIGHTS = "adapter_model.safetensors"
@@ -42,7 +42,7 @@ def words(model: nn.Module) -> str:
 def need_peft(what: str, extra: str = "lora") -> None:
     """Raises ConfigError where PEFT is not installed. extra: which brings it."""
     if find_spec("peft") is None:
-        raise ConfigError(f"{what} needs peft, which is not installed: pip install 'policygrad[{extra}]'")
+        raise ConfigError(f"{what} needs peft, which is not installed: {install_command(extra)}")
 
 
 def adapt(model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, whole: tuple[str, ...] = ()) -> nn.Module:

@@ -34,6 +34,11 @@ _NAMES: Mapping[tuple[tuple[str, ...], bool], str] = {
 """(steps of the pre-tokenizer, whether a word that is a token is taken whole) to llama.cpp's name for both."""
 _NEVER = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
 """Letters of bytes that no UTF-8 holds (RFC 3629), which a tokenizer need not know."""
+_RARE = frozenset(chr(byte + 256) for byte in range(32) if chr(byte) not in "\t\n\v\f\r") | frozenset(
+    map(chr, (0xF1, 0xF2, 0xF3, 0xF4))
+)
+"""Letters of control characters, and of bytes that begin characters above U+3FFFF. A vocabulary may lack them (SmolLM2's lacks eight):
+the tokenizer and llama.cpp both leave such a byte out. They may differ in the merges beside it, within a run of punctuation."""
 _UNCUT = "superbpe"
 """Cuts at digits alone."""
 _SPARED = re.compile(r"(?:Ġ-?|[!-,./:-~])+")
@@ -96,7 +101,8 @@ def _other(parts: Mapping[str, Any]) -> str:
         return f"rewrites text before it reads it ({normalizer['type']})"
     from tokenizers.pre_tokenizers import ByteLevel
 
-    if missing := set(ByteLevel.alphabet()) - _NEVER - set(model["vocab"]):
+    missing = set(ByteLevel.alphabet()) - _NEVER - set(model["vocab"])
+    if missing - (frozenset() if model.get("unk_token") else _RARE):
         return f"has no token for {len(missing)} of the bytes that text is made of"
     greedy = [t["content"] for t in parts["added_tokens"] if t["lstrip"] or t["rstrip"] or t["single_word"]]
     return f"has tokens that take the space beside them along ({greedy[0]!r})" if greedy else ""

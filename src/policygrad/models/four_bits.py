@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from policygrad.errors import ConfigError, ModelError
+from policygrad.errors import ConfigError, ModelError, install_command
 from policygrad.models.adapters import need_peft
 from policygrad.models.lora import Lora
 
@@ -24,7 +24,7 @@ def quantisation(lora: Lora | None, dtype: torch.dtype) -> dict[str, Any]:
     need_peft("learner.lora bits=4", "qlora")
     if find_spec("bitsandbytes") is None:
         raise ConfigError(
-            "learner.lora bits=4 needs bitsandbytes, which is not installed: pip install 'policygrad[qlora]', or leave bits out "
+            f"learner.lora bits=4 needs bitsandbytes, which is not installed: {install_command('qlora')}, or leave bits out "
             "for the weights as they are"
         )
     from transformers import BitsAndBytesConfig

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Self
 
-from policygrad.errors import ConfigError, RewardError
+from policygrad.errors import ConfigError, RewardError, install_command
 from policygrad.rewards.calls import quote
 
 _LATER = (408, 409, 425, 429)
@@ -22,7 +22,7 @@ _LONGEST = 60.0
 def check_installed() -> None:
     """Raises ConfigError, with the way out, where httpx is missing."""
     if find_spec("httpx") is None:
-        raise ConfigError("reward 'judge' asks a server through httpx: pip install 'policygrad[judge]'")
+        raise ConfigError(f"reward 'judge' asks a server through httpx: {install_command('judge')}")
 
 
 class _LaterError(Exception):

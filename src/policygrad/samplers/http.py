@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from policygrad.errors import EngineError
+from policygrad.errors import EngineError, install_command
 
 _AWAY = (408, 425, 429)
 """Answers that mean later, beside those from 500 on."""
@@ -30,7 +30,7 @@ class Http:
         try:
             import httpx
         except ImportError as error:
-            raise EngineError("servers are asked through httpx: pip install 'policygrad[engines]'") from error
+            raise EngineError(f"servers are asked through httpx: {install_command('engines')}") from error
         self._error = httpx.RequestError
         self._timeout = timeout
         self._client = httpx.AsyncClient(

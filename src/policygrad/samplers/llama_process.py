@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from policygrad.errors import EngineError
+from policygrad.errors import EngineError, install_command
 from policygrad.samplers import llama_server
 from policygrad.weight_sync.folder import LOG
 
@@ -21,8 +21,8 @@ class LlamaProcess:
         """Raises EngineError where the package xllamacpp is missing."""
         if find_spec("xllamacpp") is None:
             raise EngineError(
-                "without --sampler.urls a llama.cpp server is started here, which the package xllamacpp brings along: pip install "
-                "'policygrad[llama-cpp]'"
+                "without --sampler.urls a llama.cpp server is started here, which the package xllamacpp brings along: "
+                f"{install_command('llama-cpp')}"
             )
         self.folder, self.port = folder, _free_port()
         numbers = {

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from policygrad.errors import ConfigError, DataError
+from policygrad.errors import ConfigError, DataError, install_command
 
 BATCH = 4096
 """Rows that are unpacked at a time."""
@@ -35,7 +35,7 @@ def read(path: str) -> ArrowRows:
         ConfigError: no pyarrow; DataError: no such file, or one that is none of these.
     """
     if find_spec("pyarrow") is None:
-        raise ConfigError(f"{path} needs pyarrow, which is not installed: pip install 'policygrad[data]'")
+        raise ConfigError(f"{path} needs pyarrow, which is not installed: {install_command('data')}")
     import pyarrow as pa
 
     if not Path(path).is_file():

@@ -6,7 +6,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from policygrad.errors import ConfigError, DataError
+from policygrad.errors import ConfigError, DataError, install_command
 from policygrad.tasks.arrow import plain
 
 SPLIT = "train"
@@ -49,7 +49,7 @@ def fingerprint(name: str) -> str:
 @lru_cache(maxsize=4)
 def _loaded(name: str) -> Any:
     if find_spec("datasets") is None:
-        raise ConfigError(f"{name} needs datasets, which is not installed: pip install 'policygrad[data]'")
+        raise ConfigError(f"{name} needs datasets, which is not installed: {install_command('data')}")
     import datasets
 
     try:

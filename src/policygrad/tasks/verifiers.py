@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from policygrad.errors import ConfigError, DataError
+from policygrad.errors import ConfigError, DataError, install_command
 from policygrad.tasks.rows import RowsTask
 from policygrad.tasks.types import Example
 
@@ -141,6 +141,6 @@ def _loaders() -> Any:
         import verifiers.v1.utils.loaders
     except ImportError as error:
         raise ConfigError(
-            "verifiers:… needs verifiers, which is not installed: pip install 'policygrad[verifiers]'"
+            f"verifiers:… needs verifiers, which is not installed: {install_command('verifiers')}"
         ) from error
     return verifiers.v1.utils.loaders

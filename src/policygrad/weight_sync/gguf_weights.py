@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from policygrad.errors import EngineError
+from policygrad.errors import EngineError, install_command
 
 _KINDS = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """transformers' model_type to the architecture's name in `gguf`."""
@@ -42,7 +42,7 @@ def package() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise EngineError("llama.cpp takes its weights as GGUF: pip install 'policygrad[llama-cpp]'") from error
+        raise EngineError(f"llama.cpp takes its weights as GGUF: {install_command('llama-cpp')}") from error
     return gguf
 
 

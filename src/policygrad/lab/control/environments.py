@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, install_command
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _gymnasium() -> Any:
         import gymnasium
     except ImportError as error:
         raise ConfigError(
-            "classic control needs gymnasium, which is not installed: pip install 'policygrad[control]'"
+            f"classic control needs gymnasium, which is not installed: {install_command('control')}"
         ) from error
     return gymnasium
 

@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, install_command
 
 PARSE_LIMIT = 3  # seconds, whole ones; with the comparison's it stays within a pool's default budget of 10 s
 _TOWER = re.compile(r"\d[\s)}]*(?:\^|\*\*)[\s{(]*-?\d[\d.]*[\s)}]*(?:\^|\*\*)")
@@ -18,7 +18,7 @@ def check_installed() -> None:
     """Raise ConfigError with the way out when math-verify is missing."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            "reward 'math' needs the package math-verify: pip install 'policygrad[math]'; for answers that are plain "
+            f"reward 'math' needs the package math-verify: {install_command('math')}; for answers that are plain "
             "numbers, 'gsm8k' does without"
         )
 

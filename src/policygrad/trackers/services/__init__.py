@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, install_command
 from policygrad.trackers.base import Tracker
 
 SERVICES = {"mlflow": "MLflow", "tensorboard": "TensorBoard", "trackio": "Trackio", "wandb": "WandB"}
@@ -36,6 +36,6 @@ def services(names: Sequence[str]) -> list[Tracker]:
     check_services(names)
     for name in names:
         if find_spec(name) is None:
-            raise ConfigError(f"--track {name} needs a library that is not installed: pip install 'policygrad[{name}]'")
+            raise ConfigError(f"--track {name} needs a library that is not installed: {install_command(name)}")
     found = [getattr(importlib.import_module(f"policygrad.trackers.services.{n}"), SERVICES[n]) for n in names]
     return [kind() for kind in found]
