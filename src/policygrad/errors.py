@@ -59,3 +59,8 @@ class HangError(RunError):
 
 class NumericsError(PolicygradError, FloatingPointError):
     """Numbers that are not finite; the weights are as they were."""
+
+    def __init__(self, message: str, part: str = "") -> None:
+        super().__init__(message)
+        self.part = part
+        """The part of the algorithm that made them, "" where none did."""

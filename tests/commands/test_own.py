@@ -172,3 +172,20 @@ def test_a_run_of_a_file_goes_on_from_another_folder(
     assert "policygrad · grpo+Tent on " in out
     assert "step 2/2" in out
     assert "without their state" not in out
+
+
+def test_a_part_that_is_no_frozen_dataclass_is_refused_with_the_decorator_to_write(
+    run_command: Any, here: Path
+) -> None:
+    body = "    def weight(self, ratio, psi, batch): return ratio\n    def value(self, ratio, psi, batch): return ratio * psi\n"
+    (here / "loose.py").write_text(
+        "from dataclasses import dataclass\nimport policygrad as pg\n\n"
+        f"class Plain(pg.Gate):\n{body}\n@dataclass\nclass Loose(pg.Gate):\n    width: float = 0.2\n{body}"
+    )
+    for name, is_what in (("Plain", "no dataclass"), ("Loose", "a dataclass that is not frozen")):
+        for command in (f"train grpo --algorithm.gate loose.py:{name}", f"show loose.py:{name}"):
+            code, out, err = run_command(*command.split())
+            assert code == 2
+            assert f"{name} is {is_what}" in err
+            assert f"write @dataclass(frozen=True) above class {name}" in " ".join(err.split())
+            assert "Traceback" not in out + err

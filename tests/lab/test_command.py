@@ -14,7 +14,7 @@ import torch
 from policygrad.algorithms import ALGORITHMS
 
 OWN = """
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -67,8 +67,10 @@ class NotFinite(pg.Advantage):
         return psi * float("nan")
 
 
-@dataclass
-class Thawed(pg.Gate):
+@dataclass(frozen=True)
+class Unhashed(pg.Gate):
+    shares: list = field(default_factory=lambda: [2])
+
     def weight(self, ratio, psi, batch):
         return ratio / 2
 
@@ -219,10 +221,19 @@ def test_a_part_in_an_algorithm_of_ones_own(run) -> None:
 
 
 def test_a_gate_without_a_hash_is_drawn(run, tmp_path) -> None:
-    words = ("--part", "own_part:Thawed", "--algorithm", "dr_grpo", "--group-size", "2", "--experiment", "gate_weights")
+    words = (
+        "--part",
+        "own_part:Unhashed",
+        "--algorithm",
+        "dr_grpo",
+        "--group-size",
+        "2",
+        "--experiment",
+        "gate_weights",
+    )
     code, _, err = run(*words, "--output", "lab.html")
     assert code == 0, err
-    assert '"label":"Thawed"' in (tmp_path / "lab.html").read_text(encoding="utf-8")
+    assert '"label":"Unhashed"' in (tmp_path / "lab.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +253,7 @@ def test_a_gate_without_a_hash_is_drawn(run, tmp_path) -> None:
         (("--part", "own_part:Broken"), "--part own_part:Broken: KeyError: 'nothing' ("),
         (("--part", "own_part:Broken"), "own_part.py, line "),
         (("--part", "own_part:OwnRefusal"), "ValueError: not today ("),
-        (("--part", "own_part:NotFinite"), "NotFinite: the gradient is not finite in"),
+        (("--part", "own_part:NotFinite"), "NotFinite in psi.0 returned NaN or infinite numbers"),
         (("--part", "own_part:Half"), "needs factor"),
         (("--part", "own_part:Nothing"), "FIELD=own_part:Nothing"),
         (("--part", "own_part:Absent"), "cannot import"),

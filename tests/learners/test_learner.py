@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -375,3 +376,40 @@ def test_the_papers_gates_act_from_a_rollouts_second_update_on(random_model: Pat
     assert moved[1] == (1.0, 0.0)
     assert moved[algorithm.step.updates][0] == 3.0  # three groups, a minibatch each
     assert name == "sapo" or moved[algorithm.step.updates][1] > 0
+
+
+@dataclass(frozen=True)
+class _Overflowing(pg.Gate):
+    """A weight that is not finite, of a ratio that is."""
+
+    def weight(self, ratio: torch.Tensor, psi: torch.Tensor, batch: pg.Batch) -> torch.Tensor:
+        return ratio / 0
+
+    def value(self, ratio: torch.Tensor, psi: torch.Tensor, batch: pg.Batch) -> torch.Tensor:
+        return ratio * psi
+
+
+@dataclass(frozen=True)
+class _Root(pg.LossTerm):
+    """Finite, with a gradient that is not: √0."""
+
+    def objective(self, out: pg.Forward, batch: pg.Batch, psi: torch.Tensor) -> torch.Tensor:
+        return (out.logp - out.logp.detach()).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("change", "part", "place"),
+    [({"gate": _Overflowing()}, "_Overflowing", "gate"), ({"terms": (_Root(),)}, "_Root", r"terms\.0")],
+)
+def test_a_gradient_that_is_not_finite_names_the_part_that_made_it(
+    random_model: Path, change: dict[str, Any], part: str, place: str
+) -> None:
+    """Not the learning rate, which would not help; only where no part did is it named."""
+    algorithm = replace(pg.GRPO, **({"terms": ()} | change))
+    learner = learner_for(random_model, algorithm)
+    batch = float_batch()
+    said = rf"at update 1, first in .*: the weights were left as they were\. {part} in {place} returned NaN"
+    with pytest.raises(pg.NumericsError, match=said) as caught:
+        learner.update(batch, torch.ones(batch.mask.shape), algorithm)
+    assert caught.value.part == part
+    assert "--lr" not in str(caught.value)

@@ -331,6 +331,20 @@ def test_a_part_that_is_no_dataclass_is_refused_before_there_is_a_folder(run: pg
         replace(run, algorithm=replace(pg.GRPO, gate=Half()))
 
 
+@dataclass(frozen=True)
+class ByZero(pg.Advantage):
+    def __call__(self, psi: Any, batch: Any) -> Any:
+        return psi * 0 / 0
+
+
+def test_an_advantage_that_makes_nan_ends_the_run_by_its_name_and_the_learning_rate_is_not_blamed(run: pg.Run) -> None:
+    with pytest.raises(pg.NumericsError, match=r"^ByZero in psi\.0 returned NaN") as caught:
+        pg.train(replace(run, algorithm=replace(pg.GRPO, psi=(ByZero(),))), display=False)
+    (note,) = caught.value.__notes__
+    assert note.endswith("so correct ByZero first")
+    assert "--lr" not in note
+
+
 def test_a_tokenizer_of_another_model_is_refused(run: pg.Run, tmp_path: Path) -> None:
     own = load_tokenizer("tiny", load_model("tiny")).hf
     own.add_tokens([f"<extra{i}>" for i in range(4)])

@@ -205,12 +205,12 @@ class Checkpointer(Generic[P]):
         except CheckpointError:  # it says itself what is left
             raise
         except Exception as error:
-            said = self._rescue(isinstance(error, NumericsError))
+            said = self._rescue(error)
             error.add_note(said)
             self._note(said)
             raise
 
-    def _rescue(self, by_numbers: bool) -> str:
+    def _rescue(self, error: Exception) -> str:
         last = self.last
         said = f"step {last.step + 1} failed"
         try:
@@ -222,4 +222,7 @@ class Checkpointer(Generic[P]):
         except Exception as failure:  # whatever a learner's state may raise: the first error is the one to see
             said += f", and step {last.step} could not be saved ({failure})"
         said += f": {self._resume} goes on from step {self.saved}"
-        return said + ("; the same samples would have the same gradient, so lower --lr or change --seed" * by_numbers)
+        if not isinstance(error, NumericsError):
+            return said
+        remedy = f"correct {error.part} first" if error.part else "lower --lr or change --seed"
+        return f"{said}; the same samples would have the same gradient, so {remedy}"

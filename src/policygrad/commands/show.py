@@ -16,6 +16,7 @@ from policygrad.commands.describe import HEAD, NAME, QUIET, Line
 from policygrad.commands.matrix import matrix
 from policygrad.commands.part_page import describe_part, index
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.roles import not_frozen
 from policygrad.errors import ConfigError
 from policygrad.papers import PAPERS
 from policygrad.trackers.glossary import Meaning, meaning
@@ -100,9 +101,11 @@ def _own(name: str, width: int) -> list[Line]:
     found = load_own(name, f"show {name}", (Algorithm, type))
     if isinstance(found, Algorithm):
         return [*words.describe(find_algorithm(name), width), (), (("Code  ", HEAD), (assigned(name), QUIET))]
-    if not is_dataclass(found):
+    if not (isinstance(found, type) or is_dataclass(found)):
         raise ConfigError(
             f"show {name}: {type(found).__name__} is neither an algorithm nor a part, which is a dataclass: "
             "policygrad.Algorithm(…), or @dataclass(frozen=True) above the class"
         )
+    if problem := not_frozen(found if isinstance(found, type) else type(found)):
+        raise ConfigError(f"show {name}: {problem}")
     return describe_part(found, width)

@@ -21,6 +21,7 @@ from policygrad.core.filters import applied, reweight
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric, Metrics, merge
 from policygrad.core.mixing import mixed
+from policygrad.core.outputs import blame, is_finite, per_token, same_batch
 from policygrad.core.protocols import (
     Advantage,
     Aggregation,
@@ -40,7 +41,7 @@ from policygrad.core.reward_model import ImplicitReward
 from policygrad.core.roles import ROLES
 from policygrad.core.run_checks import check_rewards
 from policygrad.core.update_rules import FirstOrder
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, NumericsError
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,10 @@ class Algorithm:
     def parts(self) -> Iterator[tuple[str, Part]]:
         """(field, part), in the order of the data's way."""
         return ((name, part) for name, _, part in self._keyed())
+
+    def keyed(self) -> Iterator[tuple[str, Part]]:
+        """(field and position as in `psi.0`, part), in the same order."""
+        return ((key, part) for _, key, part in self._keyed())
 
     def _keyed(self) -> Iterator[tuple[str, str, Any]]:
         """(field, field and position as in `psi.0`, part)."""
@@ -156,7 +161,7 @@ class Algorithm:
     def shaped(self, batch: Batch) -> Batch:
         """The batch after reward shaping."""
         for part in self.shaping:
-            batch = part(batch)
+            batch = same_batch(part(batch), part, batch)
         return batch
 
     def advantages(self, batch: Batch, shaped: Batch | None = None) -> Tensor:
@@ -165,14 +170,36 @@ class Algorithm:
         shaped: the batch after `shaped`, here and below, where a caller has it already.
 
         Raises:
-            ConfigError: a reward that is NaN or infinite, of a completion that counts: it would be its whole group's.
+            ConfigError: a reward that is NaN or infinite, of a completion that counts: it would be its whole group's; a part
+                that returns another shape than [B, T].
+            NumericsError: a Ψ that is NaN or infinite, with the part that made it.
         """
         check_rewards(batch)
         check_demonstrations(self, batch)
         psi = reward_to_go(shaped := shaped or self.shaped(batch))
         for link in self.psi:
+            psi = per_token(link(psi, shaped), link, shaped.mask)
+        psi = ragged.masked(mixed(psi, self.terms), batch.mask)
+        if not is_finite(psi, batch.mask):
+            raise self._not_finite(batch, shaped)
+        return psi
+
+    def _not_finite(self, batch: Batch, shaped: Batch) -> NumericsError:
+        """Name the part that makes Ψ not finite: the parts are called once more, one after the other."""
+        before = batch
+        for i, part in enumerate(self.shaping):
+            after = part(before)
+            if not is_finite(reward_to_go(after), batch.mask):
+                return NumericsError(blame(part, f"shaping.{i}", before, part.needs), part=type(part).__name__)
+            before = after
+        psi = reward_to_go(shaped)
+        for i, link in enumerate(self.psi):
             psi = link(psi, shaped)
-        return ragged.masked(mixed(psi, self.terms), batch.mask)
+            if not is_finite(psi, batch.mask):
+                return NumericsError(blame(link, f"psi.{i}", shaped, link.needs), part=type(link).__name__)
+        return NumericsError(
+            f"the advantages of {self.name} are NaN or infinite, though no part makes them so when called again"
+        )
 
     def with_targets(self, batch: Batch, shaped: Batch | None = None) -> Batch:
         """The batch with the critic's targets, from the rewards after shaping; computed once per rollout, like Ψ."""
@@ -183,7 +210,7 @@ class Algorithm:
     def corrected(self, weight: Tensor, batch: Batch, psi: Tensor) -> Tensor:
         """w times the corrections [B, T]."""
         for correction in self.corrections:
-            weight = weight * correction(batch, psi)
+            weight = weight * per_token(correction(batch, psi), correction, batch.mask)
         return weight
 
     def coefficients(self, batch: Batch) -> Tensor:

@@ -6,12 +6,13 @@ from torch import Tensor
 
 from policygrad.core import ragged
 from policygrad.core.batch import Batch
+from policygrad.core.outputs import per_token
 from policygrad.core.protocols import Aggregation, Gate, LossTerm, Part, Term
 
 
 def coefficients(batch: Batch, aggregate: Aggregation, mask: Tensor) -> Tensor:
     """c [B, T] of the tokens that `mask` [B, T] counts, in it and in its denominators."""
-    c = aggregate(mask, batch.group).to(batch.reward.dtype)
+    c = per_token(aggregate(mask, batch.group), aggregate, mask).to(batch.reward.dtype)
     return c if batch.weight is None else c * ragged.masked(batch.weight, batch.mask)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from policygrad.core.advantages import no_spread
 from policygrad.core.batch import Batch, required
 from policygrad.core.metrics import Metric
+from policygrad.core.outputs import same_batch
 from policygrad.core.protocols import Filter, State
 from policygrad.core.ragged import Groups
 from policygrad.errors import ConfigError
@@ -71,7 +72,7 @@ def applied(part: Filter, batch: Batch) -> Batch:
     """The batch after one filter. Raises ConfigError for a field that it needs and the batch lacks."""
     for name in sorted(part.needs):
         required(getattr(batch, name), part, name)
-    return part(batch)
+    return same_batch(part(batch), part, batch)
 
 
 def reweight(batch: Batch, dropped: Tensor) -> Batch:

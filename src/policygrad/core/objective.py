@@ -19,7 +19,8 @@ from policygrad.core.batch import Batch, Coefficients, Forward
 from policygrad.core.composition import Composition
 from policygrad.core.controllers import betas
 from policygrad.core.metrics import Max, Metrics, Sum, effective_size, mean_of
-from policygrad.core.protocols import LossTerm
+from policygrad.core.outputs import is_finite, per_token
+from policygrad.core.protocols import Gate, LossTerm, Term
 from policygrad.core.ratios import bounded_exp, bounded_expm1
 from policygrad.core.terms import log_ratio
 from policygrad.errors import ConfigError
@@ -29,12 +30,28 @@ def gate_weight(out: Forward, batch: Batch, psi: Tensor, algorithm: Composition)
     """(w, r), each [B, T], without graph; r is 1 where the algorithm has no ratio."""
     psi = _masked(psi, out, batch)
     ratio = _ratio(out, batch, algorithm)
-    return algorithm.gate.weight(ratio, psi, with_selected(out, batch, psi, algorithm)), ratio
+    weight = algorithm.gate.weight(ratio, psi, with_selected(out, batch, psi, algorithm))
+    return per_token(weight, algorithm.gate, batch.mask, "weight"), ratio
 
 
 def _ratio(out: Forward, batch: Batch, algorithm: Composition) -> Tensor:
-    change = log_ratio(out.logp, batch.logp_old, batch.mask)
-    return torch.ones_like(change) if algorithm.ratio is None else algorithm.ratio(change, batch.mask)
+    change, ratio = log_ratio(out.logp, batch.logp_old, batch.mask), algorithm.ratio
+    return torch.ones_like(change) if ratio is None else per_token(ratio(change, batch.mask), ratio, batch.mask)
+
+
+def _value(gate: Gate, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+    return per_token(gate.value(ratio, psi, batch), gate, batch.mask, "value")
+
+
+def _score(term: Term, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+    return per_token(term.score(out, batch, psi), term, batch.mask, "score")
+
+
+def _of_term(term: Term | LossTerm, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+    """A term's share of the objective per token; with graph where it is a loss term."""
+    if isinstance(term, LossTerm):
+        return per_token(term.objective(out, batch, psi), term, batch.mask, "objective")
+    return per_token(term.value(out, batch, psi), term, batch.mask, "value")
 
 
 def _still(x: Tensor | None) -> Tensor | None:
@@ -51,7 +68,8 @@ def with_selected(out: Forward | None, batch: Batch, psi: Tensor, algorithm: Com
     now = (
         None if out is None else Forward(out.logp.detach(), *(_still(x) for x in (out.entropy, out.values, out.kl_old)))
     )
-    return replace(batch, selected=part.select(now, batch, ragged.masked(psi, batch.mask)) & batch.mask)
+    chosen = per_token(part.select(now, batch, ragged.masked(psi, batch.mask)), part, batch.mask, "select")
+    return replace(batch, selected=chosen & batch.mask)
 
 
 def _masked(psi: Tensor, out: Forward, batch: Batch) -> Tensor:
@@ -125,7 +143,8 @@ def surrogate(
             has an aggregation of its own); None = `batch` is the whole update.
 
     Raises:
-        ConfigError: an argument whose shape is not the batch's, named; a field that a part needs and the batch lacks.
+        ConfigError: an argument, or what a part returns, whose shape is not the batch's, named; a field that a part needs and the
+            batch lacks.
     """
     out = out if isinstance(out, Forward) else Forward(out)
     psi = _masked(psi, out, batch)
@@ -135,12 +154,12 @@ def surrogate(
         score = policy * algorithm.corrected(weight, batch, psi) * psi
         for term, c in zip(algorithm.terms, per_term, strict=True):
             if not isinstance(term, LossTerm):
-                score = score + c * term.score(out, batch, psi)
+                score = score + c * _score(term, out, batch, psi)
         score = ragged.masked(score, batch.mask)
     loss = -(score * ragged.masked(out.logp, batch.mask)).sum()
     for term, c in zip(algorithm.terms, per_term, strict=True):
         if isinstance(term, LossTerm):
-            loss = loss - (c * ragged.masked(term.objective(out, batch, psi), batch.mask)).sum()
+            loss = loss - (c * ragged.masked(_of_term(term, out, batch, psi), batch.mask)).sum()
     return loss
 
 
@@ -157,15 +176,40 @@ def objective(
     psi = _masked(psi, out, batch)
     batch, (policy, *per_term) = _of_update(out, batch, psi, algorithm, coef)
     ratio = _ratio(out, batch, algorithm)
-    value = algorithm.corrected(algorithm.gate.value(ratio, psi, batch), batch, psi)
+    value = algorithm.corrected(_value(algorithm.gate, ratio, psi, batch), batch, psi)
     if algorithm.ratio is not None and algorithm.ratio.joint:  # each token holds 1/|o| of the completion's value
         value = value / batch.lengths.clamp(min=1)[:, None]
     total = ragged.masked(policy * value, batch.mask).sum()
     for term, c in zip(algorithm.terms, per_term, strict=True):
-        of = term.objective if isinstance(term, LossTerm) else term.value
-        value = of(out, batch, psi)
-        total = total + ragged.masked(c * value, batch.mask).sum()
+        total = total + ragged.masked(c * _of_term(term, out, batch, psi), batch.mask).sum()
     return total
+
+
+@torch.no_grad()
+def not_finite(out: Forward, batch: Batch, psi: Tensor, algorithm: Composition, coef: Coefficients) -> Metrics:
+    """Measure which factors of a gradient hold NaN or infinity: 1 or 0 by field and position, as in `terms.0`, each after those
+    that it is computed from. `logp` comes first: what the model itself yields. For after a gradient that was not finite."""
+    psi = _masked(psi, out, batch)
+    weight, ratio = gate_weight(out, batch, psi, algorithm)
+    passed = [x for f in fields(Forward) if (x := getattr(out, f.name)) is not None]
+    factors = {"logp": passed, "psi": [psi], "ratio": [ratio], "gate": [weight], "aggregate": [coef[0]]}
+    for i, correction in enumerate(algorithm.corrections):
+        factors[f"corrections.{i}"] = [correction(batch, psi)]
+    for i, (term, c) in enumerate(zip(algorithm.terms, coef[1:], strict=True)):
+        factors[f"terms.{i}"] = [c, *_gradient_of(term, out, batch, psi)]
+    return {key: Max(float(not all(is_finite(x, batch.mask) for x in some))) for key, some in factors.items()}
+
+
+def _gradient_of(term: Term | LossTerm, out: Forward, batch: Batch, psi: Tensor) -> list[Tensor]:
+    """A term's score; a loss term's objective and its gradient in each field of the forward pass, which may be NaN alone."""
+    if not isinstance(term, LossTerm):
+        return [_score(term, out, batch, psi)]
+    with torch.enable_grad():
+        given = {f.name: x for f in fields(Forward) if (x := getattr(out, f.name)) is not None}
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
+        value = _of_term(term, Forward(**leaves), batch, psi)
+        found = torch.autograd.grad(ragged.masked(value, batch.mask).sum(), list(leaves.values()), allow_unused=True)
+    return [value, *(x for x in found if x is not None)]
 
 
 @torch.no_grad()
@@ -198,6 +242,7 @@ def measure(
     clipped = algorithm.gate.clipped(ratio, psi, batch)
     if clipped is not None:
         for name, where in zip(("low", "high"), clipped, strict=True):
+            where = per_token(where, algorithm.gate, mask, "clipped")
             metrics[f"clip_ratio/{name}"] = mean_of(where.double(), mask)
     if batch.logp_ref is not None:
         u = logp - ragged.masked(batch.logp_ref, mask)
@@ -219,4 +264,4 @@ def measure(
     return metrics
 
 
-__all__ = ["gate_weight", "measure", "objective", "surrogate", "with_selected"]
+__all__ = ["gate_weight", "measure", "not_finite", "objective", "surrogate", "with_selected"]

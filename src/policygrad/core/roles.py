@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from policygrad.core.batch import Batch, Forward
@@ -114,6 +114,9 @@ def _kind(name: str, role: Role, part: Any) -> Iterator[str]:
     if isinstance(part, type):
         yield f"{name} holds the class {part.__name__}, not a part: write {part.__name__}()"
         return
+    if is_dataclass(part) and (problem := not_frozen(type(part), name)):
+        yield problem
+        return
     base = next((base for base in role.bases if isinstance(part, base)), None)
     others = [(field, other) for field, other in ROLES.items() if isinstance(part, other.bases)]
     if base is None and others:
@@ -129,6 +132,20 @@ def _kind(name: str, role: Role, part: Any) -> Iterator[str]:
         yield from _reads(part, "needs", Batch)
         if name == "terms":
             yield from _reads(part, "forward_needs", Forward)
+
+
+def not_frozen(kind: type, place: str = "") -> str:
+    """Say what is wrong with the class of a part that is no frozen dataclass; "" for one that is. place: the algorithm's field."""
+    if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return ""
+    where, what = (
+        f" in {place}" * bool(place),
+        "a dataclass that is not frozen" if is_dataclass(kind) else "no dataclass",
+    )
+    return (
+        f"{kind.__name__}{where} is {what}, and a part's settings are data that run.toml holds and nothing changes: write "
+        f"@dataclass(frozen=True) above class {kind.__name__}"
+    )
 
 
 def _arguments(part: Any, role: Role) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +50,11 @@ class Optimizer:
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
                 parameter.grad = None
 
-    def step(self) -> tuple[float | None, float]:
+    def step(self, explain: Callable[[], tuple[str, str]] = lambda: ("", "")) -> tuple[float | None, float]:
         """(gradient norm before clipping, learning rate); norm None and no step when there is no gradient at all.
+
+        explain: (name of the part that made a gradient not finite, what to say of it), called only where it is not; ("", "") =
+        no part did.
 
         Raises:
             NumericsError: a gradient that is not finite; the weights are as they were.
@@ -67,9 +70,11 @@ class Optimizer:
         if not math.isfinite(norm):
             where = first_bad({n: m.grad for n, m in self.masters.items() if m.grad is not None}, self.masters)
             self.adam.zero_grad(set_to_none=True)
+            part, cause = explain()
             raise NumericsError(
                 f"the gradient's norm is {norm} at update {self.taken + 1}{where}: the weights were left as they were. "
-                "Lower --lr or optimizer.clip, or use learner.dtype fp32"
+                + (cause or "Lower --lr or optimizer.clip, or use learner.dtype fp32"),
+                part=part,
             )
         for some in alike(masters):
             nn.utils.clip_grads_with_norm_(some, limit, total)

@@ -12,7 +12,8 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Coefficients
 from policygrad.core.controllers import re_adapted
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
-from policygrad.core.objective import measure, surrogate, with_selected
+from policygrad.core.objective import measure, not_finite, surrogate, with_selected
+from policygrad.core.outputs import blame
 from policygrad.learners.local.actor_critic import ActorCritic
 from policygrad.learners.local.packing import active
 from policygrad.models.precision import at_least_float32
@@ -121,7 +122,8 @@ class LocalGradientProblem:
 
     def descend(self) -> Metrics:
         """One AdamW step; without any gradient (no completion could move the weights) none is taken, and that is counted."""
-        norm, lr = self.networks.optimizer.step()  # first, for the critic has not moved when it refuses its gradient
+        # first, for the critic has not moved when it refuses its gradient
+        norm, lr = self.networks.optimizer.step(self._part_at_fault)
         metrics = {} if self.networks.critic is None else self.networks.critic.descend()
         metrics |= {} if self.networks.reward_model is None else self.networks.reward_model.descend()
         if self.pretraining:
@@ -129,6 +131,29 @@ class LocalGradientProblem:
         if norm is None:
             return metrics | {"updates/skipped": Sum(1.0)}
         return metrics | {"grad_norm": Max(norm), "lr": Mean(lr), "updates/taken": Sum(1.0)}
+
+    @torch.no_grad()
+    def _part_at_fault(self) -> tuple[str, str]:
+        """Name the part that made a gradient not finite, and say so in a sentence; "" where the model did, or no part alone. A pass
+        over the completions: it is called after such a gradient only, by all processes that learn together."""
+        networks, batch, needs = self.networks, self.selected(), self.algorithm.forward_needs
+        coefficients = self.algorithm.all_coefficients(batch)
+        bare = replace(batch, prompts=None, tokens=None, experts=None)
+        rows, whole = batch.mask.any(1).nonzero().squeeze(1), self.algorithm.gate.whole_groups
+        found: Metrics = {}
+        for pack in networks.packs(batch, rows, whole, networks.idle(networks.policy, needs)):
+            share, psi = bare.select(pack.rows).to(networks.device), self.psi[pack.rows].to(networks.device)
+            coef = tuple(c[pack.rows].to(networks.device) for c in coefficients)
+            found = merge(found, not_finite(networks.forward(pack, needs), share, psi, self.algorithm, coef))
+        found = networks.division.merged(found)
+        first = next((key for key, bad in found.items() if bad.value), "logp")
+        if first == "logp":
+            return "", ""
+        if first == "psi":
+            return "the advantages", "The advantages it was given are NaN or infinite: correct what computes them"
+        part = dict(self.algorithm.keyed())[first]
+        reads = part.needs | ({"logp_old"} if first in ("ratio", "gate") or first.startswith("terms") else set())
+        return type(part).__name__, blame(part, first, batch, reads)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

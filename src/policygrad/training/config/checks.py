@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.roles import not_frozen
 from policygrad.core.run_checks import check_rollout, check_sampling
 from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
@@ -202,10 +203,7 @@ def _types(run: Run) -> None:
         way_out = f"pg.algorithm({run.algorithm!r})" if isinstance(run.algorithm, str) else "pg.GRPO"
         raise ConfigError(f"algorithm must be an Algorithm, such as {way_out}, not {run.algorithm!r}")
     for place, part in run.algorithm.parts():
-        if not is_dataclass(part):
-            raise ConfigError(
-                f"{type(part).__name__} in {place} is no dataclass, so that run.toml cannot hold its settings: write "
-                "@dataclass(frozen=True) above its class"
-            )
+        if problem := not_frozen(type(part), place):
+            raise ConfigError(problem)
     if isinstance(run.reward, str):
         raise ConfigError(f"reward must be a tuple of names, reward=({run.reward!r},), not the text {run.reward!r}")

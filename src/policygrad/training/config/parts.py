@@ -9,7 +9,7 @@ from dataclasses import is_dataclass, replace
 import policygrad
 from policygrad.algorithms import algorithm
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.roles import ROLES
+from policygrad.core.roles import ROLES, not_frozen
 from policygrad.errors import ConfigError
 from policygrad.training.config.own import assigned, is_own, load_own, location
 
@@ -90,8 +90,10 @@ def part_class(name: str, where: str, dotted: str) -> type:
             raise ConfigError(
                 f"{where}: {dotted}: {name!r} ({assigned(name)}) is a whole algorithm, not a part: --algorithm {name}"
             )
-        if not (isinstance(kind, type) and is_dataclass(kind)):
-            raise ConfigError(f"{where}: {dotted}: {name!r} is not a part: a part is a dataclass")
+        if not isinstance(kind, type):
+            raise ConfigError(f"{where}: {dotted}: {name!r} is not a part: name its class, which is a frozen dataclass")
+        if problem := not_frozen(kind):
+            raise ConfigError(f"{where}: {dotted}: {name!r}: {problem}")
         return kind
     if name not in part_names():
         known = part_names(dotted.rpartition(".")[2]) or part_names()

@@ -1,0 +1,89 @@
+"""Checks what a part returned: its shape at every call, which costs nothing, and its numbers once something was not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from policygrad.core import ragged
+from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
+from policygrad.errors import ConfigError
+
+_CAUSES = {
+    "values": "the critic has diverged: lower its learning rate, algorithm.critic.lr",
+    "bootstrap": "the critic has diverged: lower its learning rate, algorithm.critic.lr",
+    "implicit_reward": "the reward model has diverged: lower its learning rate, algorithm.reward_model.lr",
+    "logp_ref": "the reference model's log-probabilities are at fault, not the part",
+    "logp_old": "the policy's log-probabilities are at fault, not the part: lower lr, or use learner.dtype fp32",
+}
+
+
+def per_token(value: Tensor, part: object, mask: Tensor, method: str = "") -> Tensor:
+    """Return `value`, what a part returned for the tokens of a batch with this mask [B, T].
+
+    Raises:
+        ConfigError: it is no tensor, or has another shape: [B] would broadcast along the wrong axis wherever B = T.
+    """
+    call = type(part).__name__ + (f".{method}" if method else "")
+    if not isinstance(value, Tensor):
+        raise ConfigError(
+            f"{call} returned {_kind(value)}, expected a tensor [B, T] = {list(mask.shape)}: return one number per token"
+        )
+    if value.shape != mask.shape:
+        remedy = (
+            "one number per completion is value[:, None].expand(mask.shape)"
+            if value.shape == mask.shape[:1]
+            else "return one number per token of the batch"
+        )
+        raise ConfigError(
+            f"{call} returned shape {list(value.shape)}, expected [B, T] = {list(mask.shape)} as in Batch.mask: {remedy}"
+        )
+    return value
+
+
+def same_batch(value: Batch, part: object, batch: Batch) -> Batch:
+    """Return `value`, what a filter or reward shaping made of `batch`.
+
+    Raises:
+        ConfigError: it is no batch, or one of other completions or tokens.
+    """
+    name = type(part).__name__
+    if not isinstance(value, Batch):
+        raise ConfigError(
+            f"{name} returned {_kind(value)}, expected a Batch: return dataclasses.replace(batch, reward=…)"
+        )
+    if value.mask.shape != batch.mask.shape:
+        raise ConfigError(
+            f"{name} returned a batch of shape {list(value.mask.shape)}, expected [B, T] = {list(batch.mask.shape)}: keep every "
+            "row, and set its mask to False to leave a completion out"
+        )
+    return value
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def is_finite(value: Tensor, mask: Tensor) -> bool:
+    """Whether every number [B, T] on the mask is finite. Waits for the device."""
+    return bool(ragged.masked(value, mask).isfinite().all())
+
+
+def blame(part: object, place: str, batch: Batch, reads: Iterable[str]) -> str:
+    """Describe a part that returned NaN or infinity: the field of the batch that made it so, or that none did.
+
+    Args:
+        place: the field of the algorithm that holds it.
+        reads: names of the `Batch` fields that it may have read.
+    """
+    said = f"{type(part).__name__} in {place} returned NaN or infinite numbers"
+    for name in sorted(set(reads)):
+        value = getattr(batch, name)
+        if value is None or not value.is_floating_point():
+            continue
+        where = batch.mask if name in PER_TOKEN else batch.mask.any(1) if name in PER_COMPLETION else None
+        if where is not None and not is_finite(value, where):
+            cause = _CAUSES.get(name, "correct whatever fills it")
+            return f"{said}, as Batch.{name}, which it reads, holds such numbers: {cause}"
+    return f"{said} although all that it reads is finite: check it for a division by 0, a log of 0 or an overflow"
