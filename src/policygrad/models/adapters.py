@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,11 @@ def adapt(model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, whole:
             f"learner.lora: {type(model).__name__} is no model of transformers': put adapters into it yourself "
             "(peft.get_peft_model), and leave learner.lora empty"
         )
+    unfit, targets = unadaptable(model), lora.targets or TARGETS
     config = LoraConfig(
         r=lora.rank or RANK,
         lora_alpha=_whole(lora.alpha or ALPHA),
-        target_modules=_targets(model, lora.targets or TARGETS),
+        target_modules=_targets(model, targets, unfit, whole),
         modules_to_save=list(whole) or None,
         task_type="SEQ_CLS" if whole else "CAUSAL_LM",
     )
@@ -81,7 +82,8 @@ def adapt(model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, whole:
     config.base_model_name_or_path = base
     config.target_modules = sorted(config.target_modules or ())  # a set, whose order is another in every process
     only_they_train(model)
-    return model.eval()
+    _check_runs(model.eval())
+    return model
 
 
 def _whole(alpha: float) -> Any:
@@ -89,17 +91,72 @@ def _whole(alpha: float) -> Any:
     return int(alpha) if alpha == int(alpha) else alpha
 
 
-def _targets(model: nn.Module, targets: str) -> str | list[str]:
-    if targets == TARGETS:
-        return targets
-    names = targets.split("+")
+def unadaptable(model: nn.Module) -> dict[str, str]:
+    """The linear layers that no adapter fits, by full name, each with the reason.
+
+    A state-space (Mamba) layer computes with the weights of its projections directly, in its fused kernels and in part outside of
+    them: an adapter there is skipped or, for some model types, refused by PEFT. Only `in_proj` is always called as a module. Some
+    architectures derive other layers from `nn.Linear`: routers that return several tensors, products in groups.
+    """
+    found: dict[str, str] = {}
+    for full, module in model.named_modules():
+        if hasattr(module, "A_log") and hasattr(module, "D"):
+            skipped = [name for name, part in module.named_modules() if isinstance(part, nn.Linear) and name != "in_proj"]
+            found |= {f"{full}.{name}": "the Mamba layer around it computes with its weights directly" for name in skipped}
+        if isinstance(module, nn.Linear) and not _is_linear(module):
+            found[full] = f"{type(module).__name__} computes something else than a product with its weights"
+    return found
+
+
+def _is_linear(module: nn.Linear) -> bool:
+    """Whether it maps [1, in] to [1, out]. Layers in four bits are PEFT's to adapt."""
+    kind = type(module)
+    if kind.forward is nn.Linear.forward or kind.__module__.startswith("bitsandbytes"):
+        return True
+    try:
+        with torch.no_grad():
+            out: object = module(module.weight.new_zeros(1, module.in_features))
+    except Exception:  # of which class depends on the architecture's code
+        return False
+    return isinstance(out, Tensor) and out.shape == (1, module.out_features)
+
+
+@torch.no_grad()
+def _check_runs(model: nn.Module) -> None:
+    """Raises ConfigError where the model no longer runs with its adapters, which code of another's may not be made for."""
+    weight = next(model.parameters())
+    if weight.is_meta:
+        return
+    try:
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=weight.device), use_cache=False)
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"learner.lora: {type(model).__name__} does not run with adapters on the layers chosen "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}): name others, as in "
+            "targets=q_proj+v_proj, or leave learner.lora empty to train all weights"
+        ) from error
+
+
+def _targets(model: nn.Module, targets: str, unfit: Mapping[str, str], whole: tuple[str, ...]) -> str | list[str]:
     known = [
         n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding) or type(m).__name__ == "Conv1D"
     ]
+    if targets == TARGETS:
+        if not unfit:
+            return targets
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+        fit = [n for n in known if n not in unfit and n.rpartition(".")[2] not in whole]
+        return [n for n in fit if not isinstance(m := model.get_submodule(n), nn.Embedding) and m is not head]
+    names = targets.split("+")
     for name in names:
         if not any(full == name or full.endswith(f".{name}") for full in known):
             some = sorted({full.rpartition(".")[2] for full in known})
             raise ConfigError(f"learner.lora: the model has no layer {name!r} to adapt: it has {', '.join(some[:12])}")
+        if odd := next((full for full in unfit if full.endswith(f".{name}")), None):
+            raise ConfigError(
+                f"learner.lora: no adapter fits the layer {name!r} of {type(model).__name__} ({odd}): {unfit[odd]}. Leave it out: "
+                f"targets={TARGETS} takes every layer that can be adapted"
+            )
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     for full, module in model.named_modules():
         if full.rpartition(".")[2] in names and isinstance(module, nn.Linear) and module.weight is embedding:

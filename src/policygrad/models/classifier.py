@@ -18,7 +18,7 @@ from policygrad.models.chat import rendered_ids
 from policygrad.models.completeness import check_complete
 from policygrad.models.lora import base_of, config_of
 from policygrad.models.precision import at_least_float32
-from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.tokenizer import Tokenizer, pretrained_tokenizer
 from policygrad.models.trust import cannot_load, reading, refuse_pickles, weights
 
 MICRO_TOKENS = 8192
@@ -120,10 +120,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
     Raises:
         ModelError: none.
     """
-    from transformers import AutoTokenizer
-
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(path, **reading(trust_remote_code)), frozenset(), path, None)
+        return Tokenizer(pretrained_tokenizer(path, trust_remote_code), frozenset(), path, None)
     except Exception as error:  # of which class depends on what is wrong with which file
         raise cannot_load(f"the tokenizer of {path!r}", error, "tokenizer.json and tokenizer_config.json") from error
 

@@ -134,11 +134,26 @@ def check_vocabulary(tokenizer: Any, network: nn.Module, name: str) -> None:
         )
 
 
-def _pretrained(path: str, model: str, trust: bool) -> Any:
-    from transformers import AutoTokenizer
+def pretrained_tokenizer(path: str, trust: bool) -> Any:
+    """Load the tokenizer of the class that the folder names.
 
+    Beside a model of some types (qwen2, qwen3_5, qwen3_5_moe) transformers replaces the generic class by one of that type, which
+    splits text in its own way and adds a token, so that ids are others than tokenizer.json says. Raises whatever transformers does.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    tokenizer = AutoTokenizer.from_pretrained(path, **reading(trust))
+    if type(tokenizer).__module__.startswith("transformers.models."):
+        named = get_tokenizer_config(path).get("tokenizer_class")
+        if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+            return PreTrainedTokenizerFast.from_pretrained(path)
+    return tokenizer
+
+
+def _pretrained(path: str, model: str, trust: bool) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path, **reading(trust))
+        return pretrained_tokenizer(path, trust)
     except Exception as error:  # of which class depends on what is wrong with which file
         files = "tokenizer.json and tokenizer_config.json"
         raise cannot_load(f"the tokenizer of {model!r}", error, files, path) from error

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from policygrad.errors import ModelError
 
@@ -53,6 +54,38 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers
         self._show()
 
 
+class LengthCache(DynamicCache):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
+    """A cache that counts its tokens where no layer of it does: transformers' own raises ValueError when asked for its length."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.length = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+
+def new_cache(model: nn.Module) -> dict[str, Any]:
+    """Make what the model is to be called with first: a cache of ours if none of its layers is attention, else nothing."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    config = getattr(base, "config", None)
+    if config is None or "past_key_values" not in inspect.signature(base.forward).parameters:
+        return {}
+    empty = DynamicCache(config=config.get_text_config(decoder=True))
+    if not empty.layers or any(isinstance(layer, CacheLayerMixin) for layer in empty.layers):
+        return {}
+    return {"past_key_values": LengthCache(config.get_text_config(decoder=True))}
+
+
+def count(cache: Any, tokens: int) -> None:
+    """Notes how many tokens the cache holds, where it does not know by itself."""
+    if isinstance(cache, LengthCache):
+        cache.length = tokens
+
+
 def roomy(x: Tensor, repeats: Tensor | None, room: int) -> Tensor:
     """A copy with room behind it, row i `repeats[i]` times."""
     rows, heads, length, width = x.shape
@@ -65,7 +98,7 @@ def roomy(x: Tensor, repeats: Tensor | None, room: int) -> Tensor:
     return roomy
 
 
-def cache_of(out: Any) -> tuple[str, Any]:
+def cache_of(out: Any, model: nn.Module) -> tuple[str, Any]:
     """(the name under which the model takes its cache back, the cache).
 
     Raises:
@@ -76,18 +109,28 @@ def cache_of(out: Any) -> tuple[str, Any]:
         if hasattr(cache, "layers"):
             return name, cache
     raise ModelError(
-        "the model returns no cache made of layers, as current transformers models do, so it cannot decode a batch here: "
-        "choose another architecture"
+        f"{type(model).__name__} returns no cache made of layers, as current transformers models do, so it cannot decode a batch "
+        "here: sample with an engine that has this architecture (--sampler.engine vllm), or choose another model"
     )
+
+
+def _reorder_beside(cache: Any, rows: Tensor) -> None:
+    """Keeps these rows of the states that MiniMax's lightning attention keeps beside the layers, [] for a layer without any."""
+    beside = getattr(cache, "linear_cache", ())
+    for i, state in enumerate(beside):
+        if isinstance(state, Tensor):
+            beside[i] = state.index_select(0, rows)
 
 
 def expand(cache: Any, repeats: Tensor, room: int) -> None:
     """Row i `repeats[i]` times, one per completion; layers of another kind (sliding window, state space) grow themselves."""
+    rows = torch.arange(len(repeats), device=repeats.device).repeat_interleave(repeats)
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and isinstance(layer.keys, Tensor) and isinstance(layer.values, Tensor):
             cache.layers[i] = RoomyLayer(layer.keys, layer.values, repeats, min(room, ROOM))
         elif hasattr(layer, "reorder_cache"):
-            layer.reorder_cache(torch.arange(len(repeats), device=repeats.device).repeat_interleave(repeats))
+            layer.reorder_cache(rows)
+    _reorder_beside(cache, rows)
 
 
 def select(cache: Any, rows: Tensor) -> None:
@@ -95,3 +138,4 @@ def select(cache: Any, rows: Tensor) -> None:
     for layer in cache.layers:
         if hasattr(layer, "reorder_cache"):
             layer.reorder_cache(rows)
+    _reorder_beside(cache, rows)

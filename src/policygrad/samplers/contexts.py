@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
+from policygrad.errors import ModelError
 from policygrad.samplers import cache
-from policygrad.samplers.memory import KEEP, prefill
+from policygrad.samplers.memory import KEEP, Plain, prefill
 from policygrad.samplers.shared import Layout, SharedLayer, UnsupportedError
 
 _AHEAD = 32
 """Columns that what rows may see is written down for at a time, a multiple of those that layers compute with (`shared`)."""
+
+_FAR = 0.2
+"""Of the difference between two texts, and of the spread of logits: an error beyond both is no rounding, in half precision either."""
 
 
 class Shared:
@@ -34,7 +38,7 @@ class Shared:
 
     def read(self, contexts: Sequence[Tensor], repeats: Tensor, room: int) -> tuple[Tensor, int]:
         out, seen = prefill(self.model, contexts, self.pad)
-        _, held = cache.cache_of(out)
+        _, held = cache.cache_of(out, self.model)
         if any(type(layer) is not DynamicLayer for layer in held.layers):
             raise UnsupportedError("layers that do not keep all keys, or not keys")
         gap = (seen == 0)[:, None, :, None]
@@ -150,3 +154,39 @@ def allows_sharing(model: nn.Module, pad: int) -> bool:
         return False
     half = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     return float((got - truth).abs().max()) <= (0.05 if half else 1e-4) * effect
+
+
+@torch.no_grad()
+def check_decodes(model: nn.Module, pad: int) -> None:
+    """Tries the plain memory on a few made-up tokens: contexts of two lengths, two rows of one of them, a row that leaves.
+
+    Raises:
+        ModelError: an architecture whose cache cannot be repeated and reordered row by row, or continues other texts.
+    """
+    plain = Plain(model, pad)
+    tokens = torch.arange(12, device=plain.device).view(2, 6) * 5 % 7 + 1
+    contexts, new = [tokens[0, :5], tokens[1, :3]], torch.arange(1, 4, device=plain.device)
+    texts = [torch.cat([contexts[0], new[1:2], new[:1]]), torch.cat([contexts[1], new[2:], new[1:2]])]
+    truth = torch.stack([model(input_ids=x[None], use_cache=False, return_dict=True).logits[0, -1] for x in texts])
+    try:
+        plain.read(contexts, torch.tensor([2, 1], device=plain.device), 4)
+        plain.step(new, torch.tensor([5, 5, 3], device=plain.device))
+        plain.keep(torch.tensor([1, 2], device=plain.device))
+        got = plain.step(new[:2], torch.tensor([6, 4], device=plain.device))
+    except ModelError:
+        raise
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        raise ModelError(_cannot_decode(model, why)) from error
+    effect, gap = float((truth[0] - truth[1]).abs().max()), float((got - truth).abs().max())
+    if gap > _FAR * effect and gap > _FAR * float(truth.std()):
+        raise ModelError(_cannot_decode(model, f"logits differ by up to {gap:.2g} from those of the same text in one pass"))
+
+
+def _cannot_decode(model: nn.Module, why: str) -> str:
+    return (
+        f"{type(model).__name__} cannot decode several completions at once from its cache ({why}): sample with an engine that has this "
+        "architecture (--sampler.engine vllm), or choose another model"
+    )

@@ -49,7 +49,7 @@ class LocalSampler:
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """A generation depends on its request and the weights, not on its neighbours (up to the rounding of a differently
         shaped matrix product)."""
-        from policygrad.samplers.contexts import Shared, allows_sharing
+        from policygrad.samplers.contexts import Shared, allows_sharing, check_decodes
         from policygrad.samplers.decoding import Decoding
         from policygrad.samplers.memory import Plain
 
@@ -58,6 +58,8 @@ class LocalSampler:
         if requests and self._shares is None:
             with recording():
                 self._shares = allows_sharing(self.model, self.pad)
+                if not self._shares:
+                    check_decodes(self.model, self.pad)
         for sampling in dict.fromkeys(r.sampling for r in requests):
             places = [i for i, r in enumerate(requests) if r.sampling == sampling]
             memory = Shared(self.model, self.pad) if self._shares else Plain(self.model, self.pad)

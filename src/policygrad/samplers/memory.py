@@ -49,7 +49,7 @@ class Plain:
 
     def read(self, contexts: Sequence[Tensor], repeats: Tensor, room: int) -> tuple[Tensor, int]:
         out, seen = prefill(self.model, contexts, self.pad)
-        name, held = cache.cache_of(out)
+        name, held = cache.cache_of(out, self.model)
         cache.expand(held, repeats, room)
         self.cache, self.used = {name: held}, seen.shape[1]
         ahead = seen.new_ones(len(seen), room)
@@ -58,6 +58,8 @@ class Plain:
         return out.logits[:, -1].repeat_interleave(repeats, 0), self.used
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
+        for held in self.cache.values():
+            cache.count(held, self.used)
         self.used += 1
         place = self.rows.new_zeros(2, len(self.attention))  # which waits reads any token, within the model's context
         place[:, self.rows] = torch.stack([token, position])
@@ -100,5 +102,6 @@ def prefill(model: nn.Module, contexts: Sequence[Tensor], pad: int) -> tuple[Any
         use_cache=True,
         logits_to_keep=1,
         return_dict=True,
+        **cache.new_cache(model),
     )
     return out, seen
