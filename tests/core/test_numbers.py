@@ -12,7 +12,9 @@ from torch import Tensor
 import policygrad as pg
 from doubles.data_fields import blank
 from doubles.random_batches import Random, Shape, close, gradients, make, passed, policy
+from policygrad.algorithms import ALGORITHMS
 from policygrad.core.objective import measure
+from policygrad.core.protocols import Advantage
 
 GATES = (
     pg.OnPolicy(),
@@ -79,6 +81,99 @@ def test_batch_mean_and_batch_std() -> None:
     batch = batch_of(0, 2, 3, 5, group=[0, 0, 1, 1])
     assert psi_of(batch, pg.BatchMean()) == [-2.5, -0.5, 0.5, 2.5]
     assert psi_of(batch, pg.GroupMean(), pg.BatchStd(eps=0, ddof=0)) == pytest.approx([-1, 1, -1, 1], rel=1e-15)
+
+
+ROUNDED = (0.1, 0.3, 0.7, 0.9)
+"""No float32 is any of these, and the mean of several of the same is another number than each."""
+SPREADS: dict[str, tuple[Advantage, ...]] = {
+    **BASELINES,
+    "optimal baseline": (pg.OptimalBaseline("length"),),
+    "batch mean": (pg.BatchMean(),),
+    "batch mean and std": (pg.BatchMean(), pg.BatchStd()),
+    "batch std of rewards": (pg.GroupMean(), pg.BatchStd(of="rewards")),
+    "whitened": (pg.Whiten(),),
+    "group mean, whitened": (pg.GroupMean(), pg.Whiten()),
+    "batch mean, whitened": (pg.BatchMean(), pg.Whiten()),
+    "over the mean": (pg.GroupMean(), pg.OverGroupMean()),
+    "pass@1": (pg.PassAtK(1),),
+    "pass@2": (pg.PassAtK(2),),
+    "several rewards": (pg.RewardZScores(),),
+    "several rewards, batch std": (pg.RewardZScores(), pg.BatchStd()),
+    "process": (pg.ProcessReward(outcome=False),),
+    "turns": (pg.GroupInGroup(gamma=1.0),),
+    "turns, siblings": (pg.TurnReturn(), pg.TurnLeaveOneOut()),
+    "turns, whitened": (pg.TurnReturn(), pg.Whiten()),
+}
+
+
+def constant_batch(value: float) -> pg.Batch:
+    """Three groups of 7, 5 and 1 in float32, all rewarded alike, by every function and at every step; a turn each."""
+    group = [0] * 7 + [1] * 5 + [2]
+    batch = batch_of(*[value] * 13, group=group, width=3, dtype=torch.float32)
+    end = torch.tensor([False, False, True]).expand(13, 3)
+    return replace(
+        batch,
+        mask=batch.mask & (torch.arange(3) >= torch.arange(13)[:, None] % 3),
+        rewards=torch.full((13, 2), value),
+        reward_names=("first", "second"),
+        reward_weights=(1.0, 0.3),
+        step_end=end,
+        token_reward=torch.zeros(13, 3),
+        anchor=torch.zeros(13, 3, dtype=torch.int64),
+        score_norm=torch.rand(13),
+    )
+
+
+@pytest.mark.parametrize("value", ROUNDED)
+@pytest.mark.parametrize("chain", SPREADS.values(), ids=SPREADS.keys())
+def test_rewards_without_spread_give_no_advantage_to_the_last_bit(chain, value: float) -> None:
+    batch = constant_batch(value)
+    if isinstance(chain[0], pg.ProcessReward):
+        batch = replace(batch, token_reward=torch.where(batch.step_end, value, 0.0))
+    if isinstance(chain[0], pg.RewardZScores):
+        batch = replace(batch, token_reward=None)
+    psi = pg.Algorithm(psi=chain).advantages(batch)
+    if any(isinstance(link, pg.TurnLeaveOneOut) for link in chain):  # a turn that no sibling has is compared with 0
+        psi = psi[batch.group < 2]
+    assert (psi == 0).all()
+
+
+OWN_SIGNAL = {
+    *(
+        "reinforce",
+        "remax",
+        "raft",
+        "topr",
+        "asymre",
+        "a2c",
+        "trpo",
+        "natural",
+        "ppo",
+        "ppo_penalty",
+        "vapo",
+        "vineppo",
+    ),
+    *("prime", "distill", "trpo_vine"),
+}
+"""Rows whose Ψ is not of rewards compared with each other: a baseline of the past or a constant, values, another model."""
+
+
+@pytest.mark.parametrize("value", ROUNDED)
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - OWN_SIGNAL))
+def test_an_algorithm_that_compares_rewards_has_nothing_to_learn_from_equal_ones(name: str, value: float) -> None:
+    algorithm = replace(ALGORITHMS[name], shaping=())  # a penalty of length, or a KL, is a spread
+    batch = constant_batch(0.0 if name == "grpo_process" else value)  # whose outcome is one step's alone
+    if name == "grpo_process":
+        batch = replace(batch, token_reward=torch.where(batch.step_end, value, 0.0))
+    if name == "gdpo":
+        batch = replace(batch, token_reward=None)
+    assert (algorithm.advantages(batch) == 0).all()
+
+
+@pytest.mark.parametrize("of", ["advantages", "rewards"])
+def test_a_batch_without_spread_is_not_scaled_by_eps(of) -> None:
+    """Without a baseline before it Ψ stays as it is, as after `GroupStd`, and is not 0.7/eps."""
+    assert psi_of(batch_of(0.5, 0.5), pg.BatchStd(of=of)) == psi_of(batch_of(0.5, 0.5), pg.GroupStd()) == [0.5, 0.5]
 
 
 def test_token_rewards_count_from_their_token_on() -> None:

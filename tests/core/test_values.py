@@ -187,6 +187,14 @@ def test_targets_and_value_loss_by_hand() -> None:
     assert pg.Critic(lam=1.0, clip=0).loss(values, batch, targets)[0, 0].item() == pytest.approx(0.5 * 0.01)
     assert explained_variance(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 2.0]]), torch.ones(1, 2).bool()) == 1.0
     assert explained_variance(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 3.0]]), torch.ones(1, 2).bool()) == 0.0
+    for constant in (
+        0.1,
+        0.3,
+        0.7,
+        0.9,
+    ):  # whose float32 mean of 13 is rounded: what is equal has no variance to explain
+        everywhere, targets = torch.ones(1, 13).bool(), torch.full((1, 13), constant)
+        assert explained_variance(torch.rand(1, 13), targets, everywhere) == 0.0
 
 
 def test_whitening_has_mean_zero_and_deviation_one() -> None:
@@ -194,6 +202,13 @@ def test_whitening_has_mean_zero_and_deviation_one() -> None:
     psi = pg.Whiten()(torch.where(batch.mask, Random(2).normal(*batch.mask.shape), math.nan), batch)
     assert psi[batch.mask].mean().item() == pytest.approx(0.0, abs=1e-12)
     assert psi[batch.mask].std().item() == pytest.approx(1.0, abs=1e-7)
+
+
+def test_whitening_adds_eps_to_the_variance_as_verl_does() -> None:
+    """Ψ = ±1e-4 has a variance of 2e-8: (1e-4)/√(2e-8 + 1e-8), where (std + 1e-8) would give 1/√2."""
+    batch = row(0.0, [0.0, 0.0])
+    psi = pg.Whiten()(torch.tensor([[1e-4, -1e-4]], dtype=torch.float64), batch)
+    assert psi[0].tolist() == pytest.approx([1 / math.sqrt(3), -1 / math.sqrt(3)])
 
 
 def test_ppo_penalty_adapts_beta_by_ppos_rule() -> None:

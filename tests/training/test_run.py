@@ -111,6 +111,17 @@ def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> 
         assert ("lambda/max" in metrics) is (name == "vapo")
 
 
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "grpo", "magistral"])
+def test_training_on_constant_rewards_leaves_the_weights_as_they_are(name: str, small: Run, tmp_path: Path) -> None:
+    """0.7 is no float32: the mean of several is another number, and a spread of rounding alone used to train `reinforce_pp`."""
+    (tmp_path / "rewards.py").write_text("def constant(completions, **columns):\n    return [0.7] * len(completions)\n")
+    algorithm = replace(pg.algorithm(name), filters=(), shaping=(), terms=(), step=pg.FirstOrder(minibatches=1))
+    reward = (f"{tmp_path / 'rewards.py'}:constant",)
+    run = replace(small, algorithm=algorithm, reward=reward, steps=2, output=str(tmp_path / "run"))
+    trained = weights(train(run).output)
+    assert same(trained, load_file(Path(small.model) / "model.safetensors"))
+
+
 def test_value_pretraining_says_when_it_begins_and_when_it_is_over(small: Run, tmp_path: Path) -> None:
     record = Record()
     critic = pg.Critic(pretrain=2, explained=2.0)  # more than there is to explain: both rollouts go into the fit

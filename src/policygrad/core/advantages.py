@@ -111,7 +111,9 @@ class BatchMean(Advantage):
         return "R − mean_batch"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return ragged.masked(psi - ragged.mean(totals(batch), batch.counted), batch.mask)
+        total = totals(batch)
+        exact = torch.where(ragged.no_spread(total, batch.counted), total, ragged.mean(total, batch.counted))
+        return ragged.masked(psi - exact[:, None], batch.mask)
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,9 @@ class BatchStd(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         if self.of == "rewards":
-            spread = ragged.std(totals(batch), batch.counted, self.ddof)
+            x, keep = totals(batch), batch.counted
         else:
-            spread = ragged.std(ragged.first(psi, batch.mask), batch.mask.any(1), self.ddof)
-        return ragged.masked(psi / (spread + self.eps), batch.mask)
+            x, keep = ragged.first(psi, batch.mask), batch.mask.any(1)
+        scale = ragged.std(x, keep, self.ddof) + self.eps
+        scale = torch.where(ragged.no_spread(x, keep), torch.ones_like(scale), scale)  # rounding is not spread
+        return ragged.masked(psi / scale, batch.mask)

@@ -135,4 +135,6 @@ class Critic(Part):
 def explained_variance(values: Tensor, targets: Tensor, mask: Tensor) -> float:
     """1 − Var(R − V)/Var(R) over the sampled tokens; 0 where the targets do not vary."""
     spread = float(ragged.std(targets, mask, 0)) ** 2
-    return 1 - float(ragged.std(targets - values, mask, 0)) ** 2 / spread if spread else 0.0
+    if not spread or bool(ragged.no_spread(targets, mask)):
+        return 0.0
+    return 1 - float(ragged.std(targets - values, mask, 0)) ** 2 / spread

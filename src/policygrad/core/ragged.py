@@ -55,6 +55,12 @@ def std(x: Tensor, keep: Tensor, ddof: int) -> Tensor:
     return (squares / (keep.sum() - ddof).clamp(min=1)).sqrt()
 
 
+def no_spread(x: Tensor, keep: Tensor) -> Tensor:
+    """[] bool: max = min over the True positions, or there are none. Of equal numbers the standard deviation need not be 0."""
+    low, high = (x.masked_fill(~keep, end) for end in (torch.inf, -torch.inf))
+    return low.amin() >= high.amax() if x.numel() else torch.ones((), dtype=torch.bool, device=x.device)
+
+
 class Groups:
     """Reductions over the completions of one prompt, among those that `keep` [B] names; results are per completion [B]."""
 

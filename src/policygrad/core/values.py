@@ -193,7 +193,10 @@ class LengthAdaptiveGAE(Advantage):
 
 @dataclass(frozen=True)
 class Whiten(Advantage):
-    """Ψ ← (Ψ − mean)/(std + eps), ddof 1, over the sampled tokens of the rollout. Source: Huang et al. 2022 (PPO details)."""
+    """Ψ ← (Ψ − mean)/√(var + eps), ddof 1, over the sampled tokens of the rollout; 0 exactly where Ψ is the same at all of them.
+
+    Source: Huang et al. 2022 (PPO details), whitening of advantages; verl's `masked_whiten`, eps under the root.
+    """
 
     eps: float = 1e-8
 
@@ -203,4 +206,5 @@ class Whiten(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         centred = psi - ragged.mean(psi, batch.mask)
-        return ragged.masked(centred / (ragged.std(psi, batch.mask, 1) + self.eps), batch.mask)
+        scale = (ragged.std(psi, batch.mask, 1) ** 2 + self.eps).rsqrt()
+        return ragged.masked(centred * scale, batch.mask & ~ragged.no_spread(psi, batch.mask))

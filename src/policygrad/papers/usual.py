@@ -22,7 +22,7 @@ USUAL: dict[str, str] = {
     "GroupStd.eps": "our choice, and that of common code",
     "BatchStd.eps": "our choice, as for the group's std",
     "BatchStd.of": "the centred advantages, as in Magistral",
-    "Whiten.eps": "our choice, and that of common code",
+    "Whiten.eps": "verl's masked_whiten: added to the variance, under the root",
     "MaskTruncated.keep_in_statistics": "off: a masked answer is as if it had not been sampled",
     "GAE.bootstrap": "off: an answer that the budget cut off has ended",
     "NStep.bootstrap": "off: an answer that the budget cut off has ended",

@@ -67,8 +67,8 @@ def _ppo_advantages(prompts: Prompts, beta: float) -> dict[int, list[Tensor]]:
     every = [x for row in A.values() for x in row]
     mean = sum(every, torch.zeros((), dtype=torch.float64)) / max(1, len(every))
     squares = sum(((x - mean) ** 2 for x in every), torch.zeros((), dtype=torch.float64))
-    std = torch.sqrt(squares / max(1, len(every) - 1))
-    return {key: [(x - mean) / (std + 1e-8) for x in row] for key, row in A.items()}
+    variance = squares / max(1, len(every) - 1)
+    return {key: [(x - mean) / torch.sqrt(variance + 1e-8) for x in row] for key, row in A.items()}
 
 
 def ppo(prompts: Prompts, width: int) -> Tensor:

@@ -44,10 +44,10 @@ def remax(prompts: Prompts, width: int) -> Tensor:
 
 
 def whitened(advantages: dict[tuple[int, int], Tensor]) -> dict[tuple[int, int], Tensor]:
-    """(A − mean)/std over all tokens of the batch; one token alone has no std."""
+    """(A − mean)/√(var + 1e-8) over all tokens of the batch; one token alone has no variance."""
     values = list(advantages.values())
     spread = std(values) if len(values) > 1 else ZERO
-    return {key: (A - mean(values)) / (spread + 1e-8) for key, A in advantages.items()}
+    return {key: (A - mean(values)) / torch.sqrt(spread**2 + 1e-8) for key, A in advantages.items()}
 
 
 def clipped_token_mean(prompts: Prompts, A: dict[tuple[int, int], Tensor], low: float, high: float) -> Tensor:
