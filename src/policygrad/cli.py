@@ -133,6 +133,9 @@ def _run(args: list[str]) -> int:
 
         print(f"policygrad {__version__}")
         return 0
+    for word in args:
+        if "\0" in word:
+            raise ConfigError(f"{word!r} holds a NUL character, which no name, address or number has: leave it out")
     return _command(args[0])(args[1:])
 
 

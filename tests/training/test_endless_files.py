@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from policygrad.contents import LARGEST
 from policygrad.errors import ConfigError, DataError
 from policygrad.tasks.reading import read_examples
-from policygrad.training.config.contents import LARGEST
 from policygrad.training.config.run import Draft
 from policygrad.training.config.toml import load
 

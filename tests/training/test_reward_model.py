@@ -28,7 +28,7 @@ from policygrad.rewards.model import ModelReward
 from policygrad.tasks.preferences import by_prompt, read_pairs
 from policygrad.training.reward_model import Preferences, Texts, bradley_terry, correct, rewards_of
 from policygrad.training.rows import Alone
-from policygrad.training.supervised import plan
+from policygrad.training.supervised import Steps
 
 PAIRS = [
     {"prompt": f"{a} + {b} =\n", "chosen": str(a + b), "rejected": str(a + b + wrong)}
@@ -241,14 +241,14 @@ def test_the_gradient_counts_every_prompt_once_whatever_the_micro_batches(
 def test_the_pairs_of_a_prompt_stay_together(config: pg.RewardModelConfig) -> None:
     pairs = read_pairs(config.data)
     units = by_prompt(pairs, range(len(pairs)))
-    steps = plan(units, epochs=3, batch_size=8, seed=5)
+    steps = Steps(units, epochs=3, batch_size=8, seed=5)
     assert sorted(i for step in steps for i in step) == sorted(list(range(len(pairs))) * 3)
     assert all(len(step) <= 8 for step in steps)
     for unit in units:
         assert sum(set(unit) <= set(step) for step in steps) == 3
-    assert plan(units, 3, 8, seed=5) == steps
-    assert plan(units, 3, 8, seed=6) != steps
-    assert [len(s) for s in plan([(0, 1, 2), (3,)], 1, 2, seed=0)] in ([3, 1], [1, 3])  # one prompt is never split
+    assert list(Steps(units, 3, 8, seed=5)) == list(steps)
+    assert list(Steps(units, 3, 8, seed=6)) != list(steps)
+    assert [len(s) for s in Steps([(0, 1, 2), (3,)], 1, 2, seed=0)] in ([3, 1], [1, 3])  # one prompt is never split
 
 
 # --- a run

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
+from policygrad.contents import parse_json
 from policygrad.errors import RunError
 
 try:
@@ -29,6 +30,8 @@ LOOK = 0.2
 SHOWN = 200
 """Characters of another process's command that are shown."""
 WAIT = "wait for it, or stop it; two would do everything twice"
+_LARGEST = 2**20
+"""Bytes of a lock's file that are read: a command line has as many at most."""
 _NONE_HERE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -37,10 +40,17 @@ def locked(path: Path, *, way_out: str = WAIT, wait: Callable[[], bool] = lambda
     """Holds the file, for which it waits as long as `wait` says so. A child that is given the descriptor holds it too.
 
     Raises:
-        RunError: another process holds it.
+        RunError: another process holds it, or it cannot be opened or written.
     """
-    with take(path, way_out=way_out, wait=wait) as file:
-        sign(file)
+    try:
+        file = take(path, way_out=way_out, wait=wait)
+    except OSError as error:
+        raise RunError(f"{path} cannot be locked: {error.strerror}; see to it, or delete it") from error
+    with file:
+        try:
+            sign(file)
+        except OSError as error:
+            raise RunError(f"{path} cannot be written: {error.strerror}; see to it") from error
         yield file
 
 
@@ -54,10 +64,12 @@ def take(
     """The open file, held until it is closed. note: hears that a file system (some NFS) has no locks; one goes on.
 
     Raises:
-        RunError: another process holds it, named as far as it is known; with the way out.
+        RunError: another process holds it, named as far as it is known, with the way out; or it is no file that can be held.
         OSError: the file cannot be opened or written.
     """
     while True:
+        if path.exists() and not path.is_file():
+            raise RunError(f"{path} is no regular file, and a lock has to be one: move it elsewhere, or delete it")
         file = path.open("a+b", buffering=0)  # nothing is left to write when it is closed, on a full disk say
         try:
             while not _taken(file, path, note):
@@ -113,7 +125,7 @@ def _words(file: IO[bytes]) -> str:
     """Who holds it, in brackets; nothing where the file does not say (it is being written, say)."""
     file.seek(0)
     try:
-        who = json.loads(file.read())
+        who = parse_json(file.read(_LARGEST))
         command = str(who["command"])
         command = command if len(command) <= SHOWN else f"{command[:SHOWN]} …"
         return f" (pid {who['pid']} on {who['host']}, since {who['since']}: {command})"

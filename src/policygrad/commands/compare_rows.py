@@ -228,7 +228,7 @@ def _options() -> set[str]:
 
 def _asked(spec: str) -> Asked:
     """`grpo`, `LABEL=grpo`, `LABEL=grpo --options`, `mine.py:ALGORITHM`."""
-    words = shlex.split(spec)
+    words = _split(spec, f"the row {spec!r}")
     if not words or words[0].startswith("-"):
         raise ConfigError(f"a row is an algorithm's name or 'LABEL=ALGORITHM --options', not {spec!r}")
     label, equals, first = words[0].partition("=")
@@ -241,6 +241,15 @@ def _asked(spec: str) -> Asked:
     return Asked(label, (first, *words[1:]))
 
 
+def _split(text: str, what: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{what}: {error}: close the quotation, or write \\ before a quote that stands alone"
+        ) from error
+
+
 def _own(options: Sequence[str], labels: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
     """Options of single rows, by label."""
     found: dict[str, tuple[str, ...]] = {}
@@ -250,7 +259,7 @@ def _own(options: Sequence[str], labels: Sequence[str]) -> Mapping[str, tuple[st
             raise ConfigError(
                 f"--options {spec!r}: write LABEL='--option value', with a label among {', '.join(labels)}"
             )
-        found[label] = layered(found.get(label, ()), shlex.split(text))
+        found[label] = layered(found.get(label, ()), _split(text, f"--options {spec!r}"))
     return found
 
 

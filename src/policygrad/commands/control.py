@@ -17,6 +17,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.lab.control.presets import Settings, preset, with_gamma
 from policygrad.trackers import RunInfo, Tracker, Trackers
+from policygrad.training.config.checks import check_seed
 from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class ControlOptions:
     """Write that object to a file."""
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         for name in ("steps", "episodes", "num_envs", "rollout", "max_episode_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -136,8 +136,9 @@ def _reads(model: str) -> int | None:
     """Tokens that a model reads at most, as its configuration says."""
     from transformers import AutoConfig
 
-    from policygrad.models.trust import cannot_load, reading
+    from policygrad.models.trust import cannot_load, checked_config, reading
 
+    checked_config(model, f"the model {model!r}")
     try:
         config = AutoConfig.from_pretrained(model, **reading(False))
     except (OSError, ValueError) as error:

@@ -20,6 +20,7 @@ from policygrad.commands.options import gathered, writable, write
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.update_rules import FirstOrder
 from policygrad.errors import ConfigError
+from policygrad.training.config.checks import check_seed
 from policygrad.training.config.parts import find_algorithm
 from policygrad.training.config.run import optional
 
@@ -66,6 +67,7 @@ class LabOptions:
     def __post_init__(self) -> None:
         if self.group_size < 1:
             raise ConfigError(f"--group-size must be at least 1, not {self.group_size}")
+        check_seed(self.seed)
         if not 0 < self.kl < 100:
             raise ConfigError(f"--kl must be above 0 nats and below 100, not {self.kl:g}")
         if self.base != "dr_grpo" and not self.part:

@@ -22,6 +22,7 @@ from policygrad.models.trust import FLAG
 from policygrad.training.config.run import Draft, optional
 from policygrad.training.config.supervised import Supervised
 from policygrad.training.config.toml import from_dict
+from policygrad.training.overwriting import check_no_run_file
 from policygrad.training.stopping import seconds
 
 SWITCHES = (
@@ -78,8 +79,9 @@ def printed_flags(parse_help: Callable[[], object]) -> list[str]:
 
 
 def writable(path: Path, option: str) -> None:
-    """Raises ConfigError where no file can be written, so that it is said before the work and not after it."""
+    """Raises ConfigError where no file can be written, or a run would lose one: before the work and not after it."""
     try:
+        check_no_run_file(path, option)
         if path.is_dir():
             raise ConfigError(f"{option} {path} is a folder: name a file in it")
         if not path.parent.is_dir():
@@ -88,6 +90,10 @@ def writable(path: Path, option: str) -> None:
             raise ConfigError(f"{option} {path}: it may not be written there: take another place")
     except OSError as error:  # a name of more bytes than a file system takes
         raise ConfigError(f"{option} {path}: {error.strerror}: take another name") from error
+    except ConfigError:
+        raise
+    except ValueError as error:  # a NUL, half a surrogate pair
+        raise ConfigError(f"{option} {str(path)!r} is a name that no file system takes: take another name") from error
 
 
 def write(path: Path, text: str, option: str) -> None:

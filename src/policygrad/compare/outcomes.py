@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from policygrad.contents import read_json
 from policygrad.errors import RunError
+from policygrad.trackers.jsonl import METRICS, read_rows
 
 AXES = {"tokens": "sampled tokens", "updates": "updates", "seconds": "seconds of training"}
 """What a curve may be drawn over. Seconds are those of rollouts and updates: evaluations, loading and checkpoints are left out."""
@@ -67,13 +68,22 @@ def read(folder: Path) -> Outcome:
         RunError: the run has no held-out scores, or files that are no run's.
     """
     try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        steps = {row["step"]: row for row in rows if "tokens/sampled" in row}
-        scores = {row["step"]: row for row in rows if row.get("held_out") is not None}
-    except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"{folder} cannot be read as a finished run: {error}") from error
+        return _outcome(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the others: values of another kind
+        raise RunError(
+            f"{folder} cannot be read as a finished run: {error}; delete it, and --resume runs it again"
+        ) from error
+
+
+def _outcome(folder: Path) -> Outcome:
+    result = read_json(folder / "result.json")
+    rows = list[dict[str, Any]]()
+    for number, (_, row) in enumerate(read_rows(folder / METRICS), 1):
+        if row is None:
+            raise ValueError(f"line {number} of {METRICS} is no JSON object with a step")
+        rows.append(row)
+    steps = {row["step"]: row for row in rows if "tokens/sampled" in row}
+    scores = {row["step"]: row for row in rows if row.get("held_out") is not None}
     last = result.get("steps", max(steps, default=0))
     if 0 not in scores or last not in scores:
         raise RunError(f"{folder} has no held-out score before or after training: see the notes in {_log(folder)}")
@@ -93,9 +103,22 @@ def read(folder: Path) -> Outcome:
 
 
 def cost(folder: Path) -> dict[str, float]:
-    """What the run's processes took, as the runner wrote it down; empty where nobody did."""
+    """What the run's processes took, as the runner wrote it down; empty where nobody did.
+
+    Raises:
+        RunError: the file is not what a runner writes.
+    """
     path = folder.with_name(folder.name + ".cost.json")
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        found: dict[str, float] = read_json(path)
+        if not all(isinstance(value, int | float) for value in found.values()):
+            raise ValueError("a value is no number")
+        return found
+    except (OSError, ValueError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunError(f"{path} cannot be read: {reason}; delete it, and the seconds are counted anew") from error
 
 
 def _log(folder: Path) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from policygrad.checkpoint.disk import write_atomically
+from policygrad.contents import read_json
 from policygrad.errors import RunError
 
 FILE = "plan.json"
@@ -141,7 +142,7 @@ def read(folder: Path) -> Plan:
     """The plan in a comparison's folder. Raises RunError where there is none."""
     path = folder / FILE
     try:
-        return Plan.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return Plan.from_dict(read_json(path))
     except OSError as error:
         raise RunError(
             f"{folder} holds no comparison, {path} cannot be read ({error.strerror}): a comparison's folder is what --output named"

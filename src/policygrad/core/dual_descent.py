@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.core.problems import AdaptiveProblem, asked
-from policygrad.core.update_rules import FirstOrder
+from policygrad.core.update_rules import MOST, FirstOrder
 from policygrad.errors import ConfigError
 
 
@@ -25,8 +25,8 @@ class DualDescent(FirstOrder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rounds < 1:
-            raise ConfigError(f"DualDescent.rounds must be at least 1, not {self.rounds}")
+        if not 1 <= self.rounds <= MOST:
+            raise ConfigError(f"DualDescent.rounds must be at least 1 and at most {MOST:,}, not {self.rounds}")
 
     @property
     def updates(self) -> int:

@@ -9,6 +9,9 @@ from policygrad.core.problems import GradientProblem, asked
 from policygrad.core.protocols import UpdateRule
 from policygrad.errors import ConfigError
 
+MOST = 10**6
+"""Epochs, minibatches or rounds of one rollout: thousands of times what anybody takes."""
+
 
 @dataclass(frozen=True)
 class FirstOrder(UpdateRule):
@@ -19,8 +22,10 @@ class FirstOrder(UpdateRule):
 
     def __post_init__(self) -> None:
         for name in ("epochs", "minibatches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"FirstOrder.{name} must be at least 1, not {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ConfigError(
+                    f"FirstOrder.{name} must be at least 1 and at most {MOST:,}, not {getattr(self, name)}"
+                )
 
     @property
     def updates(self) -> int:

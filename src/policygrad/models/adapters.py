@@ -68,6 +68,7 @@ def adapt(model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, whole:
             "(peft.get_peft_model), and leave learner.lora empty"
         )
     unfit, targets = unadaptable(model), lora.targets or TARGETS
+    _check_rank(model, lora.rank or RANK)
     config = LoraConfig(
         r=lora.rank or RANK,
         lora_alpha=_whole(lora.alpha or ALPHA),
@@ -164,6 +165,15 @@ def _targets(model: nn.Module, targets: str, unfit: Mapping[str, str], whole: tu
                 f"learner.lora: {full!r} shares the embedding's weights, so that an adapter on it could not be merged: leave it out"
             )
     return names
+
+
+def _check_rank(model: nn.Module, rank: int) -> None:
+    """Raises ConfigError for a rank beyond that of every matrix: such adapters can do no more, and may fill all memory."""
+    most = max((min(p.shape) for p in model.parameters() if p.dim() > 1), default=rank)
+    if rank > most:
+        raise ConfigError(
+            f"learner.lora: rank must be at most {most:,}, as no matrix of the model has a higher one, not {rank:,}"
+        )
 
 
 def only_they_train(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from policygrad.models.completeness import check_complete
 from policygrad.models.lora import base_of, config_of
 from policygrad.models.precision import at_least_float32
 from policygrad.models.tokenizer import Tokenizer, pretrained_tokenizer
-from policygrad.models.trust import cannot_load, reading, refuse_pickles, weights
+from policygrad.models.trust import cannot_load, checked_config, reading, refuse_pickles, weights
 
 MICRO_TOKENS = 8192
 """Tokens per forward pass, padding included."""
@@ -146,12 +146,14 @@ def load_classifier(
     if base is not None:
         need_peft(f"the reward model {path!r}, which is an adapter,")
         refuse_pickles(base, f"the model {base!r}, which {path!r} adapts,")
+        checked_config(base, f"the model {base!r}, which {path!r} adapts,")
         dtype = (
             head_precision(path) if dtype == "auto" else dtype
         )  # the base's file may be in another than it was trained in
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     refuse_pickles(path, f"the reward model {path!r}")
+    checked_config(path, f"the reward model {path!r}")
     options = weights(trust_remote_code) | ({"num_labels": 1} if new_head or base is not None else {})
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of a new head the caller speaks, the rest is refused below
@@ -218,6 +220,7 @@ def labels(path: str, trust_remote_code: bool = False) -> tuple[int, list[str]]:
         return 1, [f"adapter of {said['base_model_name_or_path']} with a head that scores"]
     if said is not None:
         return 0, [f"adapter of {said['base_model_name_or_path']}"]
+    checked_config(path, f"the model {path!r}")
     try:
         config: Any = AutoConfig.from_pretrained(path, **reading(trust_remote_code))
     except Exception as error:  # likewise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from policygrad.models.four_bits import quantisation, settle_bits
 from policygrad.models.hub import check_name, locate
 from policygrad.models.lora import FILE, Lora, base_of, check_agrees, described, holds_model
 from policygrad.models.precision import DTYPES, keep_few_primitives
-from policygrad.models.trust import cannot_load, refuse_pickles, weights
+from policygrad.models.trust import cannot_load, checked_config, refuse_pickles, weights
 
 EMBEDDED = "tiny"
 Loaded = Mapping[str, Any]
@@ -92,12 +91,13 @@ def _load(model: str, dtype: str, device: str, trust: bool, lora: Lora | None) -
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     path = resolve(model)
     refuse_pickles(path, f"the model {model!r}")
-    _refuse_encoder_decoder(path, model)
+    _refuse_encoder_decoder(checked_config(path, f"the model {model!r}"), model)
     adapted = base_of(path)
     if adapted is not None:
         need_peft(f"the model {model!r}, which is an adapter,")
         check_agrees(lora or Lora(), described(path), model)
         refuse_pickles(adapted, f"the model {adapted!r}, which {model!r} adapts,")
+        checked_config(adapted, f"the model {adapted!r}, which {model!r} adapts,")
     bits = quantisation(lora, DTYPES[dtype])
     try:
         loaded, info, base = _pretrained(
@@ -123,15 +123,9 @@ def _load(model: str, dtype: str, device: str, trust: bool, lora: Lora | None) -
     return loaded
 
 
-def _refuse_encoder_decoder(path: str, model: str) -> None:
+def _refuse_encoder_decoder(config: Mapping[str, Any], model: str) -> None:
     """Half of such a model can be loaded as a causal one, and would read nothing of what its other half says."""
-    from transformers.utils.hub import cached_file
-
-    try:  # on the hub too, of whose answer transformers would load the half that it can
-        config = json.loads(Path(str(cached_file(path, "config.json"))).read_bytes())
-    except (OSError, ValueError, RecursionError):  # which transformers says
-        return
-    if isinstance(config, dict) and config.get("is_encoder_decoder") is True:
+    if config.get("is_encoder_decoder") is True:
         raise ModelError(
             f"the model {model!r} ({config.get('model_type')}) is an encoder with a decoder, which reads its prompt apart: take a "
             "causal language model, a decoder alone"

@@ -7,8 +7,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from policygrad.contents import parse_json
 from policygrad.errors import ModelError
 from policygrad.models.hub import files
+from policygrad.planning.shapes import check_sizes
 
 FLAG = "--trust-remote-code"
 ADAPTER, SAFE_ADAPTER = "adapter_model.bin", "adapter_model.safetensors"
@@ -57,6 +59,28 @@ def _adapter_as_safe(path: str) -> str:
     command = f"import torch; from safetensors.torch import save_file as f; f(torch.load({old!r}, weights_only=True), {new!r})"
     end = "" if folder == path else f", and give {folder}"
     return f'Have its tensors written as safetensors, which runs nothing: {here}python -c "{command}"{end}'
+
+
+def checked_config(path: str, what: str) -> dict[str, Any]:
+    """Read config.json; {} where there is none that transformers could read either, which says why.
+
+    Raises:
+        ModelError: a size that no model has, of which building one layer after the other would take hours, or all memory.
+    """
+    from transformers.utils.hub import cached_file
+
+    try:  # on the hub too
+        config = parse_json(Path(str(cached_file(path, "config.json"))).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    try:
+        for part in (config, config.get("text_config")):
+            check_sizes(part if isinstance(part, dict) else {})
+    except ValueError as error:
+        raise ModelError(f"{what} has a config.json in which {error}; put the model's own back") from error
+    return config
 
 
 def cannot_load(what: str, error: Exception, needs: str, path: str = "") -> ModelError:

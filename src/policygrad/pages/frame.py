@@ -38,12 +38,15 @@ def framed(
         loader=DictLoader({"frame.html": _text(WEB / "frame.html")}),
     )
     environment.filters |= {"typeset": typeset} | (filters or {})
-    return environment.from_string(_text(body)).render(
+    page = environment.from_string(_text(body)).render(
         style="".join(map(_text, (WEB / "page.css", *styles))),
         script="\n".join(map(_text, (WEB / "plots.js", *scripts))),
         data=embedded(data),
         **values,
     )
+    return page.encode(
+        errors="backslashreplace"
+    ).decode()  # half a surrogate pair, which a model may write and UTF-8 lacks
 
 
 def _text(file: Traversable) -> str:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from policygrad.errors import ConfigError
 
 GB, TB = 10**9, 10**12
+MOST_DEVICES = 2**17
+"""More than any cluster has; each is counted on its own."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def fleet(text: str, measured: Device | None = None) -> tuple[Device, int]:
         raise ConfigError(f"--gpus is a device and how many, as in H200:64, not {text!r}")
     devices = DEVICES if measured is None else {measured.name: measured} | DEVICES
     known = {name.lower(): name for name in (*devices, *ALIASES)}
+    if count > MOST_DEVICES:
+        raise ConfigError(f"--gpus has {found.group(2):.20} devices: from 1 to {MOST_DEVICES:,} can be planned")
     key = found.group(1).lower()
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from policygrad.contents import read_json
 from policygrad.errors import ConfigError
 from policygrad.planning.devices import Device
 
@@ -90,7 +91,7 @@ def load(path: Path) -> Calibration:
         ConfigError: no such file, or another kind of file.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except OSError as error:
         raise ConfigError(
             f"--calibration {path} cannot be read ({error.strerror}): `policygrad plan --calibrate` writes one"

@@ -109,7 +109,7 @@ class Clock:
     def generation(self, work: Work) -> float:
         """Seconds until the sampler that has most to do is done."""
         speed, engines = self.sampler(work), self.layout.engines
-        loads = {work.lengths[i::engines] for i in range(engines)}
+        loads = {work.lengths[i::engines] for i in range(min(engines, work.completions))}
         heaviest = sorted(loads, key=lambda load: (max(load, default=0), sum(load)))[-4:]
         return max(map(speed, heaviest))
 

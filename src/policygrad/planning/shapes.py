@@ -10,11 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from policygrad.contents import read_json
 from policygrad.errors import ConfigError
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """`model_type` of the architectures whose weights are counted."""
 EMBEDDED = "tiny"
+MOST = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 1_000) | dict.fromkeys(
+    ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"), 2**24
+)
+"""The largest of each number that a config.json may have, several times that of any model; more would be built for hours."""
 SUFFIXES = ("-instruct-2507", "-thinking-2507", "-instruct", "-base")
 """Of hub names: further training, the same shape."""
 
@@ -146,7 +151,7 @@ def read(file: Path, name: str) -> Shape:
         ConfigError: no configuration, or of an architecture that is not counted.
     """
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {name}: {file} cannot be read as a configuration: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
@@ -159,15 +164,42 @@ def read(file: Path, name: str) -> Shape:
         )
     try:
         return replace(_of(config, kind, name), source=str(file))
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    except KeyError as error:
         raise ConfigError(f"--model {name}: {file} lacks what a plan needs: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"--model {name}: {file}: {error}: correct it, or download the model's own anew") from error
+
+
+def check_sizes(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a number of a config.json that is beyond `MOST`; whatever else is wrong with one is not looked at."""
+    for key, most in MOST.items():
+        if isinstance(value := config.get(key), int) and value > most:
+            raise ValueError(f"{key} must be at most {most:,}, not {_shown(value)}")
+
+
+def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number from 1 to `MOST`. Raises KeyError where it is missing, ValueError where it is something else."""
+    value = config[key] if default is None else config.get(key)
+    value = default if value is None and default is not None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST[key]:
+        raise ValueError(f"{key} must be a whole number from 1 to {MOST[key]:,}, not {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 def _of(config: Mapping[str, Any], kind: str, name: str) -> Shape:
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    intermediate, widths = int(config["intermediate_size"]), (heads + 2 * kv_heads) * head_dim
+    hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
+    kv_heads = _count(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+    if config.get("head_dim") is None and hidden % heads:
+        raise ValueError(f"num_attention_heads {heads} does not divide hidden_size {hidden}, and no head_dim is given")
+    head_dim = _count(config, "head_dim", hidden // heads)
+    intermediate, widths = _count(config, "intermediate_size"), (heads + 2 * kv_heads) * head_dim
     biases = widths if kind == "qwen2" else 0
     if config.get("attention_bias"):
         biases = widths + hidden
@@ -177,11 +209,11 @@ def _of(config: Mapping[str, Any], kind: str, name: str) -> Shape:
         name=name,
         hidden=hidden,
         intermediate=intermediate,
-        layers=int(config["num_hidden_layers"]),
+        layers=_count(config, "num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        vocabulary=int(config["vocab_size"]),
+        vocabulary=_count(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         qk_norm=kind == "qwen3",
         biases=biases,

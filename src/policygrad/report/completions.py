@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from policygrad.contents import Unusable, lines_in, open_regular
 from policygrad.errors import RunError
-from policygrad.report.reading import parsed, rows
+from policygrad.report.reading import rows
+from policygrad.trackers.jsonl import parse_row as parsed
 
 TEXT = 3_000_000
 """Characters that a page holds, of all its runs; what is left out is said on it."""
@@ -43,12 +45,48 @@ def shown(file: Path, text: int = TEXT, most: int = ROWS) -> Shown:
         return Shown((), True)
     if file.stat().st_size <= text:
         found = list(rows(file))
-        return Shown(tuple(found[:most]), len(found) <= most)
+        return Shown(_checked(found[:most], file), len(found) <= most)
     try:
-        with file.open("rb") as lines:
-            return Shown(tuple(_some(lines, file.stat().st_size, text, most)), False)
+        with open_regular(file) as lines:
+            return Shown(_checked(_some(lines, file.stat().st_size, text, most), file), False)
     except OSError as error:
-        raise RunError(f"{file} cannot be read: {error.strerror}; see to its permissions") from error
+        raise RunError(
+            f"{file} cannot be read: {error.strerror}; see to its permissions, or put a copy of it back"
+        ) from error
+    except Unusable as error:
+        raise RunError(f"{file}: {error}: delete the line, or put a copy of the file back") from error
+
+
+def _checked(rows: Iterable[dict[str, Any]], file: Path) -> tuple[dict[str, Any], ...]:
+    """The rows. Raises RunError for a value that no run writes and the page could not show."""
+    found = tuple(rows)
+    for row in found:
+        for key, (is_right, what) in KINDS.items():
+            if (value := row.get(key)) is not None and not is_right(value):
+                raise RunError(
+                    f"{file}, a completion of step {row['step']}: {key} is {value!r:.60}, where a run writes {what}: delete the "
+                    "line, or put a copy of the file back"
+                )
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _is_turns(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in value)
+
+
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("reward", "advantage", "tokens", "group", "branches"), (_is_number, "a number")),
+    **dict.fromkeys(
+        ("truncated", "demonstration"), (lambda value: isinstance(value, bool | int | float), "true or false")
+    ),
+    "rewards": (lambda value: isinstance(value, dict), "an object of numbers"),
+    "turns": (_is_turns, "pairs of who and text"),
+}
+"""Values of a row: whether one is right, and what it is then."""
 
 
 def _some(file: IO[bytes], size: int, text: int, most: int) -> Iterator[dict[str, Any]]:
@@ -87,7 +125,7 @@ def _of_step(file: IO[bytes], size: int, step: int) -> Iterator[dict[str, Any]]:
             high = middle
     _to_line(file, low)
     begun, at = file.tell(), None
-    for line in iter(file.readline, b""):
+    for line in lines_in(file):
         row = parsed(line)
         if row is None:
             continue
@@ -101,13 +139,13 @@ def _to_line(file: IO[bytes], offset: int) -> None:
     """To the first line that begins at this offset or behind it."""
     file.seek(max(0, offset - 1))
     if offset:
-        file.readline()
+        next(lines_in(file), b"")
 
 
 def _step_at(file: IO[bytes], offset: int) -> int | None:
     """Of the first whole line from here; None at the end."""
     _to_line(file, offset)
-    for line in iter(file.readline, b""):
+    for line in lines_in(file):
         if (row := parsed(line)) is not None:
             return int(row["step"])
     return None
@@ -119,7 +157,7 @@ def _last_step(file: IO[bytes], size: int) -> int | None:
     while True:
         found = None
         _to_line(file, max(0, size - back))
-        for line in iter(file.readline, b""):
+        for line in lines_in(file):
             row = parsed(line)
             found = row["step"] if row is not None else found
         if found is not None or back >= size:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from policygrad.contents import read_json, read_toml
 from policygrad.errors import RunError
-from policygrad.trackers.jsonl import COMPLETIONS, METRICS
+from policygrad.trackers.jsonl import COMPLETIONS, METRICS, read_rows
 
 CONFIGS = {"train": "run.toml", "sft": "sft.toml", "reward-model": "reward-model.toml"}
 Points = tuple[tuple[int, float], ...]
@@ -65,26 +64,19 @@ def read(folder: Path, empty: bool = False) -> RunFiles:
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """A file's JSON lines; what is torn, because it is being written, is left out."""
+    """A file's JSON lines; what is torn, because it is being written, is left out.
+
+    Raises:
+        RunError: the file cannot be read, or a line of it cannot be used.
+    """
     try:
-        with path.open("rb") as file:
-            for line in file:
-                row = parsed(line)
-                if row is not None:
-                    yield row
+        yield from (row for _, row in read_rows(path) if row is not None)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}; see to its permissions") from error
-
-
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """An object with a step; None for anything else."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+        raise RunError(
+            f"{path} cannot be read: {error.strerror}; see to its permissions, or put a copy of it back"
+        ) from error
 
 
 def _metrics(path: Path) -> dict[str, Points]:
@@ -100,14 +92,20 @@ def _metrics(path: Path) -> dict[str, Points]:
 
 def _config(path: Path) -> Mapping[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        found = read_toml(path)
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}; put a copy of it back") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunError(f"{path} cannot be read: {reason}; put a copy of it back") from error
+    if not isinstance(algorithm := found.get("algorithm", {}), Mapping):
+        raise RunError(
+            f"{path}: algorithm is {algorithm!r:.40}, where a run writes a table; put a copy of the file back"
+        )
+    return found
 
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -116,7 +114,9 @@ def _json(path: Path) -> Mapping[str, Any]:
 def _versions(folder: Path) -> Mapping[str, str]:
     """Of the newest checkpoint, which says what the run began with."""
     for path in sorted((folder / "checkpoints").glob("step-*/state.json"), reverse=True):
-        state = _json(path).get("state", {})
-        if versions := state.get("began", {}).get("versions"):
-            return {str(name): str(version) for name, version in versions.items()}
+        found: Any = _json(path)
+        for key in ("state", "began", "versions"):
+            found = found.get(key) if isinstance(found, dict) else None
+        if found and isinstance(found, dict):
+            return {str(name): str(version) for name, version in found.items()}
     return {}

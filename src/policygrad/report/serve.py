@@ -126,3 +126,7 @@ def server(folders: Sequence[Path], host: str = HERE, port: int = 0) -> Server:
         raise ConfigError(
             f"nothing can listen at {where}: {error.strerror}; take another --port, or leave it out"
         ) from error
+    except (ValueError, TypeError) as error:  # a NUL, or letters that no name of a host is written in
+        raise ConfigError(
+            f"--host {host!r} is no host or address ({error}): leave it out for {HERE}, this machine alone"
+        ) from error

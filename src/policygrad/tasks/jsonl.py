@@ -93,6 +93,10 @@ def _opened(path: str) -> IO[bytes]:
         return unpacked
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; a relative path starts at the current folder") from None
+    except DataError:
+        raise
+    except ValueError as error:  # a NUL, half a surrogate pair
+        raise DataError(f"{path!r} is a name that no file system takes ({error}): give another") from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 

@@ -16,6 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from policygrad.contents import Unusable, lines_of, parse_json
 from policygrad.errors import RunError
 from policygrad.trackers.base import Tracker
 
@@ -58,7 +59,7 @@ class JsonlTracker(Tracker):
 
     def history(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of one metric so far, without the steps that lack it; a tracker draws its curve from this."""
-        rows = (row for _, row in _rows(self.folder / METRICS) if row is not None)
+        rows = (row for _, row in read_rows(self.folder / METRICS) if row is not None)
         return [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), int | float)]
 
     def sync(self) -> None:
@@ -79,11 +80,11 @@ class JsonlTracker(Tracker):
 
     def _rewrite(self, name: str, step: int) -> int:
         path, temporary = self.folder / name, self.folder / f".{name}.tmp"
-        dropped = sum(1 for _, row in _rows(path) if row is None or row["step"] > step)
+        dropped = sum(1 for _, row in read_rows(path) if row is None or row["step"] > step)
         if not dropped:
             return 0
         with temporary.open("wb") as file:
-            file.writelines(line for line, row in _rows(path) if row is not None and row["step"] <= step)
+            file.writelines(line for line, row in read_rows(path) if row is not None and row["step"] <= step)
             file.flush()
             os.fsync(file.fileno())
         self._files[name].close()
@@ -112,26 +113,40 @@ def _open(path: Path) -> FileIO:
             file.seek(start)
             tail = file.read(end - start)
         last = tail[tail.rfind(b"\n") + 1 :]
-        if last and _parse(last) is None:
+        if last and _usable(last, path) is None:
             file.truncate(end - len(last))
         elif last:
             file.write(b"\n")
     return path.open("ab", buffering=0)  # what a full disk has refused is not tried again when it is closed
 
 
-def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Each line and its object; None for a line that is not an object with a step."""
-    with path.open("rb") as file:
-        for line in file:
-            yield line, _parse(line)
+def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line and its object; None for a line that is not an object with a step, such as one that is being written.
+
+    Raises:
+        OSError: the file cannot be read, is no regular file, or has a line without an end.
+        RunError: a line that is well formed and cannot be used; with its number.
+    """
+    for number, line in enumerate(lines_of(path), 1):
+        yield line, _usable(line, path, f", line {number}")
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """Parse an object with a step; None for anything else. Raises Unusable for numbers or nesting that no reader can hold."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
+    except Unusable:
+        raise
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _usable(line: bytes, path: Path, place: str = "") -> dict[str, Any] | None:
+    try:
+        return parse_row(line)
+    except Unusable as error:
+        raise RunError(f"{path}{place}: {error}: delete the line, or put a copy of the file back") from error
 
 
 def _line(step: int, values: Mapping[str, Any], name: str) -> bytes:

@@ -22,7 +22,7 @@ from policygrad.models.adapters import adapt
 from policygrad.models.loading import resolve
 from policygrad.models.lora import base_of, described
 from policygrad.models.precision import DTYPES
-from policygrad.models.trust import reading
+from policygrad.models.trust import checked_config, reading
 from policygrad.planning.memory import static
 from policygrad.rewards.memory import resident, words
 from policygrad.tasks import load_task
@@ -74,6 +74,7 @@ def footprint(run: Run) -> Footprint:
         raise PolicygradError("the model is an object: its memory is taken already")
     path = resolve(run.model)
     lora = run.learner.adapters or (described(path) if base_of(path) is not None else None)
+    checked_config(base_of(path) or path, f"the model {run.model!r}")
     task, config = (
         load_task(
             run.task,

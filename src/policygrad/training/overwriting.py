@@ -8,7 +8,7 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
-from policygrad.errors import RunError
+from policygrad.errors import ConfigError, RunError
 
 CONFIGS = ("run.toml", "sft.toml", "reward-model.toml")
 """One of them is in every run's folder."""
@@ -32,6 +32,8 @@ LEFT = (
     ".tmp-*",
 )
 """What runs leave, and what is made of them beside it. Anything else in the folder is somebody's own."""
+PAGE = "report.html"
+"""Of these, what is written anew at any time."""
 ASIDE = ".tmp-overwritten"
 """Where the old run waits for the new one to begin."""
 _GONE = ".tmp-forgotten"
@@ -48,6 +50,26 @@ def check_overwritable(folder: Path) -> None:
             f"{folder} holds more than a run leaves ({some}), so --overwrite deletes nothing in it: move that elsewhere, or choose "
             "another --output"
         )
+
+
+def check_no_run_file(path: Path, option: str) -> None:
+    """Refuse to overwrite what a run has written. option: which names the path.
+
+    Raises:
+        ConfigError: the path is a file of a run, or lies in one of its folders.
+        OSError, ValueError: no file can have this name.
+    """
+    path = path.resolve()
+    for folder in path.parents:
+        first = path.relative_to(folder).parts[0]
+        if (
+            first != PAGE
+            and any(fnmatch(first, name) for name in LEFT)
+            and any((folder / c).is_file() for c in CONFIGS)
+        ):
+            raise ConfigError(
+                f"{option} {path} is a file of the run in {folder}, which would be lost: take another name"
+            )
 
 
 def check_begun(folder: Path) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack, overload
 
 from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.spread import Saved, Spread
-from policygrad.errors import CheckpointError, RunError
+from policygrad.errors import CheckpointError, ConfigError, RunError
 from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
 from policygrad.models.adapters import words
 from policygrad.models.tokenizer import Tokenizer
@@ -40,6 +42,8 @@ if TYPE_CHECKING:  # torch.distributed takes a while to import
 
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 Numbers = Mapping[str, float]
+COUNTED = 10**7
+"""Units that are shuffled to count the steps of all epochs, at most: some ten seconds."""
 
 
 class Objective(Protocol):
@@ -75,20 +79,59 @@ class RowsDone:
     """Steps done."""
 
 
-def plan(units: Sequence[tuple[int, ...]], epochs: int, batch_size: int, seed: int) -> list[list[int]]:
-    """The rows of every update: the units shuffled by (seed, epoch), at most `batch_size` rows or one unit per step."""
-    steps: list[list[int]] = []
-    for epoch in range(epochs):
-        order = list(range(len(units)))
-        Random(f"{seed}/{epoch}").shuffle(order)
+class Steps(Sequence[list[int]]):
+    """The rows of every update: the units shuffled by (seed, epoch), at most `batch_size` rows or one unit per step.
+
+    An epoch is shuffled when a step of it is asked for. Where units differ in their rows, so may epochs in their steps, which are
+    counted first.
+
+    Raises:
+        ConfigError: more epochs of such units than can be counted.
+    """
+
+    def __init__(self, units: Sequence[tuple[int, ...]], epochs: int, batch_size: int, seed: int) -> None:
+        self._units, self._batch_size, self._seed = units, batch_size, seed
+        self._epoch: tuple[int, list[list[int]]] = (0, self._shuffled(0))
+        if len({len(unit) for unit in units}) == 1:
+            self._ends: Sequence[int] = range(
+                len(self._epoch[1]), epochs * len(self._epoch[1]) + 1, len(self._epoch[1])
+            )
+        elif epochs * len(units) > COUNTED:
+            raise ConfigError(
+                f"epochs must be at most {COUNTED // len(units):,} for these {len(units):,} prompts, not {epochs:,}"
+            )
+        else:
+            self._ends = list(accumulate(len(self._shuffled(epoch)) for epoch in range(epochs)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> list[int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[int]]: ...
+    def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        epoch = bisect_right(self._ends, index)
+        if epoch != self._epoch[0]:
+            self._epoch = (epoch, self._shuffled(epoch))
+        return self._epoch[1][index - (self._ends[epoch - 1] if epoch else 0)]
+
+    def _shuffled(self, epoch: int) -> list[list[int]]:
+        steps: list[list[int]] = []
+        order = list(range(len(self._units)))
+        Random(f"{self._seed}/{epoch}").shuffle(order)
         rows: list[int] = []
         for unit in order:
-            if rows and len(rows) + len(units[unit]) > batch_size:
+            if rows and len(rows) + len(self._units[unit]) > self._batch_size:
                 steps.append(rows)
                 rows = []
-            rows = [*rows, *units[unit]]
+            rows = [*rows, *self._units[unit]]
         steps.append(rows)
-    return steps
+        return steps
 
 
 def supervise(
@@ -133,7 +176,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         config = located(self.config)
         self.objective = self._objective(config)
         self.model, self.tokenizer = self.objective.model, self.objective.tokenizer
-        self.plan = plan(self.objective.units, config.epochs, config.batch_size, config.seed)
+        self.plan = Steps(self.objective.units, config.epochs, config.batch_size, config.seed)
         stack.enter_context(few_threads(self.model))
         train_only(self.model, config.learner.trainable)
         self.learner = learner_of(self.model, config, len(self.plan), self.objective.causal)

@@ -18,10 +18,10 @@ import tomli_w
 
 import policygrad
 from policygrad.algorithms import algorithm as named
+from policygrad.contents import read_toml
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.training.config.allowed import NOTHING_MORE, Allowed, check_allowed
-from policygrad.training.config.contents import text_of
 from policygrad.training.config.own import address
 from policygrad.training.config.parts import check_place, find_algorithm, nearest, part_class, part_names
 from policygrad.training.config.places import options_in, read_from
@@ -56,19 +56,15 @@ def load(path: Path | str, base: AnyRun, allowed: Allowed = NOTHING_MORE) -> Any
 def read(path: Path) -> dict[str, Any]:
     """A file's tables. Raises ConfigError where there are none to read."""
     try:
-        return tomllib.loads(text_of(path))
+        return read_toml(path)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    except (RecursionError, ValueError) as error:  # brackets in brackets, an integer of thousands of digits
-        raise ConfigError(f"{path} cannot be read as a configuration: {_short(error)}") from error
-
-
-def _short(error: Exception) -> str:
-    return "brackets in brackets, too deep" if isinstance(error, RecursionError) else str(error)
+    except ValueError as error:  # brackets in brackets, an integer of thousands of digits
+        raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
 
 
 def from_dict(data: Mapping[str, Any], base: AnyRun, where: str) -> AnyRun:
