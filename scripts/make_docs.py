@@ -1,7 +1,7 @@
 """Writes the generated pages: the matrix in README, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md,
 docs/measured.*, docs/reliability.md, docs/staleness.md, of docs/architecture.md the picture, the layers and the tree, of
-docs/engines.md and docs/extras.md the tables, of docs/coming-from-*.md the options, of docs/primer.md what the lab has found, of
-docs/planning.md predictions against measurements, and docs/real-model.md's results.
+docs/engines.md, docs/extras.md and docs/math-rewards.md the tables, of docs/coming-from-*.md the options, of docs/primer.md
+what the lab has found, of docs/planning.md predictions against measurements, and docs/real-model.md's results.
 
 python scripts/make_docs.py              writes them
 python scripts/make_docs.py --check      only says which are out of date
@@ -27,6 +27,7 @@ from pages.extras import extras_block
 from pages.gate import gate_figure, owners
 from pages.index import by_family, index_page
 from pages.lab_numbers import quoted
+from pages.math_rewards import judged_block
 from pages.measured import measured_page
 from pages.metrics import metrics_page
 from pages.picture import picture
@@ -79,6 +80,7 @@ def generated() -> dict[Path, str]:
         DOCS / "environments.md": filled(DOCS / "environments.md", learned=learned_block()),
         DOCS / "extras.md": filled(DOCS / "extras.md", extras=extras_block()),
         DOCS / "tables.md": tables_page(),
+        DOCS / "math-rewards.md": filled(DOCS / "math-rewards.md", judged=judged_block()),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "measured.svg": curves(load()),
