@@ -42,6 +42,8 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
             task.add_done_callback(_forget)
             task._log_destroy_pending = False  # type: ignore[attr-defined]  # no warning at exit, as asyncio.gather does it
             task.cancel()
+        else:
+            _forget(task)
     if not task.done():
         raise OverdueError(f"not over within {seconds:g} seconds")
     if task.cancelled():

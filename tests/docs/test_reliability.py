@@ -13,7 +13,7 @@ from pages import faults, reliability
 
 def test_every_item_of_what_may_go_wrong_is_there() -> None:
     items = reliability.faults()
-    assert len(items) == 19
+    assert len(items) == 20
     assert all(len(row) >= 3 for item in items for row in item["fault"])
     faults = [(item["title"], row[0]) for item in items for row in item["fault"]]
     assert len(faults) == len(set(faults)) > 90

@@ -184,6 +184,7 @@ class Calls:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         asked, self._interrupting = self._interrupting, False
         if asked and interrupts(frame):
+            self._moved = self._clock()  # what comes next has all its time
             raise BlockedError
 
     def _count(self, what: str) -> None:

@@ -21,6 +21,7 @@ from policygrad.environments.base import (
     Cut,
     Environment,
     EnvironmentFactory,
+    MalformedError,
     Observation,
     Step,
 )
@@ -151,7 +152,10 @@ class _Episode:
         self.over = self.truncated = True
         self.ended = TOKENS if self.left < 1 else CONTEXT
         if isinstance(self.environment, Cut):
-            last = Step(reward=await self._ask("cut"))  # which refuses what is no number
+            try:
+                last = Step(reward=await self._ask("cut"))
+            except MalformedError as error:
+                raise EngineError(f"{self.name}.cut: {error} ({self.start.where})") from error
             if last.reward is not None:
                 self.rewards[-1] = (self.rewards[-1] or 0.0) + last.reward
 
