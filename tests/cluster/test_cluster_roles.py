@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import socket
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -19,7 +20,7 @@ import pytest
 
 import policygrad as pg
 from policygrad.cluster.config import OPTIONS, ClusterConfig
-from policygrad.cluster.connection import check_reached
+from policygrad.cluster.connection import check_reached, connected
 from policygrad.cluster.driver import check_versions
 from policygrad.cluster.ending import Ending
 from policygrad.cluster.environments import Environments, RayEnvironment
@@ -153,6 +154,54 @@ def test_nobody_at_the_address_is_said_at_once() -> None:
             check_reached(ClusterConfig(where))
         with pytest.raises(RunError, match="Ray Client server"):
             check_reached(ClusterConfig(f"ray://{where}"))
+
+
+class Ray:
+    """A stand-in for the package: where its file says that a cluster is, and that it is never asked to connect."""
+
+    def __init__(self, address: str | None) -> None:
+        self.address = address
+        self.__version__ = "0"
+
+    def get_ray_address_from_environment(self, address: str, folder: str | None) -> str:
+        assert (address, folder) == ("auto", None)
+        if self.address is None:
+            raise ConnectionError("Could not find any running Ray instance.")
+        return self.address
+
+    def init(self, **options: Any) -> None:
+        raise ConnectionError("asked to connect")
+
+
+@pytest.mark.parametrize("by", ["RAY_ADDRESS", "RAY_ADDRESS of a client", "ray_current_cluster"])
+def test_auto_with_an_address_at_which_nobody_listens_is_refused_before_ray_is_asked(
+    monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and nobody listens
+        where = f"127.0.0.1:{held.getsockname()[1]}"
+        ray = Ray(where)
+        monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "ray._private", ray)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "ray._private.services", ray)  # type: ignore[arg-type]
+        monkeypatch.setenv(
+            "RAY_ADDRESS", {"RAY_ADDRESS": where, "RAY_ADDRESS of a client": f"ray://{where}"}.get(by, "")
+        )
+        refused = pytest.raises(RunError, match=rf"--cluster auto: .*{by.split()[0]}.* at {where}, and nobody answers")
+        with refused, connected(ClusterConfig("auto")):
+            pass
+        held.listen()
+        with pytest.raises(RunError, match=r"no Ray cluster is there \(asked to"), connected(ClusterConfig("auto")):
+            pass
+
+
+def test_auto_without_any_address_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ray", "ray._private", "ray._private.services"):
+        monkeypatch.setitem(sys.modules, name, Ray(None))  # type: ignore[arg-type]
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    check_reached(ClusterConfig("auto"))
+    monkeypatch.setitem(sys.modules, "ray._private.services", object())  # type: ignore[arg-type]
+    check_reached(ClusterConfig("auto"))
 
 
 def test_other_versions_are_refused() -> None:

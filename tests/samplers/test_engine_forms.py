@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from doubles.engine import Bigram
 from doubles.http_engines import FormServer, SglangForm, VllmForm
@@ -233,3 +235,29 @@ def test_an_answer_that_was_recorded_from_vllm(make: Any, wait: Waiter) -> None:
     assert found.tokens.tolist() == [447, 275, 1]
     assert found.logp.tolist() == pytest.approx([-5.219334125518799, -3.8465323448181152, -0.00394043792039156])
     assert found.finish_reason == "stop"
+
+
+def test_vllm_with_a_model_of_another_shape_is_refused_at_once_and_both_are_named(
+    make: Any, wait: Waiter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, server = make("vllm")
+    tell = server.tell
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text('{"num_hidden_layers": 30, "hidden_size": 576}')
+    sampler.model.config = PretrainedConfig(name_or_path="ours", num_hidden_layers=2, hidden_size=64)
+
+    def other(path: str, body: Any) -> Any:
+        if path == "/v1/models":
+            return {"data": [{"id": "policy", "root": str(tmp_path / "theirs")}]}
+        return httpx.Response(500, text="size mismatch") if path == "/collective_rpc" else tell(path, body)
+
+    monkeypatch.setattr(server, "tell", other)
+    said = r"serves the model \S+theirs \(num_hidden_layers 30, hidden_size 576\) .* model ours \(.*hidden_size 64.*mismatch"
+    with pytest.raises(EngineError, match=said):
+        wait(sampler.update(publish(sampler, 4)))
+    assert server.paths.count("/collective_rpc") == 1
+    monkeypatch.setattr(server, "tell", tell)
+    wait(sampler.update(publish(sampler, 5)))
+    monkeypatch.setattr(server, "tell", other)  # one that has taken weights is in trouble for a while
+    with pytest.raises(EngineError, match="no server has answered"):
+        wait(sampler.update(publish(sampler, 6)))

@@ -17,6 +17,12 @@ OPTIONS = ("samplers", "rewards", "environments", "cpus", "restarts", "patience"
 _PLACE = re.compile(r"(ray://)?(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d+)/?")
 
 
+def place_of(address: str) -> tuple[str, int] | None:
+    """(host, port) of an address of a cluster, HOST:PORT or ray://HOST:PORT; None of any other."""
+    found = _PLACE.fullmatch(address)
+    return None if found is None else (found[2].strip("[]"), int(found[3]))
+
+
 @dataclass(frozen=True)
 class ClusterConfig:
     """A Ray cluster, and how many actors of each role a run has there."""
@@ -66,5 +72,4 @@ class ClusterConfig:
     @property
     def place(self) -> tuple[str, int] | None:
         """(host, port) of the address, where it has one."""
-        found = _PLACE.fullmatch(self.address)
-        return None if found is None else (found[2].strip("[]"), int(found[3]))
+        return place_of(self.address)

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from policygrad.cluster.config import AUTO, CLIENT, ClusterConfig
+from policygrad.cluster.config import AUTO, CLIENT, ClusterConfig, place_of
 from policygrad.cluster.needs import WAY_OUT, Role, short
 from policygrad.errors import RunError, install_command
 
+ADDRESS = "RAY_ADDRESS"
+"""The variable that Ray takes for auto."""
 REACHED = 5.0
 """Seconds for a connection."""
 SAID = 2.0
@@ -65,18 +67,41 @@ def connected(config: ClusterConfig) -> Iterator[Any]:
 
 
 def check_reached(config: ClusterConfig) -> None:
-    """Raises RunError where nobody listens there: Ray itself would try for half a minute and more."""
-    if config.place is None:
+    """Raises RunError where nobody listens there: Ray itself would try for half a minute, and for minutes with auto."""
+    place = place_of(_resolve_auto()) if config.address == AUTO else config.place
+    if place is None:
         return
-    host, port = config.place
+    host, port = place
     try:
         socket.create_connection((host, port), REACHED).close()
     except OSError as error:
+        if config.address == AUTO:
+            named = (
+                f"RAY_ADDRESS={os.environ[ADDRESS]}" if os.environ.get(ADDRESS) else "Ray's file ray_current_cluster"
+            )
+            raise RunError(
+                f"--cluster {AUTO}: {named} names a cluster at {host}:{port}, and nobody answers there ({error}): start one with "
+                "`ray start --head`, name another, --cluster HOST:PORT, or take --cluster local"
+            ) from error
         server = "Ray Client server (ray start --head listens at 10001)" if CLIENT in config.address else "GCS (6379)"
         raise RunError(
             f"--cluster {config.address}: nobody answers at {host}:{port} ({error}): start a cluster with `ray start --head`, or "
             f"name the port of its {server}"
         ) from error
+
+
+def _resolve_auto() -> str:
+    """The address that Ray would take for auto: RAY_ADDRESS, or else that of this machine's cluster, running or last started; empty
+    where it has none, which Ray itself says at once."""
+    if address := os.environ.get(ADDRESS, ""):
+        return address
+    try:
+        services = import_module("ray._private.services")
+        return str(services.get_ray_address_from_environment(AUTO, None) or "")
+    except ConnectionError:
+        return ""
+    except (ImportError, AttributeError, TypeError):  # another Ray, whose insides differ: it is left to its own tries
+        return ""
 
 
 def _line(error: BaseException) -> str:

@@ -7,13 +7,16 @@ server of that version (docs/engines.md). Adapters alone: `vllm_adapters`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import EngineError
 from policygrad.samplers.base import Request
 from policygrad.samplers.concurrency import Gauges
 from policygrad.samplers.drawn import Drawn
+from policygrad.samplers.http import AwayError
 from policygrad.samplers.sending import SendingSampler
 from policygrad.samplers.transfer import Transfer
 from policygrad.samplers.vllm_adapters import drop, take
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 _ASKS = 10.0
 """Seconds for a question that needs no computation."""
+_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
+"""Of a model's configuration, by which a message tells two models apart."""
 
 
 class Vllm(SendingSampler):
@@ -44,6 +49,8 @@ class Vllm(SendingSampler):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.names: dict[str, str] = {}  # of the model, or of its adapter of now, by address
+        self.roots: dict[str, str] = {}  # what each server was started with
+        self.taking: set[str] = set()  # servers that have taken over weights
 
     def writer(self) -> Write:
         # a reload of tied embeddings leaves the head as it was (vLLM 0.32): it is given twice
@@ -55,6 +62,7 @@ class Vllm(SendingSampler):
             self.names[url] = str(listed["data"][0]["id"])
         except (KeyError, TypeError, IndexError) as error:
             raise EngineError(f"{url}/v1/models lists no model: is it a server of vLLM?") from error
+        self.roots[url] = str(listed["data"][0].get("root") or self.names[url])
 
     async def load(self, url: str, publication: Publication) -> None:
         if self.adapter:
@@ -70,12 +78,32 @@ class Vllm(SendingSampler):
             if self.transfer is not None:
                 await self.transfer.send(self.http, url, publication, known)
             else:
-                body = {"method": "reload_weights", "kwargs": {"weights_path": str(publication.path)}}
-                await self._control(url, "POST", "/collective_rpc", body, self.config.patience)
+                await self._reload(url, publication)
             await self._control(url, "POST", "/reset_prefix_cache")
         finally:
             await self._control(url, "POST", "/resume")
         await self._control(url, "POST", "/update_weight_version", {"new_version": publication.name})
+
+    async def _reload(self, url: str, publication: Publication) -> None:
+        """Have a server read the weights of a folder.
+
+        Raises:
+            EngineError: it fails at the first ones that it is given, which are another model's than its own.
+        """
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(publication.path)}}
+        try:
+            await self._control(url, "POST", "/collective_rpc", body, self.config.patience)
+        except AwayError as error:
+            if url in self.taking or not str(error).startswith("500"):
+                raise
+            served, config = self.roots[url], getattr(self.model, "config", None)
+            ours = getattr(config, "name_or_path", "") or type(self.model).__name__
+            raise EngineError(
+                f"{url} serves the model {served}{_shape(_read_config(served))} and fails at the weights of the run's model "
+                f"{ours}{_shape(config.to_dict() if config is not None else {})}, which have to be of the same shape: {error}. "
+                f"Start it with the run's model. {self.way_out}"
+            ) from error
+        self.taking.add(url)
 
     def transfers(self) -> Callable[..., Transfer]:
         return VllmTransfer
@@ -137,3 +165,18 @@ class Vllm(SendingSampler):
             raise EngineError(
                 f"{url} does not answer as vLLM does ({type(error).__name__} {error}): is it one?"
             ) from error
+
+
+def _shape(config: Mapping[str, Any]) -> str:
+    """` (num_hidden_layers 2, hidden_size 64)`; empty where a configuration does not say."""
+    sizes = [f"{name} {config[name]}" for name in _SIZES if name in config]
+    return f" ({', '.join(sizes)})" if sizes else ""
+
+
+def _read_config(folder: str) -> dict[str, Any]:
+    """A model's configuration; empty where the name is no folder of this machine."""
+    try:
+        found = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
