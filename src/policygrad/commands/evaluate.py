@@ -134,7 +134,7 @@ def evaluate(args: list[str]) -> int:
             raise RewardError(
                 f"none of the {outcome.failed} completions has a reward, so there is nothing to report: {said}"
             )
-    told = report(options.task, options.samples, options.threshold, found)
+    told = report(options.task, options.held_out, options.samples, options.threshold, found)
     if folder is not None:
         save(folder, told, found)
     print_table(told, found, options.show, as_json=options.json)
