@@ -116,7 +116,7 @@ def evaluate(args: list[str]) -> int:
     sampled = ("problems", "samples", "sampling", "seed", "device", "dtype")
     data = ("reward", "environment", "held_out", "budget", "map", "skip_bad_rows", "trust_remote_code")
     given = {name: getattr(options, name) for name in (*sampled, *data)}
-    isolated = {name: getattr(options.rewards, name) for name in ("memory", "sandbox")}
+    isolated = {name: getattr(options.rewards, name) for name in ("memory", "sandbox", "show_output")}
     found = {}
     for model in options.model:
         found[model] = outcome = measure(
@@ -176,7 +176,7 @@ def asked(args: list[str]) -> EvalOptions:
 def of_run(run: Draft) -> EvalOptions:
     """The options that measure as the run itself did before and after."""
     asked = run.evaluation if run.evaluation.problems else Draft().evaluation
-    isolated = {name: getattr(run.rewards, name) for name in ("memory", "environment", "sandbox")}
+    isolated = {name: getattr(run.rewards, name) for name in ("memory", "environment", "sandbox", "show_output")}
     return EvalOptions(
         **{name: getattr(run, name) for name in SAME},
         problems=asked.problems,
