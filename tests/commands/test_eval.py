@@ -176,3 +176,19 @@ def test_paired_bootstrap_by_enumeration() -> None:
     assert (narrow.low, narrow.high) == pytest.approx((0.1, 0.1))
     with pytest.raises(ValueError, match="same problems"):
         paired_difference([1.0], [1.0, 0.0])
+
+
+def test_the_heading_names_the_data_that_is_measured(
+    run_command: Command, small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, first in (("train.jsonl", 0), ("test.jsonl", 40)):
+        lines = [json.dumps({"prompt": f"{a} + 1 =\n", "answer": str(a + 1)}) for a in range(first, first + 40)]
+        Path(name).write_text("\n".join(lines) + "\n")
+    data = ("--task", "train.jsonl", "--reward", "exact_match", *FEW)
+    code, out, err = run_command("eval", str(small.model), *data)
+    assert (code, out.splitlines()[0]) == (0, f"{small.model} on train.jsonl: 2 problems × 1 samples"), err
+    code, out, err = run_command("eval", str(small.model), *data, "--held-out", "test.jsonl")
+    assert (code, out.splitlines()[0]) == (0, f"{small.model} on test.jsonl: 2 problems × 1 samples"), err
+    code, out, err = run_command("eval", str(small.model), *data, "--held-out", "test.jsonl", "--json")
+    assert (code, json.loads(out)["task"], json.loads(out)["held_out"]) == (0, "train.jsonl", "test.jsonl"), err

@@ -9,13 +9,14 @@ import pytest
 
 from doubles.runs import row, run_folder
 from policygrad.report import completions
-from policygrad.report.completions import embedded, shown
+from policygrad.report.completions import embedded, shown, weight
+from policygrad.report.reading import rows
 
 
-def file(folder: Path, steps: int, rows: int, length: int = 10) -> Path:
+def file(folder: Path, steps: int, many: int, length: int = 10) -> Path:
     """The prompt of row i at step s is (s + i) mod 7: some come again."""
     made = [
-        (s, [row(f"p{(s + i) % 7}", f"{s}." * length, 0.0, group=i) for i in range(rows)]) for s in range(1, steps + 1)
+        (s, [row(f"p{(s + i) % 7}", f"{s}." * length, 0.0, group=i) for i in range(many)]) for s in range(1, steps + 1)
     ]
     return run_folder(folder, [], made) / "completions.jsonl"
 
@@ -33,11 +34,30 @@ def test_none_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [1, 10, 200])
 def test_of_a_large_file_steps_evenly_apart_first_and_last_among_them(tmp_path: Path, length: int) -> None:
     path = file(tmp_path / "a", 231, 8, length)
-    found = shown(path, text=path.stat().st_size - 1)
+    found = shown(path, text=sum(map(weight, rows(path))) - 1)
     steps = list(dict.fromkeys(r["step"] for r in found.rows))
     assert not found.whole
     assert steps == list(range(1, 232, 10))  # 24 of them
     assert all(r["completion"].startswith(f"{r['step']}.") for r in found.rows)
+
+
+def test_the_limit_counts_characters_and_not_the_bytes_of_the_file(tmp_path: Path) -> None:
+    """Two runs of 14 steps each were said to be shown in part, because their files have more columns than the page."""
+    texts = [(s, [row("é" * 40, "ü" * 40, 0.0, group=i, other="x" * 300) for i in range(4)]) for s in range(1, 15)]
+    path = run_folder(tmp_path / "a", [], texts) / "completions.jsonl"
+    characters = 14 * 4 * (40 + 40 + 60)
+    assert path.stat().st_size > 3 * characters
+    assert shown(path, text=characters).whole
+    assert not shown(path, text=characters - 1).whole
+    assert shown(path, most=56).whole
+    assert not shown(path, most=55).whole
+
+
+def test_turns_count_too(tmp_path: Path) -> None:
+    turns = [["policy", "y" * 1000]]
+    path = run_folder(tmp_path / "a", [], [(1, [row("p", "c", 0.0, turns=turns)])]) / "completions.jsonl"
+    assert not shown(path, text=1000).whole
+    assert shown(path, text=1200).whole
 
 
 def test_it_keeps_to_its_size_and_prefers_prompts_that_come_again(tmp_path: Path) -> None:

@@ -100,7 +100,15 @@ def test_what_is_left_out_is_said(folders: list[Path], monkeypatch: pytest.Monke
     found = page([read(folders[0])])
     data = embedded(found)["completions"]["rows"]
     assert 8 <= len(data) < 32
-    assert f"{len(data)} completions of 8 of the 8 steps" in re.sub(r"\s+", " ", found)
+    said = re.sub(r"\s+", " ", found)
+    assert f"{len(data)} completions from all 8 steps, which are not all that the runs have logged" in said
+
+
+def test_steps_that_are_left_out_are_counted(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("policygrad.report.page.TEXT", 1500)
+    monkeypatch.setattr("policygrad.report.completions.STEPS", 4)
+    found = re.sub(r"\s+", " ", page([read(folders[0])]))
+    assert "completions from 4 of the 8 steps, which are not all" in found
 
 
 def test_the_command_writes_it_and_names_the_way_out(folders: list[Path], tmp_path: Path, capsys: Any) -> None:

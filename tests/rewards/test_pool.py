@@ -98,6 +98,47 @@ def test_prints_and_reads_do_not_touch_the_channel():
     assert scores.failures == {}
 
 
+def chatty(prompts, completions, **columns):
+    for line in range(5):
+        print(f"line {line} of {completions[0]}")
+    print("\x1b[31mred\x1b[0m", file=sys.stderr)
+    if completions[0] == "flood":
+        print("x" * 1_000_000)
+    if completions[0] == "raise":
+        raise ValueError("no")
+    if completions[0] == "exit":
+        os._exit(3)
+    if completions[0] == "hang":
+        time.sleep(1000)
+    return [1.0]
+
+
+@pytest.mark.parametrize("deed", ["raise", "exit", "hang"])
+def test_what_a_reward_prints_is_captured_and_the_last_lines_stand_in_its_failure(deed, capfd):
+    scores = score([chatty], ["flood", "good", deed], workers=1, budget=BUDGET if deed == "hang" else 60.0)
+    assert scores.total == [1.0, 1.0, None]
+    failed, note = scores.messages
+    assert f"line 3 of {deed} / line 4 of {deed} / " in failed
+    assert "line 2" not in failed
+    assert "\x1b" not in failed
+    assert "what rewards print is not shown: --rewards.show-output shows it" in note
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_reward_prints_is_shown_on_demand(capfd):
+    scores = score([chatty], ["good", "raise"], workers=1, show_output=True)
+    assert scores.total == [1.0, None]
+    assert "printed last" not in scores.messages[0]
+    assert len(scores.messages) == 1
+    assert "line 4 of good\n" in capfd.readouterr().err
+
+
+def test_the_note_about_prints_comes_once():
+    with RewardPool([chatty], workers=1) as pool:
+        first, second = (pool.score(["p"], ["good"], {}) for _ in range(2))
+    assert (len(first.messages), second.messages) == (1, [])
+
+
 def test_order_is_kept_when_workers_are_killed_in_the_middle():
     def bad_at_tens(prompts, completions, **_):
         i = int(completions[0])
@@ -370,7 +411,7 @@ def mine(prompts, completions, **_):
         os.write(2, b"busy")
         while True: pass
     return [Box.value]
-pool = RewardPool([mine, lambda p, c, **_: [1.0]], budget=1000.0)
+pool = RewardPool([mine, lambda p, c, **_: [1.0]], budget=1000.0, show_output=True)
 print(pool.score(["p"] * 3, ["a"] * 3, {}).total, flush=True)
 """
 

@@ -45,6 +45,7 @@ class RewardWorkers:
                 memory=how.memory,
                 environment=how.environment,
                 sandbox=how.sandbox,
+                show_output=how.show_output,
                 patient=not how.patience,
             )
 

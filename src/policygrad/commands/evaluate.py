@@ -129,7 +129,7 @@ def evaluate(args: list[str]) -> int:
         "trust_remote_code",
     )
     given = {name: getattr(options, name) for name in (*sampled, *data)}
-    isolated = {name: getattr(options.rewards, name) for name in ("memory", "sandbox")}
+    isolated = {name: getattr(options.rewards, name) for name in ("memory", "sandbox", "show_output")}
     found = {}
     for model in options.model:
         found[model] = outcome = measure(
@@ -147,7 +147,7 @@ def evaluate(args: list[str]) -> int:
             raise RewardError(
                 f"none of the {outcome.failed} completions has a reward, so there is nothing to report: {said}"
             )
-    told = report(options.task, options.samples, options.threshold, found)
+    told = report(options.task, options.held_out, options.samples, options.threshold, found)
     if folder is not None:
         save(folder, told, found)
     print_table(told, found, options.show, as_json=options.json)
@@ -189,7 +189,7 @@ def asked(args: list[str]) -> EvalOptions:
 def of_run(run: Draft) -> EvalOptions:
     """The options that measure as the run itself did before and after."""
     asked = run.evaluation if run.evaluation.problems else Draft().evaluation
-    isolated = {name: getattr(run.rewards, name) for name in ("memory", "environment", "sandbox")}
+    isolated = {name: getattr(run.rewards, name) for name in ("memory", "environment", "sandbox", "show_output")}
     return EvalOptions(
         **{name: getattr(run, name) for name in SAME},
         problems=asked.problems,

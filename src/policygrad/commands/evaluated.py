@@ -21,9 +21,12 @@ Found = Mapping[str, EvaluationResult]
 """By the model's name, in the order of the command; all of the same problems."""
 
 
-def report(task: str, samples: int, threshold: float, found: Found) -> dict[str, Any]:
-    """What --json prints: of one model its numbers; of several a list of those, and the first model less each other."""
-    rows = [_row(model, task, samples, threshold, outcome) for model, outcome in found.items()]
+def report(task: str, held_out: str | None, samples: int, threshold: float, found: Found) -> dict[str, Any]:
+    """What --json prints: of one model its numbers; of several a list of those, and the first model less each other.
+
+    held_out: the file whose problems were measured; None = a part of the task itself."""
+    data = {"task": task, "held_out": held_out}
+    rows = [_row(model, data, samples, threshold, outcome) for model, outcome in found.items()]
     if len(rows) == 1:
         return rows[0]
     first, *others = found
@@ -31,10 +34,12 @@ def report(task: str, samples: int, threshold: float, found: Found) -> dict[str,
     return {"models": rows, "differences": differences, "level": LEVEL}
 
 
-def _row(model: str, task: str, samples: int, threshold: float, outcome: EvaluationResult) -> dict[str, Any]:
+def _row(
+    model: str, data: Mapping[str, str | None], samples: int, threshold: float, outcome: EvaluationResult
+) -> dict[str, Any]:
     return {
         "model": model,
-        "task": task,
+        **data,
         "problems": len(outcome.problems),
         "samples": samples,
         "mean": outcome.mean,
@@ -71,7 +76,8 @@ def print_table(told: Mapping[str, Any], found: Found, show: int, *, as_json: bo
     rows = told.get("models", [told])
     first = rows[0]
     names = ", ".join(row["model"] for row in rows)
-    print(f"{names} on {first['task']}: {first['problems']} problems × {first['samples']} samples\n")
+    data = first["held_out"] or first["task"]
+    print(f"{names} on {data}: {first['problems']} problems × {first['samples']} samples\n")
     if len(rows) == 1:
         _print_one(first, found[first["model"]], show)
     else:

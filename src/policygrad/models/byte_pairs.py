@@ -37,8 +37,9 @@ _NEVER = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
 _RARE = frozenset(chr(byte + 256) for byte in range(32) if chr(byte) not in "\t\n\v\f\r") | frozenset(
     map(chr, (0xF1, 0xF2, 0xF3, 0xF4))
 )
-"""Letters of control characters, and of bytes that begin characters above U+3FFFF. A vocabulary may lack them (SmolLM2's lacks eight):
-the tokenizer and llama.cpp both leave such a byte out. They may differ in the merges beside it, within a run of punctuation."""
+"""Letters of control characters, and of bytes that begin characters above U+3FFFF, which a vocabulary may lack (SmolLM2's lacks
+eight): the tokenizer and llama.cpp both leave such a byte out. They may differ in the merges beside it, within a run of
+punctuation."""
 _UNCUT = "superbpe"
 """Cuts at digits alone."""
 _SPARED = re.compile(r"(?:Ġ-?|[!-,./:-~])+")

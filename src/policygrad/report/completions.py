@@ -14,6 +14,8 @@ from policygrad.trackers.jsonl import parse_row as parsed
 
 TEXT = 3_000_000
 """Characters that a page holds, of all its runs; what is left out is said on it."""
+BYTES = 8
+"""Of a file, for each of these characters: a larger one is not read through. JSON takes six for a letter, and has more columns."""
 STEPS = 24
 """Of a file that is too large, steps that are looked at."""
 READ = 4_000_000
@@ -43,9 +45,8 @@ def shown(file: Path, text: int = TEXT, most: int = ROWS) -> Shown:
     """
     if not file.is_file():
         return Shown((), True)
-    if file.stat().st_size <= text:
-        found = list(rows(file))
-        return Shown(_checked(found[:most], file), len(found) <= most)
+    if file.stat().st_size <= BYTES * text and (found := _all(file, text, most)) is not None:
+        return Shown(_checked(found, file), True)
     try:
         with open_regular(file) as lines:
             return Shown(_checked(_some(lines, file.stat().st_size, text, most), file), False)
@@ -89,6 +90,17 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Values of a row: whether one is right, and what it is then."""
 
 
+def _all(file: Path, text: int, most: int) -> tuple[dict[str, Any], ...] | None:
+    """Return every row, or None where they are more than the page holds."""
+    found: list[dict[str, Any]] = []
+    for row in rows(file):
+        text -= weight(row)
+        if text < 0 or len(found) == most:
+            return None
+        found.append(row)
+    return tuple(found)
+
+
 def _some(file: IO[bytes], size: int, text: int, most: int) -> Iterator[dict[str, Any]]:
     first, last = _step_at(file, 0), _last_step(file, size)
     if first is None or last is None:
@@ -109,8 +121,9 @@ def _some(file: IO[bytes], size: int, text: int, most: int) -> Iterator[dict[str
 
 
 def weight(row: dict[str, Any]) -> int:
-    """Characters of a row as the page holds it."""
-    return min(CUT, len(str(row.get("prompt")))) + min(CUT, len(str(row.get("completion")))) + 60
+    """Characters of a row as the page holds it; 60 for its numbers."""
+    texts = min(CUT, len(str(row.get("prompt")))) + min(CUT, len(str(row.get("completion"))))
+    return texts + (len(str(row["turns"])) if row.get("turns") else 0) + 60
 
 
 def _of_step(file: IO[bytes], size: int, step: int) -> Iterator[dict[str, Any]]:

@@ -95,7 +95,7 @@ class Inbox:
             return None
         match _parsed(body):
             case ["started", str() | None as error] if error is None or len(error) <= _TEXT:
-                return Started(None if error is None else _plain(error))
+                return Started(None if error is None else plain(error))
         raise NoAnswerError("its first word is another")
 
     def answer(self, asked: Asked) -> Answer | None:
@@ -162,7 +162,7 @@ def _judgement(row: Any, length: int, process_reward: bool) -> Judgement:
             placed = value is None if process_reward else not steps
             if short and known and placed:
                 number = None if value is None else _number(value)
-                return Judgement(number, reason, _plain(message), _plain(kind), _steps(steps, length))
+                return Judgement(number, reason, plain(message), plain(kind), _steps(steps, length))
     raise NoAnswerError("a sample has not the fields of one")
 
 
@@ -183,6 +183,6 @@ def _steps(steps: list[Any], length: int) -> ScoredSteps:
     return tuple(sorted(found, key=lambda step: step[0]))
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Without what would steer a terminal."""
     return "".join("\ufffd" if unicodedata.category(c) in _HIDDEN and c not in "\n\t" else c for c in text)

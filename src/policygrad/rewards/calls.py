@@ -26,6 +26,7 @@ class Judgement:
     message: str = ""
     kind: str = ""  # the exception's type: failures of one kind are told once
     steps: ScoredSteps = ()  # of a process reward, in place of `value`
+    printed: str = ""  # of a failure: the last lines that its worker has printed
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,11 @@ class Caller:
 
     def _tell(self, said: str, completions: Sequence[str]) -> str:
         return tell(self.name, said, completions)
+
+
+def last_words(printed: str) -> str:
+    """Return the end of a failure's message that shows what its worker printed last; "" where that is nothing."""
+    return f"; its worker printed last: {printed}" if printed else ""
 
 
 def tell(name: str, said: str, completions: Sequence[str]) -> str:

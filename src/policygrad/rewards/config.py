@@ -36,6 +36,9 @@ class Isolation:
     sandbox: Sandbox = "none"
     """A wall around workers: no network, few files to read, none to write (docs/rewards-isolation.md); not for a reward model."""
 
+    show_output: bool = False
+    """Let what reward functions print through to standard error; without it their last lines are shown where one fails."""
+
     def __post_init__(self) -> None:
         size(self.memory, "rewards.memory")
         check_names(self.environment, "rewards.environment")

@@ -5,10 +5,11 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from policygrad.errors import RewardError
 from policygrad.rewards.answers import NoAnswerError
-from policygrad.rewards.calls import Judgement
+from policygrad.rewards.calls import Judgement, last_words
 from policygrad.rewards.pace import Pace
 from policygrad.rewards.patience import FEWEST, NeverAnswers
 from policygrad.rewards.slots import FALSE_STARTS, Slot, Work
@@ -128,6 +129,8 @@ class Dispatcher:
                 if started.error:
                     raise RewardError(started.error + hint(started.error, slot.variables))
                 slot.ready, slot.started, slot.false_starts = True, True, 0
+                if slot.worker.printed:
+                    slot.worker.printed.forget()  # what imports print is of use only where they fail
                 self._send(slot)
             while slot.ready and slot.work and (answer := inbox.answer(slot.asked)) is not None:
                 self._take(slot, answer.judgements, report)
@@ -141,6 +144,9 @@ class Dispatcher:
     def _take(self, slot: Slot, judgements: list[Judgement], report: Report) -> None:
         assert slot.work
         function, places = slot.work.call(slot.done)
+        if any(judgement.reason for judgement in judgements):
+            printed = slot.printed()
+            judgements = [replace(j, printed=printed) if j.reason else j for j in judgements]
         self._never.answered(function, judgements)
         if slot.answered >= len(self._names):  # first calls may load what they need
             self._time(slot, function)
@@ -179,7 +185,7 @@ class Dispatcher:
         else:
             said = f"took more than its budget of {self._budgets[function]:g} s and was stopped"
             said, reason = f"{said}; @reward(budget=...) sets it", "timeout"
-        report(function, places, [Judgement(None, reason, said)] * len(places))
+        report(function, places, [Judgement(None, reason, said, printed=slot.last_lines)] * len(places))
         if rest := work.after(slot.done + 1):
             (queue.appendleft if self._never.proven(function) else queue.append)(rest)
         self._never.lost(function, said.partition(";")[0])
@@ -191,6 +197,7 @@ class Dispatcher:
             what = wrong or f"was not ready after {slot.limit:g} s"
             raise RewardError(
                 f"a reward worker {what} while it loaded {slot.start.names}; import them by hand to see why"
+                + last_words(slot.last_lines)
             )
         queue.appendleft(work)
 

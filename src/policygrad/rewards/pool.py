@@ -14,7 +14,7 @@ from typing import Any
 from policygrad.errors import ConfigError, DataError, RewardError
 from policygrad.rewards import walled
 from policygrad.rewards.begun import Begun
-from policygrad.rewards.calls import Caller, Judgement, Signature, tell
+from policygrad.rewards.calls import Caller, Judgement, Signature, last_words, tell
 from policygrad.rewards.dispatch import Dispatcher
 from policygrad.rewards.memory import size
 from policygrad.rewards.plan import plan, take
@@ -41,8 +41,9 @@ class RewardPool:
 
     memory: what a worker may take beyond what it has when it is loaded, "4GiB", or "none"; a reward that is `alone` has no limit.
     environment: names of environment variables that workers get besides the usual ones (docs/rewards-isolation.md). sandbox: the
-    wall around workers (walled.CHOICES), but for those of a reward that is `alone`. phase: is told what a scoring waits for, when
-    it takes seconds. patient: a function that has never answered is asked on and on.
+    wall around workers (walled.CHOICES), but for those of a reward that is `alone`. show_output: what functions print goes to
+    standard error; otherwise it is captured, and messages of failures end with its last lines. phase: is told what a scoring waits
+    for, when it takes seconds. patient: a function that has never answered is asked on and on.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class RewardPool:
         memory: str = "4GiB",
         environment: Sequence[str] = (),
         sandbox: str = walled.NONE,
+        show_output: bool = False,
         phase: Phase = nobody,
         patient: bool = False,
     ) -> None:
@@ -67,6 +69,7 @@ class RewardPool:
         check_names(environment, "environment")
         walled.check(sandbox, self.rewards)
         self._sandbox = sandbox
+        self._noted = False  # that prints are captured
         self._environment = tuple(environment)
         self._signatures = [Signature.of(reward.function) for reward in self.rewards]
         self._lock = threading.RLock()  # which `begin` holds around `score`
@@ -74,7 +77,7 @@ class RewardPool:
         self._here: dict[int, Caller] = {}  # those that run in this process
         functions = self._place()
         alone, starter = [f for f, number in enumerate(self._sent) if self.rewards[number].alone], Starter()
-        self._slots = slots_for(functions, alone, workers, size(memory), environment, starter, sandbox)
+        self._slots = slots_for(functions, alone, workers, size(memory), environment, starter, sandbox, show_output)
         self._close = weakref.finalize(self, _kill, self._slots, starter, os.getpid())
         budgets = [self.rewards[number].budget or budget for number in self._sent]
         names = [self.rewards[number].name for number in self._sent]
@@ -107,7 +110,11 @@ class RewardPool:
         there, no worker can load it, or it never answers; never because of what a function does with a sample.
         """
         rewards, table = self.judge(prompts, completions, columns, process_rewards=False, begun=begun)
-        return summarise(rewards, table, completions)
+        scores = summarise(rewards, table, completions)
+        if not self._noted and any(slot.printed() or slot.last_lines for slot in self._slots):
+            self._noted = True
+            scores.messages.append("what rewards print is not shown: --rewards.show-output shows it")
+        return scores
 
     def pays(self, count: int) -> bool:
         """Whether so many completions take so long to judge, as far as earlier scorings tell, that `begin` hides `WORTH`: by the
@@ -162,6 +169,8 @@ class RewardPool:
                 elif judgement.reason == "raised" and number not in self._here:
                     way_out = hint(judgement.message, self._environment)
                     judgement = replace(judgement, message=judgement.message + way_out)
+                if judgement.printed:
+                    judgement = replace(judgement, message=judgement.message + last_words(judgement.printed))
                 table[number][place] = judgement
 
         def answered(function: int, places: Sequence[int], judgements: Sequence[Judgement]) -> None:

@@ -54,6 +54,7 @@ class Slot:
     done: int = 0  # calls of the chunk that are answered
     began: float = 0.0  # when the deadline was set
     deadline: float = 0.0  # of the start while not ready, else of the call after `done`
+    last_lines: str = ""  # that the worker printed which was killed last
 
     def takes(self, work: Work) -> bool:
         """Whether its worker has the functions that the chunk calls."""
@@ -81,8 +82,13 @@ class Slot:
         self.began = time.monotonic()
         self.deadline = self.began + seconds
 
+    def printed(self) -> str:
+        """Return the last lines that its worker has printed; "" where they are not captured, or there are none."""
+        return self.worker.printed.last_lines() if self.worker and self.worker.printed else ""
+
     def kill(self) -> str:
         how = self.worker.kill() if self.worker else ""
+        self.last_lines = self.printed()
         self.worker, self.ready = None, False
         return how
 
@@ -104,13 +110,14 @@ def slots_for(
     variables: Sequence[str],
     starter: Starter,
     sandbox: str = NONE,
+    show_output: bool = False,
 ) -> list[Slot]:
     """One for every function that wants to be `alone`, by number, and `count` that each load all the others, behind a wall."""
     others = set(range(len(functions))).difference(alone)
 
     def start(share: set[int], memory: int | None, sandbox: str = NONE) -> WorkerStart:
         each = ((name, code if f in share else None, p) for f, (name, code, p) in enumerate(functions))
-        return WorkerStart(tuple(each), memory, sandbox=sandbox)
+        return WorkerStart(tuple(each), memory, sandbox=sandbox, show_output=show_output)
 
     own = [Slot(start({f}, None), variables, ALONE_LIMIT, starter) for f in alone]
     shared = start(others, memory, sandbox)

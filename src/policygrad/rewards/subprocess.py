@@ -2,13 +2,15 @@
 
 import os
 import secrets
+import select
 import signal
 import subprocess
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
 from policygrad.rewards import family, walled
-from policygrad.rewards.answers import NONCE, Inbox
+from policygrad.rewards.answers import NONCE, Inbox, plain
 from policygrad.rewards.variables import chosen
 from policygrad.rewards.wire import Chunk, WorkerStart, frame
 
@@ -17,6 +19,51 @@ _BOOT = (
     "enter(sys.argv[3]); from policygrad.rewards.worker import main; main(int(sys.argv[2]))"
 )
 _PIECE = 1 << 20  # bytes per read
+_KEPT, _LINES, _WIDTH = (
+    4096,
+    3,
+    200,
+)  # of what a worker prints: bytes, and of an error message lines and their characters
+
+
+class Output:
+    """Keeps the last of what a worker prints. A thread reads it as it comes, so that a print never waits for room in the pipe."""
+
+    def __init__(self, pipe: int) -> None:
+        os.set_blocking(pipe, False)
+        self._pipe, self._lock, self._open = pipe, threading.Lock(), True
+        self._bytes = b""
+        threading.Thread(target=self._follow, daemon=True, name="reward output").start()
+
+    def last_lines(self) -> str:
+        """Return the last lines that were printed, as one line; "" where nothing was."""
+        self._read()
+        lines = [line.strip()[:_WIDTH] for line in self._bytes.decode(errors="replace").splitlines() if line.strip()]
+        return plain(" / ".join(lines[-_LINES:]))
+
+    def forget(self) -> None:
+        """Drop what has been printed so far."""
+        self._read()
+        self._bytes = b""
+
+    def _follow(self) -> None:
+        waits = select.poll()
+        waits.register(self._pipe, select.POLLIN)
+        while self._open:
+            waits.poll()
+            self._read()
+        os.close(self._pipe)
+
+    def _read(self) -> None:
+        with self._lock:
+            if not self._open:
+                return
+            try:
+                data = os.read(self._pipe, _PIECE)
+            except BlockingIOError:
+                return
+            self._bytes = (self._bytes + data)[-_KEPT:]
+            self._open = bool(data)
 
 
 class WorkerProcess:
@@ -33,6 +80,7 @@ class WorkerProcess:
             self._place.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=None if start.show_output else subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
             env=self._place.environment,
@@ -42,6 +90,9 @@ class WorkerProcess:
         self.input, self.output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self.input, False)
         os.set_blocking(self.output, False)
+        self.printed = None if self._process.stderr is None else Output(os.dup(self._process.stderr.fileno()))
+        if self._process.stderr is not None:
+            self._process.stderr.close()
         self.inbox = Inbox(nonce)
         self._outbox = memoryview(b"")
         self.send(replace(start, nonce=nonce))

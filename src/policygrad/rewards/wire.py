@@ -19,6 +19,7 @@ class WorkerStart:
     memory: int | None = None  # bytes that it may take beyond what it has when everything is loaded; None = no limit
     nonce: bytes = b""  # begins every answer; the worker's own
     sandbox: str = "none"  # the wall that it is started behind
+    show_output: bool = False  # what it prints goes to the parent's standard error, and is not captured
 
     @property
     def names(self) -> str:

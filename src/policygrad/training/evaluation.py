@@ -70,6 +70,7 @@ def evaluate(
     memory: str = "4GiB",
     sandbox: Sandbox = "none",
     reward_environment: tuple[str, ...] = (),
+    show_output: bool = False,
     phase: Phase = nobody,
     sampler: Sampler | SamplerFactory | None = None,
     environment: EnvironmentFactory | str | None = None,
@@ -79,9 +80,9 @@ def evaluate(
     skip_bad_rows: bool = False,
     engine: SamplerConfig | None = None,
 ) -> EvaluationResult:
-    """Scores of a model on a task's held-out problems, as `Run`'s options of these names say; budget, memory, sandbox and
-    reward_environment as `Rewarding`'s. phase: is told what rewards, servers or environments are waited for. engine: `Run.sampler`,
-    whose servers are given the model's weights and draw.
+    """Scores of a model on a task's held-out problems, as `Run`'s options of these names say; budget, memory, sandbox,
+    show_output and reward_environment as `Rewarding`'s. phase: is told what rewards, servers or environments are waited for. engine:
+    `Run.sampler`, whose servers are given the model's weights and draw.
 
     Raises:
         PolicygradError: what does not exist or does not fit, with the way out.
@@ -100,7 +101,7 @@ def evaluate(
             seed=seed,
             device=device,
             dtype=dtype,
-            rewards=Rewarding(budget=budget, memory=memory, sandbox=sandbox, environment=reward_environment),
+            rewards=Rewarding(memory, reward_environment, sandbox, show_output, budget=budget),
             phase=phase,
             sampler=sampler,
             engine=engine_of(engine, folder, sampling, sampler, phase),

@@ -171,6 +171,7 @@ def _pool(chosen: tuple[Reward, ...], needed: Needed) -> Pool:
         memory=asked.memory,
         sandbox=asked.sandbox,
         environment=asked.environment,
+        show_output=asked.show_output,
         phase=needed.phase,
         patient=not asked.patience,
     )
