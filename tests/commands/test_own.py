@@ -189,3 +189,17 @@ def test_a_part_that_is_no_frozen_dataclass_is_refused_with_the_decorator_to_wri
             assert f"{name} is {is_what}" in err
             assert f"write @dataclass(frozen=True) above class {name}" in " ".join(err.split())
             assert "Traceback" not in out + err
+
+
+def test_a_part_whose_setting_has_no_default_is_read_from_a_file(here: Path) -> None:
+    """It was built without its settings first, which it cannot be."""
+    (here / "needing.py").write_text(
+        "from dataclasses import dataclass\nimport policygrad as pg\n\n"
+        "@dataclass(frozen=True)\nclass Share(pg.Gate):\n    width: float\n"
+        "    def weight(self, ratio, psi, batch): return ratio * self.width\n"
+        "    def value(self, ratio, psi, batch): return ratio * psi\n"
+    )
+    (here / "needing.toml").write_text(
+        'algorithm = { name = "dr_grpo", gate = { part = "needing.py:Share", width = 2 } }\n'
+    )
+    assert load(here / "needing.toml", Run()).algorithm.gate.width == 2.0  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from policygrad.algorithms import ALGORITHMS
+from policygrad.lab.experiments import EXPERIMENTS
 
 OWN = """
 from dataclasses import dataclass, field, replace
@@ -220,6 +221,60 @@ def test_a_part_in_an_algorithm_of_ones_own(run) -> None:
     assert found["GroupMean+Doubled"] == pytest.approx(found["dr_grpo"])  # half the gate, twice the advantage
 
 
+def test_a_part_alone_shows_its_base_and_where_they_differ(run) -> None:
+    """Two rows, no experiment, and which algorithm it is in; all the others on demand."""
+    code, out, err = run("--part", "own_part:HalfGate", "--group-size", "2")
+    assert (code, err) == (0, "")
+    rows = [line.split()[0] for line in out.splitlines() if line.startswith(("dr_grpo ", "HalfGate "))]
+    assert rows in (["dr_grpo", "HalfGate"] * 2, ["dr_grpo", "HalfGate"])  # one below the other, or side by side
+    text = " ".join(out.split())
+    assert (
+        "HalfGate is dr_grpo with gate = HalfGate, in place of Clip (--base NAME takes another algorithm)" in text
+    )
+    assert "Where HalfGate differs from dr_grpo w " in text
+    assert "→ HalfGate on-policy scale 0.125 → 0.063, " in text
+    assert len(out.splitlines()) < 40
+    assert "Findings" not in out
+    report = json.loads(run("--part", "own_part:HalfGate", "--group-size", "2", "--json")[1])
+    assert report["parts"] == ["HalfGate is dr_grpo with gate = HalfGate, in place of Clip"]
+    assert report["findings"] == []
+
+
+def test_all_measures_the_others_beside_a_part(run) -> None:
+    words = ("--part", "own_part:HalfGate", "--all", "--group-size", "2", "--experiment", "none", "--json")
+    rows = [row["name"] for row in json.loads(run(*words)[1])["algorithms"]]
+    assert rows[-1] == "HalfGate"
+    assert {"grpo", "rloo", "dapo"} < set(rows)
+
+
+def test_a_part_that_changes_nothing_differs_nowhere(run) -> None:
+    _, out, _ = run("--part", "GroupMean", "--group-size", "2")
+    after = out.split("Where GroupMean differs from dr_grpo\n")[1]
+    assert after.count("nowhere, in the decimals shown") == 2
+
+
+def test_the_settings_of_a_part_are_read(run) -> None:
+    parts = ("psi=GroupMean,own_part:Half(factor=3)", "psi=GroupMean, own_part.py:Half(2)", "GroupStd(eps=0.1, ddof=0)")
+    code, out, err = run("--part", *parts, "--group-size", "2", "--json")
+    assert code == 0, err
+    rows = {row["name"]: row["on_policy"]["figures"]["scale"] for row in json.loads(out)["algorithms"]}
+    assert list(rows) == [
+        "dr_grpo",
+        "GroupMean+Half(factor=3)",
+        "GroupMean+Half(factor=2)",
+        "GroupStd(eps=0.1, ddof=0)",
+    ]
+    assert list(rows.values())[1:3] == pytest.approx([3 * rows["dr_grpo"], 2 * rows["dr_grpo"]])
+
+
+def test_experiments_are_listed(run) -> None:
+    code, out, _ = run("--list-experiments")
+    assert code == 0
+    assert {line.split()[0] for line in out.splitlines() if not line.startswith(" ")} == set(EXPERIMENTS)
+    assert "gate_weights" in out
+    assert "w(r, sign Ψ) of every gate" in out
+
+
 def test_a_gate_without_a_hash_is_drawn(run, tmp_path) -> None:
     words = (
         "--part",
@@ -255,6 +310,15 @@ def test_a_gate_without_a_hash_is_drawn(run, tmp_path) -> None:
         (("--part", "own_part:OwnRefusal"), "ValueError: not today ("),
         (("--part", "own_part:NotFinite"), "NotFinite in psi.0 returned NaN or infinite numbers"),
         (("--part", "own_part:Half"), "needs factor"),
+        (("--part", "own_part:Half(factor=open('x'))"), "settings that are no literals"),
+        (("--part", "own_part:Half(**{'factor': 1})"), "settings that are no literals"),
+        (("--part", "own_part:Half(factor='much')"), "'algorithm.psi.factor' must be a number, not 'much'"),
+        (("--part", "own_part:Half(facto=1)"), "needs factor"),
+        (("--part", "own_part:Half(1, 2)"), "Half takes 1 settings, not 2"),
+        (("--part", "own_part:Half(1, factor=2)"), "Half is given factor twice"),
+        (("--part", "Clip(lo=0.1)"), "did you mean 'low'?"),
+        (("--part", "Clip,"), "cannot be read"),
+        (("--all", "--algorithm", "grpo"), "--all measures every algorithm"),
         (("--part", "own_part:Nothing"), "FIELD=own_part:Nothing"),
         (("--part", "own_part:Absent"), "cannot import"),
         (("--part", "gate=Clip,WeightCap"), "gate holds one part, not 2"),

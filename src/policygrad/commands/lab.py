@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ import tyro
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import describe as words
 from policygrad.commands.describe import HEAD, NAME, QUIET, Line
-from policygrad.commands.lab_parts import named, tried, with_part
+from policygrad.commands.lab_parts import Trial, named, tried, with_part
 from policygrad.commands.options import gathered, writable, write
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.update_rules import FirstOrder
@@ -25,7 +26,7 @@ from policygrad.training.config.parts import find_algorithm
 from policygrad.training.config.run import optional
 
 if TYPE_CHECKING:
-    from policygrad.lab.measurement import Figures
+    from policygrad.lab.measurement import Figures, Measured
     from policygrad.lab.report import LabReport
 
 COLUMNS = ("scale", "bias", "cosine", "variance", "MSE", "SNR", "best")
@@ -47,16 +48,22 @@ class LabOptions:
     algorithm: Annotated[tuple[str, ...], optional("NAME", "all of them")] = ()
     """Which algorithms; several are allowed, your own too: mine.py:NAME, mine:NAME."""
     part: Annotated[tuple[str, ...], optional("[FIELD=]PART[,PART]", "none")] = ()
-    """A part, or a chain of them, psi=GroupMean,mine:Asym, measured in `base` beside the others.
-    Yours, mine:MyGate or mine.py:MyGate, or ours. Several are allowed, each measured alone."""
+    """A part, or a chain of them, psi=GroupMean,mine:Asym, measured in `base` and compared with it.
+    Yours, mine:MyGate or mine.py:MyGate, or ours; with settings, 'mine:MyGate(eps=1)'. Several are allowed, each measured alone."""
     base: str = "dr_grpo"
     """The algorithm that a part is put into."""
+    all: bool = False
+    """With `part`: measure all algorithms and run all experiments beside it, as without one."""
     group_size: int = 4
     """G, completions per group."""
     kl: float = 0.05
     """Nats a completion between the policy that sampled and the one that learns, off-policy."""
-    experiment: Annotated[tuple[str, ...], optional("NAME", "all of them; none = only the table")] = ()
+    experiment: Annotated[
+        tuple[str, ...], optional("NAME", "all of them, with a part none; none = only the table")
+    ] = ()
     """Which experiments; several are allowed."""
+    list_experiments: bool = False
+    """Print the experiments' names and what each measures, and end."""
     seed: int = 0
     """Of the worlds and of what is sampled."""
     json: bool = False
@@ -70,6 +77,10 @@ class LabOptions:
         check_seed(self.seed)
         if not 0 < self.kl < 100:
             raise ConfigError(f"--kl must be above 0 nats and below 100, not {self.kl:g}")
+        if self.all and self.algorithm:
+            raise ConfigError(
+                f"--all measures every algorithm, and --algorithm names {', '.join(self.algorithm)}: leave one out"
+            )
         if self.base != "dr_grpo" and not self.part:
             raise ConfigError(
                 f"--base {self.base} is what a part of your own is put into: name one, --part MODULE:CLASS"
@@ -84,25 +95,51 @@ def lab(args: list[str]) -> int:
         return control(args[1:])
     args = gathered(args, "--algorithm", "--part", "--experiment")
     options = tyro.cli(LabOptions, args=args, prog="policygrad lab", config=(tyro.conf.FlagCreatePairsOff,))
+    if options.list_experiments:
+        words.emit(_experiments(shutil.get_terminal_size((100, 24)).columns))
+        return 0
     if options.output is not None:
         writable(options.output, "--output")
-    chosen = named(options.algorithm) if options.algorithm else _all(options.group_size)
+    alone = bool(options.part) and not options.all
+    chosen = named(options.algorithm) if options.algorithm or alone else _all(options.group_size)
+    trials = dict[str, Trial]()
     for spec in options.part:
-        label, own = with_part(find_algorithm(options.base), spec)
-        tried(own, spec, options.group_size)
-        chosen[spec if label in {*chosen, *ALGORITHMS} else label] = own
+        trial = with_part(find_algorithm(options.base), spec)
+        tried(trial, spec, options.group_size)
+        trials[spec if trial.label in {*chosen, *trials, *ALGORITHMS} else trial.label] = trial
+    base = ""
+    if trials:
+        ((base, algorithm),) = named([options.base]).items()
+        base = next((name for name, row in chosen.items() if row == algorithm), base)
+        chosen = {**chosen, base: algorithm, **{name: trial.algorithm for name, trial in trials.items()}}
     from policygrad.lab.report import report
 
-    names = None if not options.experiment else () if options.experiment == ("none",) else options.experiment
+    names = () if options.experiment == ("none",) or (alone and not options.experiment) else options.experiment or None
     found = report(chosen, options.group_size, options.kl, options.seed, names)
+    found = replace(found, parts=tuple(trial.sentence for trial in trials.values()))
     if options.output is not None:
         write(options.output, html(found, chosen), "--output")
         print(options.output, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps(found.to_dict(), ensure_ascii=False))
     elif options.output is None:
-        words.emit(page(found, shutil.get_terminal_size((100, 24)).columns))
+        pairs = [((base, chosen[base]), (name, trial.algorithm)) for name, trial in trials.items()]
+        words.emit(page(found, shutil.get_terminal_size((100, 24)).columns, pairs, brief=alone))
     return 0
+
+
+def _experiments(width: int) -> list[Line]:
+    """Each experiment's name, and what it measures."""
+    from policygrad.lab.experiments import EXPERIMENTS
+
+    longest = max(map(len, EXPERIMENTS))
+    return [
+        line
+        for name, experiment in EXPERIMENTS.items()
+        for line in words.wrapped(
+            ((name.ljust(longest + 2), NAME),), (inspect.getdoc(experiment) or "").split("\n\n")[0], width
+        )
+    ]
 
 
 def _all(group_size: int) -> dict[str, Algorithm]:
@@ -131,14 +168,27 @@ def _parts(a: Algorithm) -> dict[str, tuple[str, ...]]:
     return row | {"and more": row.pop("shaping") + row.pop("filters") + step}
 
 
-def page(found: LabReport, width: int) -> list[Line]:
-    """The table and the findings."""
+Row = tuple[str, Algorithm]
+"""The name of a row, and what it measures."""
+
+
+def page(found: LabReport, width: int, pairs: Sequence[tuple[Row, Row]] = (), brief: bool = False) -> list[Line]:
+    """The table and the findings.
+
+    pairs: (base, the same with a part in it), whose differences are listed. brief: without the table by difficulty and length.
+    """
     text = max(40, min(width, 110))
     lines: list[Line] = [((f"Gradient estimators, groups of {found.group_size}", HEAD),)]
     lines += words.wrapped((("  ", ""),), found.world + ".", text, QUIET)
+    for sentence in found.parts:
+        lines += words.wrapped((("  ", ""),), sentence + " (--base NAME takes another algorithm).", text)
     lines += [(), *_table(found, width), *words.wrapped((("  ", ""),), LEGEND, text, QUIET)]
-    lines += [(), (("By difficulty and length, on-policy", HEAD),), *_detail(found, width)]
-    lines += words.wrapped((("  ", ""),), DETAIL, text, QUIET)
+    for base, own in pairs:
+        lines += [(), *_differences(found, base, own, text)]
+    if not brief:
+        lines += [(), (("By difficulty and length, on-policy", HEAD),), *_detail(found, width)]
+    if pairs or not brief:
+        lines += words.wrapped((("  ", ""),), DETAIL, text, QUIET)
     if found.findings:
         lines += [(), (("Findings", HEAD),)]
     for finding in found.findings:
@@ -191,6 +241,38 @@ def _detail(found: LabReport, width: int) -> list[Line]:
             values = [row["scale"] for row in on.difficulty] + [weight[key] for key in lengths]
             lines.append(((on.name.ljust(name), NAME), (_row([_figure(x) for x in values[part]], 9), "")))
     return lines
+
+
+_KEPT = "\u00a0"
+"""A space that no line is broken at."""
+
+
+def _differences(found: LabReport, base: Row, own: Row, width: int) -> list[Line]:
+    """Where a part makes an algorithm another: in the equation, and in each figure that reads otherwise."""
+    (before, old), (after, new) = base, own
+    lines: list[Line] = [((f"Where {after} differs from {before}", HEAD),)]
+    symbols = dict(old.equation()) | new.equation()
+    told = [(name, old.equation().get(name, "–"), new.equation().get(name, "–")) for name in symbols]
+    rows = {on.name: (on, off) for on, off in found.rows}
+    sides = [
+        (side, _told(rows[before][i]), _told(rows[after][i])) for i, side in enumerate(("on-policy", "off-policy"))
+    ]
+    for name, was, now in told:
+        if was != now:
+            lines += words.wrapped(((f"  {name:<11}", NAME),), f"{was}  →  {now}", width)
+    for side, was_of, now_of in sides:
+        changed = [f"{k} {was_of.get(k, '–')} → {v}" for k, v in now_of.items() if v != was_of.get(k)]
+        text = ", ".join(item.replace(" ", _KEPT) for item in changed) or "nowhere, in the decimals shown"
+        for line in words.wrapped(((f"  {side:<11}", NAME),), text, width):
+            lines.append(tuple((piece.replace(_KEPT, " "), style) for piece, style in line))
+    return lines
+
+
+def _told(m: Measured) -> dict[str, str]:
+    """Each figure by its column, as it is shown."""
+    by_length = {f"{key} {row['length']:g}": row[key] for key in ("right", "wrong") for row in m.length if key in row}
+    details = {f"p={row['p']:.2f}": row["scale"] for row in m.difficulty} | by_length
+    return dict(zip(COLUMNS, _cells(m.figures, m.exact), strict=True)) | {k: _figure(v) for k, v in details.items()}
 
 
 def _sampled(found: LabReport) -> int:

@@ -30,12 +30,15 @@ class LabReport:
     seed: int
     world: str
     """In words."""
+    parts: tuple[str, ...] = ()
+    """In words, which algorithm each part that is measured was put into."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: numbers that are not finite are null."""
         rows = [{"name": on.name, "on_policy": _measured(on), "off_policy": _measured(off)} for on, off in self.rows]
         return {
             "world": self.world,
+            "parts": list(self.parts),
             "group_size": self.group_size,
             "off_policy_kl": self.kl,
             "seed": self.seed,

@@ -6,6 +6,7 @@ without `part` the table changes fields of the part that is there. "none" stands
 
 from __future__ import annotations
 
+import functools
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -211,17 +212,26 @@ def _read_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> 
         if isinstance(there, tuple):
             if not isinstance(item, list):
                 raise ConfigError(f"{where}: {place!r} is a list of parts: write [[{place}]] and a `part` for each")
-            changes[key] = tuple(_read_part(None, one, where, place) for one in item)
+            changes[key] = tuple(read_part(None, one, where, place) for one in item)
         elif isinstance(there, (str, int)):
             changes[key] = _typed(item, type(there), where, place)
         else:
-            changes[key] = _read_part(there, item, where, place)
+            changes[key] = read_part(there, item, where, place)
             if changes[key] is None and NoneType not in typing.get_args(typing.get_type_hints(Algorithm)[key]):
                 raise ConfigError(f"{where}: {place!r} cannot be none: it takes {', '.join(part_names(key))}")
     return _build(lambda: replace(current, **changes), where, dotted)  # type: ignore[no-any-return]
 
 
-def _read_part(current: Any, value: Any, where: str, dotted: str) -> Any:
+def read_part(current: Any, value: Any, where: str, dotted: str) -> Any:
+    """Build the part that a name, or a table of a `part` and its settings, describes; None for the word `none`.
+
+    Args:
+        current: the part that stands there: settings that are left out keep its values where it is of the same class.
+        where: what holds the value, which begins the message of a refusal; dotted: the key there.
+
+    Raises:
+        ConfigError: no such part, a setting that it does not have, or a value of another type.
+    """
     if value == NOTHING:
         return None
     value = {"part": value} if isinstance(value, str) else dict(_table(value, where, dotted))
@@ -230,17 +240,17 @@ def _read_part(current: Any, value: Any, where: str, dotted: str) -> Any:
         raise ConfigError(f"{where}: {dotted!r} needs a `part`, the class it is made of, e.g. part = 'Clip'")
     kind = type(current) if name is None else part_class(name, where, dotted)
     check_place(kind, where, dotted)
-    base: Any = current if type(current) is kind else _build(kind, where, dotted)
-    known = {f.name for f in fields(base)}
+    known = {f.name for f in fields(kind)}
     hints = typing.get_type_hints(kind)
     for key in value:
         if key not in known:
             raise ConfigError(f"{where}: unknown key '{dotted}.{key}' of {kind.__name__}: {nearest(key, known)}")
     values = {k: _read_field(v, hints[k], where, f"{dotted}.{k}") for k, v in value.items()}
-    return _build(lambda: replace(base, **values), where, dotted)
+    change = functools.partial(replace, current) if type(current) is kind else kind
+    return _build(lambda: change(**values), where, dotted)
 
 
 def _read_field(value: Any, hint: Any, where: str, dotted: str) -> Any:
     if value == NOTHING and NoneType in typing.get_args(hint):
         return None
-    return _read_part(None, value, where, dotted) if isinstance(value, Mapping) else _typed(value, hint, where, dotted)
+    return read_part(None, value, where, dotted) if isinstance(value, Mapping) else _typed(value, hint, where, dotted)
