@@ -66,8 +66,8 @@ def test_every_model_of_a_run_is_counted() -> None:
 
 
 def test_a_measurement_that_decodes_more_rows_than_a_step_is_counted() -> None:
-    """The default measurement draws 256 × 8 completions, of which decode_rows decode at once; a default step draws fewer."""
-    run = pg.Run(algorithm=pg.DR_GRPO).resolved()
+    """The default measurement draws 256 × 8 completions, of which decode_rows decode at once; this step draws 4 × 8."""
+    run = pg.Run(algorithm=pg.DR_GRPO, prompts_per_step=4, samples_per_prompt=8).resolved()
     without = footprint(replace(run, evaluation=pg.Evaluation(problems=0)))
     few = footprint(replace(run, evaluation=pg.Evaluation(problems=2, samples=1)))
     most = footprint(replace(run, evaluation=pg.Evaluation(problems=10**4)))

@@ -54,7 +54,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers
         self._show()
 
 
-class LengthCache(DynamicCache):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
+class LengthCache(DynamicCache):
     """A cache that counts its tokens where no layer of it does: transformers' own raises ValueError when asked for its length."""
 
     def __init__(self, config: Any) -> None:
@@ -130,7 +130,7 @@ class _AsLong(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' o
 
 def _reorder_beside(cache: Any, rows: Tensor) -> None:
     """Keeps these rows of the states that MiniMax's lightning attention keeps beside the layers, [] for a layer without any."""
-    beside = getattr(cache, "linear_cache", ())
+    beside: list[Any] = getattr(cache, "linear_cache", [])
     attention = next((layer for layer in cache.layers if isinstance(layer, RoomyLayer)), None)
     for i, state in enumerate(beside):
         if isinstance(state, Tensor):
