@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,3 +69,41 @@ def long_batch() -> pg.Batch:
         tokens=tokens,
         prompts=tuple(torch.randint(3, VOCABULARY, (n,), generator=g) for n in (2, 9, 5)),
     )
+
+
+FILE = Path(__file__).parents[1] / "architectures.toml"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One entry of tests/architectures.toml."""
+
+    type: str
+    layers: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    nested: bool = False
+    shares: bool = False
+    left_out: tuple[str, ...] = ()
+    refused: str = ""
+    short: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.type}-{self.layers.replace(' ', '-').replace(',', '')}"
+
+    def config(self) -> Any:
+        """A configuration of this type with what it knows of the settings."""
+        settings = {**_read()["base"], **self.settings}
+        text = tf.AutoConfig.for_model(f"{self.type}_text" if self.nested else self.type).__class__
+        known = set(inspect.signature(text.__init__).parameters) | {f.name for f in fields(text)}
+        mine = {key: value for key, value in settings.items() if key in known or key in self.settings}
+        return tf.AutoConfig.for_model(self.type, text_config=mine) if self.nested else text(**mine)
+
+
+def _read() -> dict[str, Any]:
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+
+
+def families() -> list[Family]:
+    """Every entry, in the file's order."""
+    return [Family(**entry | {"left_out": tuple(entry.get("left_out", ()))}) for entry in _read()["family"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -99,3 +100,18 @@ def test_few_compiled_operations_are_kept_in_half_precision_on_a_cpu(
     monkeypatch.setenv(name, "7")
     load_model(str(random_model), dtype="bf16")
     assert os.environ[name] == "7"
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_5_moe"])
+def test_a_generic_tokenizer_beside_a_qwen_model_gives_the_ids_of_its_own_file(
+    random_model: Path, kind: str, tmp_path: Path
+) -> None:
+    """transformers would take a class of the model type's, which splits text in another way and adds a token."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((random_model / name).read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "eos_token_id": 1}), encoding="utf-8")
+    network = load_model(str(random_model))
+    loaded, plain = load_tokenizer(str(tmp_path), network), load_tokenizer(str(random_model), network)
+    text = "Solve for e: 5 - 8*e = -51\nSpell don't 4567"
+    assert len(loaded.hf) == len(plain.hf)
+    assert loaded.encode(text, 8).tolist() == plain.encode(text, 8).tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,19 @@ def test_every_model_of_a_run_is_counted() -> None:
     )  # masters and two moments
     assert _models(pg.Run(), 2**27, None, torch.float32)["copy of the state"] == 0  # of a large one none is kept
     assert half.learning < found["dr_grpo"].learning
+
+
+def test_a_measurement_that_decodes_more_rows_than_a_step_is_counted() -> None:
+    """The default measurement draws 256 × 8 completions, of which decode_rows decode at once; this step draws 4 × 8."""
+    run = pg.Run(algorithm=pg.DR_GRPO, prompts_per_step=4, samples_per_prompt=8).resolved()
+    without = footprint(replace(run, evaluation=pg.Evaluation(problems=0)))
+    few = footprint(replace(run, evaluation=pg.Evaluation(problems=2, samples=1)))
+    most = footprint(replace(run, evaluation=pg.Evaluation(problems=10**4)))
+    step = run.prompts_per_step * run.group_size
+    assert step < run.sampling.decode_rows
+    assert few.sampling == without.sampling
+    assert footprint(run).sampling == most.sampling
+    assert most.sampling * step == without.sampling * run.sampling.decode_rows
 
 
 def test_the_larger_of_learning_and_sampling_is_the_peak() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -79,7 +81,8 @@ def adapt(model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, whole:
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(seed)
-        model.add_adapter(config)
+        with _quiet():
+            model.add_adapter(config)
     config.base_model_name_or_path = base
     config.target_modules = sorted(config.target_modules or ())  # a set, whose order is another in every process
     only_they_train(model)
@@ -92,6 +95,14 @@ def _whole(alpha: float) -> Any:
     return int(alpha) if alpha == int(alpha) else alpha
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without PEFT's warning of patterns for stacked experts, which transformers adds to a configuration that adapts no experts."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
+        yield
+
+
 def unadaptable(model: nn.Module) -> dict[str, str]:
     """The linear layers that no adapter fits, by full name, each with the reason.
 
@@ -102,8 +113,12 @@ def unadaptable(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for full, module in model.named_modules():
         if hasattr(module, "A_log") and hasattr(module, "D"):
-            skipped = [name for name, part in module.named_modules() if isinstance(part, nn.Linear) and name != "in_proj"]
-            found |= {f"{full}.{name}": "the Mamba layer around it computes with its weights directly" for name in skipped}
+            skipped = [
+                name for name, part in module.named_modules() if isinstance(part, nn.Linear) and name != "in_proj"
+            ]
+            found |= {
+                f"{full}.{name}": "the Mamba layer around it computes with its weights directly" for name in skipped
+            }
         if isinstance(module, nn.Linear) and not _is_linear(module):
             found[full] = f"{type(module).__name__} computes something else than a product with its weights"
     return found
@@ -227,8 +242,9 @@ def rebuilt(model: Any, build: Callable[[Any], nn.Module]) -> nn.Module:
             made.base_model.set_adapter(list(model.active_adapters))
         return made  # type: ignore[no-any-return]
     made = build(model)
-    for name, config in configs.items():
-        made.add_adapter(copy.deepcopy(config), name)
+    with _quiet():
+        for name, config in configs.items():
+            made.add_adapter(copy.deepcopy(config), name)
     made.set_adapter(model.active_adapters())
     return made  # type: ignore[no-any-return]
 

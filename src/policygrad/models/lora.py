@@ -31,7 +31,7 @@ class Lora:
     alpha: float | None = None
     """α; 32."""
     targets: str | None = None
-    """all-linear = every linear layer that an adapter fits, but the head; or names of layers, with + between them (q_proj+v_proj)."""
+    """all-linear = each linear layer that an adapter fits, but the head; or names of layers with + between (q_proj+v_proj)."""
     bits: int | None = None
     """4 = the frozen weights in four bits, NF4 with double quantisation (Dettmers et al. 2023, QLoRA)."""
 

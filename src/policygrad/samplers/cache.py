@@ -54,7 +54,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers
         self._show()
 
 
-class LengthCache(DynamicCache):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
+class LengthCache(DynamicCache):
     """A cache that counts its tokens where no layer of it does: transformers' own raises ValueError when asked for its length."""
 
     def __init__(self, config: Any) -> None:
@@ -114,12 +114,29 @@ def cache_of(out: Any, model: nn.Module) -> tuple[str, Any]:
     )
 
 
+class _AsLong(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
+    """Stands for a layer without keys and has the length of one with keys: masks are made by the first layer's length."""
+
+    def __init__(self, other: DynamicLayer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.other = other
+
+    def get_seq_length(self) -> int:
+        return int(self.other.get_seq_length())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """There is nothing to reorder."""
+
+
 def _reorder_beside(cache: Any, rows: Tensor) -> None:
     """Keeps these rows of the states that MiniMax's lightning attention keeps beside the layers, [] for a layer without any."""
-    beside = getattr(cache, "linear_cache", ())
+    beside: list[Any] = getattr(cache, "linear_cache", [])
+    attention = next((layer for layer in cache.layers if isinstance(layer, RoomyLayer)), None)
     for i, state in enumerate(beside):
         if isinstance(state, Tensor):
             beside[i] = state.index_select(0, rows)
+            if attention is not None and i < len(cache.layers):
+                cache.layers[i] = _AsLong(attention)
 
 
 def expand(cache: Any, repeats: Tensor, room: int) -> None:

@@ -18,7 +18,7 @@ _AHEAD = 32
 """Columns that what rows may see is written down for at a time, a multiple of those that layers compute with (`shared`)."""
 
 _FAR = 0.2
-"""Of the difference between two texts, and of the spread of logits: an error beyond both is no rounding, in half precision either."""
+"""Of the difference between two texts, and of the spread of logits: an error beyond both is no rounding."""
 
 
 class Shared:
@@ -182,11 +182,13 @@ def check_decodes(model: nn.Module, pad: int) -> None:
         raise ModelError(_cannot_decode(model, why)) from error
     effect, gap = float((truth[0] - truth[1]).abs().max()), float((got - truth).abs().max())
     if gap > _FAR * effect and gap > _FAR * float(truth.std()):
-        raise ModelError(_cannot_decode(model, f"logits differ by up to {gap:.2g} from those of the same text in one pass"))
+        raise ModelError(
+            _cannot_decode(model, f"logits differ by up to {gap:.2g} from those of the same text in one pass")
+        )
 
 
 def _cannot_decode(model: nn.Module, why: str) -> str:
     return (
-        f"{type(model).__name__} cannot decode several completions at once from its cache ({why}): sample with an engine that has this "
-        "architecture (--sampler.engine vllm), or choose another model"
+        f"{type(model).__name__} cannot decode several completions at once from its cache ({why}): sample with an engine that "
+        "has this architecture (--sampler.engine vllm), or choose another model"
     )

@@ -101,7 +101,7 @@ def footprint(run: Run) -> Footprint:
     logits = (BUFFER if device == "cpu" else BUFFER_ACCELERATOR) * 4 * 3
     if "logp_old" in run.algorithm.needs or run.algorithm.terms or run.algorithm.forward_needs:  # see `head`
         logits += min(WAITING, tokens * vocabulary) * 4
-    rows = min(run.sampling.decode_rows, run.prompts_per_step * run.group_size)
+    rows = _decoded_rows(run)
     cache = rows * (max(lengths) + completion) * _cache_width(config) * dtype.itemsize
     return Footprint(
         {"libraries": libraries, **_models(run, whole, trained if lora is not None else None, dtype)},
@@ -130,6 +130,12 @@ def _models(run: Run, parameters: int, adapters: int | None, dtype: torch.dtype)
         **{name: counted[name] for name in ("gradients", "optimiser", "copy of the state")},
         "other models": adapters * (frozen - named) * 4 + parameters * named * weight,
     }
+
+
+def _decoded_rows(run: Run) -> int:
+    """Count the completions that decode at once: of a training step or of a measurement, whichever has more, up to decode_rows."""
+    measured = run.evaluation.problems * run.evaluation.samples
+    return min(run.sampling.decode_rows, max(run.prompts_per_step * run.group_size, measured))
 
 
 def _bits(run: Run) -> bool:

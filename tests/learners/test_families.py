@@ -1,0 +1,114 @@
+"""Every family of architectures in tests/architectures.toml samples and learns, in full and with LoRA, or is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+import policygrad as pg
+from doubles.architectures import Family, families
+from doubles.drawing import Context, sample
+from policygrad.errors import ConfigError, ModelError
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.models.adapters import adapt
+from policygrad.models.loading import load_model
+from policygrad.models.lora import Lora
+from policygrad.samplers.base import Sampling
+from policygrad.samplers.local import LocalSampler
+
+LENGTHS = (2, 11)
+"""Of the prompts: padded on the left where they are read together, the longer one beyond the models' windows and chunks."""
+FAMILIES = [pytest.param(f, id=f.name, marks=() if f.short else pytest.mark.long) for f in families()]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {}
+
+
+def folder_of(family: Family, saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The family's small random model on the disk, written once."""
+    if family.name not in saved:
+        torch.manual_seed(0)
+        saved[family.name] = tmp_path_factory.mktemp("family")
+        tf.AutoModelForCausalLM.from_config(family.config()).save_pretrained(saved[family.name])
+    return str(saved[family.name])
+
+
+@dataclass
+class Trained:
+    """What two steps did."""
+
+    gap: float
+    """Nats between sampler and learner, at most."""
+    moved: bool
+    """Whether every step changed weights."""
+    shares: bool | None
+
+
+def two_steps(path: str, lora: Lora | None) -> Trained:
+    """GRPO with completions of the model's own and made-up rewards; sampler and learner in this process, as a run has them."""
+    model, algorithm = load_model(path, lora=lora), pg.GRPO
+    sampler = LocalSampler(model, frozenset({1}), 0)
+    learner, gap, moved = LocalLearner(model, algorithm, lr=1e-2, steps=2), 0.0, True
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for step in range(2):
+        prompts = [Context(torch.arange(3, 3 + n), (step, i)) for i, n in enumerate(LENGTHS)]
+        drawn = [c for group in sample(sampler, prompts, 3, Sampling(max_tokens=10)) for c in group]
+        mask = pad_sequence([torch.ones(len(c.tokens), dtype=torch.bool) for c in drawn], batch_first=True)
+        batch = pg.Batch(
+            mask=mask,
+            group=torch.arange(2).repeat_interleave(3),
+            reward=torch.arange(6.0) % 3,
+            tokens=pad_sequence([c.tokens for c in drawn], batch_first=True),
+            prompts=tuple(p.tokens for p in prompts),
+            logp_sampler=pad_sequence([c.logp for c in drawn], batch_first=True),
+        )
+        scored = learner.evaluate(batch, algorithm.needs | {"logp_old"})
+        assert isinstance(scored.logp_old, Tensor)
+        assert isinstance(batch.logp_sampler, Tensor)
+        gap = max(gap, float((scored.logp_old - batch.logp_sampler)[mask].abs().max()))
+        before = [p.detach().clone() for p in trained]
+        learner.update(scored, algorithm.advantages(scored), algorithm)
+        moved = moved and any(not torch.equal(old, new) for old, new in zip(before, trained, strict=True))
+    return Trained(gap, moved, sampler._shares)
+
+
+@pytest.mark.parametrize("form", ["full", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_with_one_log_probability_in_sampler_and_learner(
+    family: Family, form: str, saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if form == "lora":
+        pytest.importorskip("peft")
+    path, lora = folder_of(family, saved, tmp_path_factory), Lora(rank=2) if form == "lora" else None
+    if family.refused:
+        with pytest.raises(ModelError, match=family.refused) as caught:
+            two_steps(path, lora)
+        assert "ForCausalLM" in str(caught.value)
+        return
+    found = two_steps(path, lora)
+    assert found.gap < 1e-5
+    assert found.moved
+    assert found.shares == family.shares
+
+
+@pytest.mark.parametrize("family", [p for p in FAMILIES if p.values[0].left_out])  # type: ignore[attr-defined]
+def test_lora_leaves_out_exactly_the_layers_that_no_adapter_fits_and_refuses_them_by_name(family: Family) -> None:
+    peft = pytest.importorskip("peft")
+    model = tf.AutoModelForCausalLM.from_config(family.config())
+    linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not model.lm_head}
+    adapt(model, Lora(rank=2))
+    adapted = {n for n, m in model.named_modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)}
+    assert {n.rpartition(".")[2] for n in linear - adapted} == {*family.left_out}
+    other = tf.AutoModelForCausalLM.from_config(family.config())
+    with pytest.raises(
+        ConfigError, match=f"no adapter fits the layer '{family.left_out[0]}' of {type(other).__name__}"
+    ):
+        adapt(other, Lora(rank=2, targets=family.left_out[0]))
