@@ -24,7 +24,8 @@ def ours() -> set[str]:
     found = {flag for name in ("grpo", "ppo", "rloo", "dapo", "a2c", "sapo", "vapo") for flag in flags(name)}
     fields = ("gate", "psi", "ratio", "aggregate", "terms", "shaping", "filters", "corrections")
     found |= {f"--algorithm.{field}" for field in fields}
-    return found | {"--algorithm.gate.c", "--algorithm.corrections.truncated-is.cap"}  # of DualClip, TruncatedIS
+    found |= {"--algorithm.gate.c", "--algorithm.corrections.truncated-is.cap"}  # of DualClip, TruncatedIS
+    return found | {"--algorithm.psi.batch-std.of", "--algorithm.psi.group-std.eps"}
 
 
 def test_every_answer_is_an_option_that_exists(ours: set[str]) -> None:
@@ -71,6 +72,9 @@ def test_each_is_refused_by_name(ours: set[str]) -> None:
         ("train grpo trainer.project_name=x", "trainer.project_name is verl's, and there is no such option here"),
         ("train algorithm.adv_estimator=grpo", "here it is ALGORITHM, the first word after `train`"),
         ("train --use-vllm", "--use-vllm is TRL's; here it is --sampler.engine (vllm or sglang"),
+        ("train grpo --load_in_4bit", "--load_in_4bit is TRL's; here it is --learner.lora bits=4 (the frozen weights"),
+        ("train grpo --log_completions", "--log_completions is TRL's, and there is no such option here (every completion is"),
+        ("train grpo --push_to_hub true", "there is no such option here (nothing is uploaded: the run's folder model/"),
         ("train --report_to wandb", "here it is --track (wandb, tensorboard"),
         ("train --n_samples_per_prompt 4 --eps_clip 0.2", "options of other libraries:\n  --n_samples_per_prompt is OpenRLHF's"),
         ("sft --data x --num-train-epochs 3", "here it is --epochs 3"),

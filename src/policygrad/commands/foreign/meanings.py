@@ -17,13 +17,21 @@ HIGH = Ours("--algorithm.gate.high", "an offset from 1 with Clip; with WeightCap
 KL_IN_REWARD = Ours(
     "--algorithm.shaping.kl-in-reward.beta", "--algorithm.shaping KLInReward puts the penalty in where there is none"
 )
+TARGET_KL = Ours(
+    "--algorithm.shaping.kl-in-reward.target",
+    "nats a token, over all tokens; at most 2 % a rollout, as with a horizon of ten rollouts' samples",
+)
 KL_IN_LOSS = Ours(
     "--algorithm.terms.kl-to-reference.beta", "--algorithm.terms KLToReference puts the term in where there is none"
 )
 KL_FORM = Ours(
     "--algorithm.terms.kl-to-reference.form", "k2 or k3; k1 belongs into the reward, --algorithm.shaping KLInReward"
 )
-ENTROPY = Ours("--algorithm.terms.entropy.eta", "--algorithm.terms Entropy puts the term in where there is none")
+ENTROPY = Ours(
+    "--algorithm.terms.entropy.eta",
+    "--algorithm.terms Entropy puts the term in where there is none; it is an estimate from the sampled tokens, and "
+    "--algorithm.terms ExactEntropy the sum over the vocabulary",
+)
 DUAL_CLIP = Ours(
     "--algorithm.gate DualClip --algorithm.gate.c", "it bounds r where Ψ < 0; where Ψ > 0 the clip does already"
 )

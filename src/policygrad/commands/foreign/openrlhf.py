@@ -19,6 +19,7 @@ from policygrad.commands.foreign.meanings import (
     REWARD_MODEL,
     SCHEDULE,
     SERVERS,
+    TARGET_KL,
     TRACKER,
     Ours,
 )
@@ -43,19 +44,31 @@ OPENRLHF = {
     "value_clip": Ours("--algorithm.critic.clip"),
     "gamma": Ours("--algorithm.psi.gae.gamma"),
     "lambd": Ours("--algorithm.psi.gae.lam"),
-    "init_kl_coef": KL_IN_REWARD,
-    "kl_target": Ours("--algorithm.shaping.kl-in-reward.target", "nats a token"),
+    "init_kl_coef": Ours(
+        KL_IN_REWARD.flag,
+        f"{KL_IN_REWARD.note}; OpenRLHF puts it behind the baselines of rloo, reinforce_baseline, group_norm and dr_grpo, and here "
+        "it is in them",
+    ),
+    "kl_target": TARGET_KL,
     "kl_estimator": Ours(KL_FORM.flag, KL_FORM.note),
     "use_kl_loss": Ours("--algorithm.terms KLToReference"),
     "entropy_loss_coef": ENTROPY,
     "policy_loss_type": METHOD,
     "advantage_estimator": METHOD,
-    "no_advantage_std_norm": Ours("--algorithm.psi GroupMean"),
+    "no_advantage_std_norm": Ours(
+        "--algorithm.psi",
+        "without Whiten: GroupMean for reinforce_pp_baseline, GAE for ppo; the mean over all tokens, which OpenRLHF still takes "
+        "off, stays on; rloo, group_norm and dr_grpo are as they are",
+    ),
     "overlong_buffer_len": Ours(
         "--algorithm.shaping SoftOverlong --algorithm.shaping.soft-overlong.cache",
         "a share of --max-tokens, not tokens",
     ),
-    "dynamic_filtering": Ours("--algorithm.filters DropNoSpread", "groups without any spread go, at whatever reward"),
+    "dynamic_filtering": Ours(
+        "--algorithm.filters DropNoSpread",
+        "groups without any spread go, at whatever reward; OpenRLHF's are those whose mean is outside its range, the same for "
+        "rewards of 0 and 1",
+    ),
     "actor_learning_rate": Ours("--lr"),
     "critic_learning_rate": Ours("--algorithm.critic.lr"),
     "lr_warmup_ratio": RATIO_WARMUP,
@@ -67,7 +80,10 @@ OPENRLHF = {
         "--algorithm.critic.pretrain", "rollouts, at most: it ends when the critic explains enough"
     ),
     "enable_vllm_is_correction": CORRECTION,
-    "vllm_is_truncated_threshold": Ours("--algorithm.corrections TruncatedIS --algorithm.corrections.truncated-is.cap"),
+    "vllm_is_truncated_threshold": Ours(
+        "--algorithm.corrections TruncatedIS --algorithm.corrections.truncated-is.cap",
+        "the upper of its two bounds; weights below the lower one are not raised here",
+    ),
     "pretrain": Ours("--model"),
     "reward_pretrain": REWARD_MODEL,
     "remote_rm_url": Ours(

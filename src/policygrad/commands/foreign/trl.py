@@ -87,9 +87,16 @@ TRL = {
         "grpo is SequenceMean, dr_grpo FixedLength, dapo and bnpo TokenMean; cispo and sapo are algorithms here, and so is all "
         "of dapo: policygrad train dapo",
     ),
-    "scale_rewards": Ours("--algorithm.psi", "group is GroupMean,GroupStd; batch GroupMean,BatchStd; none GroupMean"),
+    "scale_rewards": Ours(
+        "--algorithm.psi",
+        "group is GroupMean,GroupStd; none GroupMean; batch GroupMean,BatchStd with --algorithm.psi.batch-std.of rewards, for "
+        "TRL divides by the std of the rewards, not of the centred ones",
+    ),
     "importance_sampling_level": Ours("--algorithm.ratio", "token is Token, sequence Sequence"),
-    "mask_truncated_completions": Ours("--algorithm.filters MaskTruncated"),
+    "mask_truncated_completions": Ours(
+        "--algorithm.filters MaskTruncated",
+        "TRL counts their rewards in the group's mean and std: --algorithm.filters.mask-truncated.keep-in-statistics",
+    ),
     "sapo_temperature_pos": Ours("--algorithm.gate.tau-pos"),
     "sapo_temperature_neg": Ours("--algorithm.gate.tau-neg"),
     "sync_ref_model": Ours("--algorithm.reference.every", "in rollouts"),
@@ -99,7 +106,8 @@ TRL = {
     "ref_model_mixup_alpha": Ours("--algorithm.reference.every", "the policy is taken over whole, not mixed in"),
     "vllm_importance_sampling_correction": CORRECTION,
     "vllm_importance_sampling_cap": Ours(
-        "--algorithm.corrections TruncatedIS --algorithm.corrections.truncated-is.cap"
+        "--algorithm.corrections TruncatedIS --algorithm.corrections.truncated-is.cap",
+        "an upper bound alone, token by token: TRL's mode token_truncate without a minimum",
     ),
     "reward_funcs": Ours("--reward"),
     "reward_weights": Ours("--reward", "a weight stands with its reward: --reward math format*0.5"),
@@ -122,4 +130,13 @@ TRL = {
     "use_peft": LORA,
     "lora_r": LORA,
     "lora_alpha": LORA,
+    "load_in_4bit": Ours(
+        "--learner.lora bits=4", "the frozen weights under adapters in four bits, NF4 as in QLoRA; part of one option"
+    ),
+    "log_completions": Ours(
+        "", "every completion is written to completions.jsonl, and `policygrad report RUN` shows them"
+    ),
+    "push_to_hub": Ours(
+        "", "nothing is uploaded: the run's folder model/ is what `hf upload REPOSITORY RUN/model` takes"
+    ),
 }
