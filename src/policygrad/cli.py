@@ -43,7 +43,7 @@ with interchangeable parts
   policygrad compare ROW ROW ...          algorithms against each other: seeds,
                                           learning rates, curves, what can be
                                           concluded
-  policygrad plan --model SHAPE --gpus H200:64
+  policygrad plan [ALGORITHM] --model SHAPE --gpus H200:64
                                           memory, seconds and cost of a run,
                                           before it is begun; what to change
                                           where it does not fit

@@ -59,6 +59,41 @@ def test_as_json(run_command: Any) -> None:
     assert told["algorithm"]["scores"] == 1  # π_ref
 
 
+def test_the_algorithm_is_the_first_word(run_command: Any) -> None:
+    first = json.loads(run_command("plan", "ppo", *MODEST, "--json")[1])
+    named = json.loads(run_command("plan", *MODEST, "--algorithm", "ppo", "--json")[1])
+    assert first == named
+    assert first["algorithm"]["name"] == "ppo"
+
+
+def test_what_others_have_measured_can_be_planned_with_an_engine(run_command: Any) -> None:
+    """Set-ups of docs/planning.md; micro-batches of 16,384 tokens fit where activations are recomputed."""
+    for model, gpus, tensor, completion in (
+        ("Llama-3.1-8B", 8, 1, 795),
+        ("Llama-3.1-70B", 64, 4, 398),
+        ("Llama-3.1-8B", 16, 1, 1060),
+    ):
+        words = (
+            "plan",
+            "grpo",
+            "--model",
+            model,
+            "--gpus",
+            f"H100:{gpus}",
+            "--tensor-parallel",
+            str(tensor),
+            "--prompt",
+            "132",
+        )
+        words += ("--samples-per-prompt", "32", "--completion", str(completion), "--gradient-checkpointing", "--engine")
+        found = json.loads(run_command(*words, "--json")[1])["plan"]
+        assert found["fits"], model
+        assert "the policy, whole" not in found["memory"]["learner"]["always"]
+    out = run_command(*words)[1]
+    assert "this library's engines do neither yet" in " ".join(out.lower().split())
+    assert not json.loads(run_command(*words[:-1], "--json")[1])["plan"]["fits"]
+
+
 def test_samplers_apart(run_command: Any) -> None:
     told = json.loads(run_command("plan", *MODEST, "--staleness", "1", "--json")[1])["plan"]
     assert 0 < told["layout"]["samplers"] < 8
@@ -116,6 +151,8 @@ def test_a_page_with_plots(run_command: Any, tmp_path: Path) -> None:
         (("--algorithm", "trpo"), "counts gradient steps alone"),
         (("--context", "256"), "no room for a completion"),
         (("--completion", "9000"), "more than the 3840"),
+        (("grpo", "--algorithm", "ppo"), "named twice"),
+        (("gpro",), "grpo"),
         (("--samplers", "8"), "leave none to learn"),
         (("--tensor-parallel", "2"), "give --samplers or --staleness"),
         (("--staleness", "1", "--samplers", "0"), "leave one of them out"),

@@ -95,6 +95,18 @@ def test_a_sampler_draws_as_many_as_it_holds() -> None:
     assert slots(NAMED["Llama-3.1-70B"], WORK, layout, H100) == 1
 
 
+def test_under_an_engine_no_learner_has_the_whole_policy() -> None:
+    of, asks = NAMED["Qwen3-8B"], Asks(frozen=1)
+    for layout in (Layout(8), Layout(8, samplers=4)):
+        own, engine = (learner(of, WORK, asks, replace(layout, whole=whole), H100) for whole in (True, False))
+        assert sum(own.always.values()) - sum(engine.always.values()) == 2 * of.parameters
+    in_turns = learner(of, WORK, asks, Layout(8, tensor=2, whole=False), H100)
+    assert in_turns.drawing["the policy's share"] == 2 * of.parameters / 2
+    assert in_turns.drawing["keys and values"] == pytest.approx(128 * WORK.seen * 2 * of.cache / 2)
+    apart = Layout(8, samplers=1)
+    assert slots(of, WORK, replace(apart, whole=False), H100) > slots(of, WORK, apart, H100)
+
+
 def test_checkpointing_keeps_a_layers_entry() -> None:
     of, layout = NAMED["Qwen3-8B"], Layout(1, checkpointing=True)
     assert kept(of, layout, 10) == 36 * 10 * 4096 * 2 + kept(of, Layout(1), 10) / 36

@@ -68,6 +68,18 @@ def test_what_does_not_fit_in_a_sampler_is_spread_over_several() -> None:
     assert way.plan.fits
 
 
+@pytest.mark.parametrize(("model", "gpus"), [("Llama-3.1-70B", 64), ("Qwen3-32B", 64), ("Qwen3-32B", 16)])
+def test_a_division_is_proposed_only_where_it_fits(model: str, gpus: int) -> None:
+    """One sampler that held no completion was proposed here, with a step of hours."""
+    found = plan(model, Layout(gpus))
+    ways = remedies(found)
+    divided = [way for way in ways if "--samplers" in way.option]
+    assert divided
+    assert all(way.plan.fits and way.plan.step < 1800 for way in divided)
+    assert ways[-1].plan.fits
+    assert any(way.option.startswith("--engine") for way in ways)
+
+
 def test_where_nothing_is_enough_it_says_so() -> None:
     found = plan("Llama-3.1-70B", Layout(8))
     ways = remedies(found)

@@ -112,7 +112,7 @@ def test_what_is_not_known_is_refused_with_the_nearest() -> None:
     [
         ('{"model_type": "qwen3_moe"}', "of qwen3_moe models nothing is counted"),
         ('{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}', "lacks what a plan needs"),
-        ('{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 0}', "lacks what a plan needs"),
+        ('{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 0}', "num_attention_heads must be"),
         ("[]", "has no model_type"),
         ("{", "cannot be read as a configuration"),
     ],

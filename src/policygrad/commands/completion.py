@@ -49,7 +49,7 @@ SCRIPT = """# tab completion of policygrad; written by `policygrad completion {s
             engine) words={engine}; [ "$COMP_CWORD" -eq 2 ] && words="$words llama_cpp vllm sglang check" ;;
             export) words={export} ;;
             compare) words={compare}" "{algorithms} ;;
-            plan) words={plan} ;;
+            plan) words={plan}; [ "$COMP_CWORD" -eq 2 ] && words="$words "{algorithms} ;;
             report) words={report} ;;
             algorithms) words="--json --width --help" ;;
             show) words={names} ;;
@@ -91,6 +91,7 @@ function __policygrad
                         set found {export}
                     case plan
                         set found {plan}
+                        test (count $words) -eq 2; and set found $found" "{algorithms}
                     case report
                         set found {report}
                     case algorithms

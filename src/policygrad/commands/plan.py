@@ -27,6 +27,7 @@ from policygrad.training.config.hints import optional
 HELP = (
     "Memory, seconds and money of a run, from the shape of its model, a device's published figures and stated assumptions; no "
     "model is loaded. Where it does not fit, what to change.",
+    "The first word may name the algorithm, as for train: policygrad plan grpo --model Qwen3-8B --gpus H200:64.",
     "--calibrate measures this machine for about a minute instead, and writes what --calibration reads.",
 )
 MEASURED = "calibration.json"
@@ -41,7 +42,7 @@ class PlanOptions:
     gpus: Annotated[str, tyro.conf.arg(metavar="DEVICE:COUNT")] = "H100:8"
     """A100, H100, H200, B200 or cpu, and how many."""
     algorithm: Annotated[str, tyro.conf.arg(metavar="NAME")] = "grpo"
-    """As `policygrad train` takes it."""
+    """As `policygrad train` takes it; also the first word."""
     context: int = 4096
     """Tokens of a prompt and its completion, at most."""
     prompt: int = 256
@@ -56,6 +57,8 @@ class PlanOptions:
     """Rollouts by which samplers may be ahead; above 0 they have devices of their own."""
     samplers: Annotated[int | None, optional("INT", "with --staleness as many as are best, else none")] = None
     """Devices of these that only draw."""
+    engine: bool = False
+    """An engine draws (--sampler.engine of train) and has the policy; without it every learner has all of it beside its share."""
     tensor_parallel: int = 1
     """Devices that each sampler is spread over."""
     dtype: Annotated[str | None, optional("bf16|fp32", "bf16, on a cpu fp32")] = None
@@ -94,8 +97,13 @@ class PlanOptions:
 
 
 def plan(args: list[str]) -> int:
-    """`policygrad plan [options]`."""
+    """`policygrad plan [ALGORITHM] [options]`."""
     config = (tyro.conf.FlagCreatePairsOff,)
+    if args and not args[0].startswith("-"):
+        name, *args = args
+        if any(word.partition("=")[0] == "--algorithm" for word in args):
+            raise ConfigError(f"the algorithm is named twice, as {name!r} and by --algorithm: leave one of them out")
+        args = ["--algorithm", name, *args]
     options = tyro.cli(PlanOptions, args=args, prog="policygrad plan", description=paragraphs(*HELP), config=config)
     if options.calibrate:
         return _calibrate(options)
@@ -157,16 +165,17 @@ def planned(options: PlanOptions) -> Plan:
         checkpointing=options.gradient_checkpointing,
         micro_tokens=options.micro_tokens or (MICRO_CPU if cpu else MICRO),
         decode_rows=options.decode_rows,
+        whole=not options.engine,
     )
     question = Question(shape(options.model), device, work, asks, reached)
     if options.staleness and options.samplers == 0:
         raise ConfigError(
             "--staleness lets samplers be ahead, and --samplers 0 leaves none apart: leave one of them out"
         )
-    if options.tensor_parallel > 1 and not layout.apart:
+    if options.tensor_parallel > 1 and not layout.apart and layout.whole:
         raise ConfigError(
-            f"--tensor-parallel {options.tensor_parallel} is of samplers apart, and here all devices draw and learn in turns: give "
-            "--samplers or --staleness"
+            f"--tensor-parallel {options.tensor_parallel} is of an engine or of samplers apart, and here all devices draw and "
+            "learn in turns: give --samplers or --staleness, or --engine"
         )
     return best(question, layout) if divide else Plan(question, layout)
 

@@ -13,9 +13,8 @@ from policygrad.core import ragged
 from policygrad.core.batch import Batch, required
 from policygrad.core.metrics import Metric
 from policygrad.core.protocols import Part, State
-from policygrad.core.ranges import unit
+from policygrad.core.ranges import count, unit
 from policygrad.core.turn_values import MultiTurnGAE
-from policygrad.core.update_rules import MOST
 from policygrad.core.values import GAE
 from policygrad.errors import ConfigError
 
@@ -65,10 +64,7 @@ class Critic(Part):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigError(f"Critic.{name} must be at least 0, not {value}")
-        if not 1 <= self.pretrain_epochs <= MOST:
-            raise ConfigError(
-                f"Critic.pretrain_epochs must be at least 1 and at most {MOST:,}, not {self.pretrain_epochs}"
-            )
+        count(self, pretrain_epochs=self.pretrain_epochs)
         if self.features not in get_args(Features):
             raise ConfigError(
                 f"Critic.features must be {' or '.join(map(repr, get_args(Features)))}, not {self.features!r}"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.core.problems import AdaptiveProblem, asked
-from policygrad.core.update_rules import MOST, FirstOrder
-from policygrad.errors import ConfigError
+from policygrad.core.ranges import count
+from policygrad.core.update_rules import FirstOrder
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ class DualDescent(FirstOrder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.rounds <= MOST:
-            raise ConfigError(f"DualDescent.rounds must be at least 1 and at most {MOST:,}, not {self.rounds}")
+        count(self, rounds=self.rounds)
 
     @property
     def updates(self) -> int:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from policygrad.errors import ConfigError
 
+MOST = 10**6
+"""Epochs, minibatches or rounds of one rollout: thousands of times what anybody takes, and still an end."""
+
 
 def not_negative(part: object, **values: float) -> None:
     """Raises ConfigError for a field below 0, or NaN; infinity bounds nothing, and is allowed."""
@@ -21,6 +24,12 @@ def positive(part: object, **values: float) -> None:
 def unit(part: object, **values: float) -> None:
     """Raises ConfigError for a field outside [0, 1]."""
     _check(part, values, lambda x: 0 <= x <= 1, "in [0, 1]")
+
+
+def count(part: object, **values: int) -> None:
+    """Raises ConfigError for a number of repetitions below 1, or beyond `MOST`."""
+    _check(part, values, lambda x: x >= 1, "at least 1")
+    _check(part, values, lambda x: x <= MOST, f"at most {MOST:,}")
 
 
 def _check(part: object, values: dict[str, float], holds: Callable[[float], bool], said: str) -> None:

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from policygrad.core.metrics import Metrics, merge
 from policygrad.core.problems import GradientProblem, asked
 from policygrad.core.protocols import UpdateRule
-from policygrad.errors import ConfigError
-
-MOST = 10**6
-"""Epochs, minibatches or rounds of one rollout: thousands of times what anybody takes."""
+from policygrad.core.ranges import count
 
 
 @dataclass(frozen=True)
@@ -21,11 +18,7 @@ class FirstOrder(UpdateRule):
     minibatches: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "minibatches"):
-            if not 1 <= getattr(self, name) <= MOST:
-                raise ConfigError(
-                    f"FirstOrder.{name} must be at least 1 and at most {MOST:,}, not {getattr(self, name)}"
-                )
+        count(self, epochs=self.epochs, minibatches=self.minibatches)
 
     @property
     def updates(self) -> int:

@@ -39,7 +39,8 @@ class Layout:
     shared: bool = True
     """A prompt is computed once for its group, as this library does."""
     whole: bool = True
-    """A learner has the policy whole beside its share, to draw with or to publish from, as rank 0 has here."""
+    """A learner has the policy whole beside its share, to draw with, as this library's own sampler does; False = an engine draws,
+    which alone has it."""
 
     def __post_init__(self) -> None:
         for name in ("gpus", "tensor", "micro_tokens", "decode_rows"):

@@ -102,7 +102,7 @@ def learner(shape: Shape, work: Work, asks: Asks, layout: Layout, device: Device
         "logits": min(logits, tokens * shape.vocabulary) * LOGIT,
     }
     drawing = {} if layout.apart else sampling(shape, work, layout, _rows(work, layout))
-    if ranks > 1 and not layout.apart and layout.tensor > 1:
+    if not layout.apart and (not layout.whole or (ranks > 1 and layout.tensor > 1)):
         drawing["the policy's share"] = shape.parameters * weight / layout.tensor
     return Memory(_without_zeros(always), learning, drawing)
 
@@ -114,8 +114,9 @@ def sampler(shape: Shape, work: Work, layout: Layout, device: Device) -> Memory:
 
 
 def sampling(shape: Shape, work: Work, layout: Layout, rows: int) -> dict[str, float]:
-    """Bytes of drawing so many completions at once."""
-    cache = rows * work.context * shape.cache * layout.weight
+    """Bytes of drawing so many completions at once. This library's sampler keeps room for the longest text in each of its rows; an
+    engine takes a page of the cache when a completion gets there (Kwon et al. 2023, PagedAttention, sec. 4.3)."""
+    cache = rows * (work.context if layout.whole else work.seen) * shape.cache * layout.weight
     return {
         "keys and values": cache / layout.tensor,
         "logits": rows * shape.vocabulary * SAMPLING / layout.tensor,

@@ -14,6 +14,9 @@ MOST = 4096
 ROWS = 16
 """Completions drawn at once, at least."""
 
+TENSORS = (2, 4, 8)
+"""Devices of one sampler that are tried."""
+
 
 @dataclass(frozen=True)
 class Remedy:
@@ -29,7 +32,7 @@ class Remedy:
 def remedies(plan: Plan) -> list[Remedy]:
     """In the order in which they cost least; empty where the plan fits, or nothing helps. The last fits, unless nothing does."""
     found, now = list[Remedy](), plan
-    for try_ in (_checkpointed, _smaller_passes, _narrow, _fewer_rows, _apart, _spread):
+    for try_ in (_checkpointed, _smaller_passes, _narrow, _fewer_rows, _engine, _apart, _spread):
         if now.fits:
             break
         for remedy in try_(now):
@@ -64,13 +67,27 @@ def _narrow(plan: Plan) -> Iterator[Remedy]:
         yield _with(plan, "--dtype bf16", "computing in bfloat16", replace(plan.layout, dtype="bf16"))
 
 
+def _engine(plan: Plan) -> Iterator[Remedy]:
+    if plan.layout.whole:
+        layout = replace(plan.layout, whole=False)
+        yield _with(plan, "--engine", "an engine has the policy, a learner only its share", layout)
+
+
 def _apart(plan: Plan) -> Iterator[Remedy]:
-    """Only where drawing takes more than learning."""
+    """The first division that fits: of the plan's own samplers, of an engine's, over more devices each."""
     layout = plan.layout
-    if not layout.apart and _drawing_most(plan) and layout.gpus > layout.tensor:
-        divided = best(plan.question, layout)
-        option = f"--samplers {divided.layout.samplers}"
-        yield Remedy(option, "samplers on devices of their own", divided)
+    if layout.apart:
+        return
+    for whole in dict.fromkeys((layout.whole, False)):
+        for tensor in (layout.tensor, *(t for t in TENSORS if t > layout.tensor)):
+            if layout.gpus <= tensor:
+                continue
+            divided = best(plan.question, replace(layout, whole=whole, tensor=tensor))
+            if divided.fits:
+                words = ["--engine"] * (layout.whole and not whole) + [f"--samplers {divided.layout.samplers}"]
+                words += [f"--tensor-parallel {tensor}"] * (tensor > layout.tensor)
+                yield Remedy(" ".join(words), "samplers on devices of their own", divided)
+                return
 
 
 def _fewer_rows(plan: Plan) -> Iterator[Remedy]:
@@ -89,7 +106,7 @@ def _spread(plan: Plan) -> Iterator[Remedy]:
     layout = plan.layout
     if plan.sampler is None or plan.sampler.peak <= plan.usable:
         return
-    for tensor in (2, 4, 8):
+    for tensor in TENSORS:
         if tensor > layout.tensor and layout.samplers % tensor == 0:
             remedy = _with(
                 plan, f"--tensor-parallel {tensor}", "each sampler on several devices", replace(layout, tensor=tensor)

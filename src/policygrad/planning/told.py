@@ -146,7 +146,14 @@ def assumptions(plan: Plan) -> list[str]:
         f"Of a device {1 - USABLE:.0%} cannot be used, and of a GPU {CONTEXT / GIB:.0f} GiB are its driver's.",
     ]
     if plan.layout.learners > 1 and plan.layout.whole:
-        found.append("The policy is whole in a learner beside its share, as rank 0 has it here.")
+        found.append("The policy is whole in a learner beside its share, to draw with; with --engine it is not.")
+    if not plan.layout.whole and not plan.layout.apart:
+        found.append(
+            "The engine draws on the learners' devices, gives its memory back while they learn, and takes weights over their "
+            "links. This library's engines do neither yet: give them devices of their own, --samplers or --staleness."
+        )
+    if not plan.layout.whole:
+        found.append("The engine keeps keys and values in pages, of completions as long as they are on average.")
     found += [f"Not counted: {text}." for text in q.asks.uncounted]
     return found
 

@@ -59,7 +59,7 @@ def check_no_run_file(path: Path, option: str) -> None:
         ConfigError: the path is a file of a run, or lies in one of its folders.
         OSError, ValueError: no file can have this name.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     for folder in path.parents:
         first = path.relative_to(folder).parts[0]
         if (

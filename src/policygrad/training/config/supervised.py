@@ -17,7 +17,7 @@ from policygrad.training.config.guard import RowsGuard
 from policygrad.training.config.run import Checkpointing, optional
 
 MOST = 10**9
-"""Epochs, or rows of an update: beyond any run, and what a step's number still counts exactly."""
+"""Epochs: beyond any run, and what a step's number still counts exactly."""
 LR_TINY, LR = 1e-3, 1e-5
 """Default learning rates: the embedded model of 0.7M parameters, and larger ones (Ouyang et al. 2022, appendix C: about 9e-6)."""
 
@@ -74,8 +74,10 @@ class Supervised:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
-            if not 1 <= getattr(self, name) <= MOST:
-                raise ConfigError(f"{name} must be at least 1 and at most {MOST:,}, not {getattr(self, name)}")
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.epochs > MOST:
+            raise ConfigError(f"epochs must be at most {MOST:,}, not {self.epochs}")
         check_lr(self.lr)
         check_seed(self.seed)
         check_folders(self.output, self.directory)
