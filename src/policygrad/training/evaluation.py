@@ -81,8 +81,10 @@ def evaluate(
     engine: SamplerConfig | None = None,
 ) -> EvaluationResult:
     """Scores of a model on a task's held-out problems, as `Run`'s options of these names say; budget, memory, sandbox,
-    show_output and reward_environment as `Rewarding`'s. phase: is told what rewards, servers or environments are waited for. engine:
-    `Run.sampler`, whose servers are given the model's weights and draw.
+    show_output and reward_environment as `Rewarding`'s.
+
+    phase: is told what rewards, servers or environments are waited for.
+    engine: `Run.sampler`, whose servers are given the model's weights and draw.
 
     Raises:
         PolicygradError: what does not exist or does not fit, with the way out.
