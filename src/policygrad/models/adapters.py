@@ -145,6 +145,8 @@ def _check_runs(model: nn.Module) -> None:
         return
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=weight.device), use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"learner.lora: {type(model).__name__} does not run with adapters on the layers chosen "
