@@ -72,8 +72,8 @@ TRUST: dict[str, Paper] = {
             "FirstOrder.epochs": "1: each rollout is gone over once",
             "FirstOrder.minibatches": "2: 512 prompts a rollout, 256 an update (siiRL's scripts)",
         },
-        departs="numbers are siiRL's: the authors' own code was not to be had; Â is over the std, and the clip-filter-like weight, the "
-        "paper's other way to give more to what prompts with different rewards teach, is not built",
+        departs="numbers are siiRL's: the authors' own code was not to be had; Â is over the std, and the clip-filter-like weight, "
+        "the paper's other way to give more to what prompts with different rewards teach, is not built",
     ),
     "clip_cov": Paper(
         "J = E[ 1/Σ_i|o_i| Σ_i Σ_t min( r Â, clip(r, 0, 2) Â ) at all tokens but I ]\n"
