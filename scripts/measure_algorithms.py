@@ -2,6 +2,9 @@
 
 python scripts/measure_algorithms.py [--only NAME …] [-- further options of `policygrad compare`, --jobs 2 say]
 python scripts/measure_algorithms.py --ladder dapo [-- further options]
+python scripts/measure_algorithms.py --gates [-- further options]
+
+The third trains the algorithms whose gates hardly act in the first, in a regime in which gates act: docs/results/gates.json.
 
 A thin caller of `policygrad compare`: the runs lie in comparisons/, what is finished is not run again, so that it may be stopped
 and started at will. Its report becomes docs/results/algorithms.json (or ladder-dapo.json), its page stands beside it, and `make
@@ -31,6 +34,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, WORK = ROOT / "docs" / "results", ROOT / "comparisons"
 TOKENS, SEEDS, TUNING_SEEDS = 250_000, 5, 2
 LR_GRID, DELTA_GRID = "1e-4,3e-4,1e-3,3e-3", "0.003,0.01,0.03"
+GATED = ("grpo", "dapo", "cispo", "gmpo", "dppo", "m2po", "scale_rl")
+"""Rows whose gates hardly act at their own settings, with grpo and dapo to compare them with."""
+UNGATED = "dapo_without_gate"
+REGIME = (
+    *("--algorithm.step.minibatches", "16", "--staleness", "4", "--algorithm.behaviour", "sampler", "--lr", "1e-3"),
+    *("--prompts-per-step", "32", "--evaluation.every", "8"),
+)
+"""Many updates on old samples at a high rate: π_old is the policy that sampled, so that the gate sees all of the difference."""
+GATE_TOKENS, GATE_SEEDS = 60_000, 3
 Compare = Callable[[list[str]], int]
 
 
@@ -40,6 +52,15 @@ def options(names: Sequence[str], ladder: str | None, folder: Path, more: Sequen
     given = ["--budget-tokens", str(TOKENS), "--seeds", str(SEEDS), "--tuning-seeds", str(TUNING_SEEDS)]
     grids = ["--lr-grid", LR_GRID, *([] if ladder else ["--delta-grid", DELTA_GRID])]
     return [*rows, *given, *grids, "--output", str(folder), *more]
+
+
+def gate_options(folder: Path, more: Sequence[str]) -> list[str]:
+    """Return what follows `policygrad compare` for the regime in which gates act: one rate for all rows, so nothing is tuned."""
+    regime = shlex.join(REGIME)
+    rows = [f"{name}={name} {regime}" for name in GATED]
+    rows.append(f"{UNGATED}=dapo --algorithm.gate Importance {regime}")
+    given = ["--budget-tokens", str(GATE_TOKENS), "--seeds", str(GATE_SEEDS)]
+    return [*rows, *given, "--output", str(folder), *more]
 
 
 def measurable(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -79,14 +100,16 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
         "--only", nargs="+", metavar="NAME", choices=ALGORITHMS, help="these algorithms, beside the committed results"
     )
     parser.add_argument("--ladder", choices=LADDERS, help="this ladder instead")
+    parser.add_argument("--gates", action="store_true", help="the regime in which gates act instead")
     chosen = parser.parse_args(args[:at])
-    names, left_out = ([], {}) if chosen.ladder else measurable(chosen.only or list(ALGORITHMS))
+    names, left_out = ([], {}) if chosen.ladder or chosen.gates else measurable(chosen.only or list(ALGORITHMS))
     for name, reason in left_out.items():
         print(f"{name} is left out: {reason}", flush=True)
-    name = f"ladder-{chosen.ladder}" if chosen.ladder else "algorithms"
+    name = "gates" if chosen.gates else f"ladder-{chosen.ladder}" if chosen.ladder else "algorithms"
     folder = work / (name if not chosen.only else "-".join(["only", *chosen.only]))
     shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) and Path.cwd() == ROOT else folder
-    code = compare(options(names, chosen.ladder, shown, args[at + 1 :]))
+    more = args[at + 1 :]
+    code = compare(gate_options(shown, more) if chosen.gates else options(names, chosen.ladder, shown, more))
     if chosen.only or code == STOPPED or not (folder / "comparison.json").exists():
         return code
     report = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from measure_algorithms import REGIME, UNGATED
 from pages.ladder import ladder_section
 from pages.markdown import block, page, table
 from pages.reports import Data, estimate, files, link, load, short
@@ -44,9 +45,12 @@ def summary_sentence(row: Data) -> str:
     )
 
 
-def measured_page(found: Data | None = None, ladders: Mapping[str, Data | None] | None = None) -> str:
-    """The page: a row per algorithm, measured or not. found, ladders: other reports than the committed ones."""
+def measured_page(
+    found: Data | None = None, ladders: Mapping[str, Data | None] | None = None, gates: Data | None = None
+) -> str:
+    """The page: a row per algorithm, measured or not. found, ladders, gates: other reports than the committed ones."""
     found = load() if found is None else found
+    gates = load("gates") if gates is None else gates
     ladders = {name: load(f"ladder-{name}") for name in LADDERS} if ladders is None else ladders
     called = "python scripts/measure_algorithms.py -- --jobs 2"
     command = block(called if found is None else found["measured_by"], "sh")
@@ -59,11 +63,12 @@ def measured_page(found: Data | None = None, ladders: Mapping[str, Data | None] 
         "![Learning curves of every algorithm over sampled tokens, each beside that of grpo](measured.svg)",
         *(_table(found, number, kind) for number, kind in enumerate(found["kinds"])),
         _not_measured(found),
-        _section("What it says", found["says"]),
+        _section("What it says", [*_by_updates(found), *found["says"]]),
         _section("What differs besides the algorithm", found["differs"]),
         _section("What cannot be concluded", found["limits"]),
         _rates(found),
         _overrides(),
+        gates_section(found, gates),
         *(ladder_section(name, ladders[name]) for name in LADDERS),
         f"## How it was measured\n\n{command}\n\nwhich is `policygrad compare` with every row and goes on where it stopped. "
         f"{files('algorithms')} hold every run and every curve.",
@@ -123,6 +128,88 @@ def standing(found: Data, label: str) -> str:
         side = "above" if higher == (pair["first"] == label) else "below"
         counts[side if pair["apart"]["tokens"] else "open"] += 1
     return " / ".join(map(str, counts.values()))
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    """Compute Spearman's ρ: the correlation of ranks, equal values sharing the mean of theirs; 0 where either is constant."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        return [sum(v < value for v in values) + (sum(v == value for v in values) + 1) / 2 for value in values]
+
+    a, b = ranks(x), ranks(y)
+    middle = (len(a) + 1) / 2
+    size = sum((i - middle) ** 2 for i in a) * sum((j - middle) ** 2 for j in b)
+    return sum((i - middle) * (j - middle) for i, j in zip(a, b, strict=True)) / size**0.5 if size else 0.0
+
+
+def _by_updates(found: Data) -> list[str]:
+    """Say how far the order is that of the number of updates; trust regions, whose step is no gradient's, left out."""
+    rows = [
+        row
+        for row in found["rows"]
+        if row["kind"] == 0
+        and row["summary"]
+        and row["algorithm"] in ALGORITHMS
+        and ALGORITHMS[row["algorithm"]].step.uses_lr
+    ]
+    if len(rows) < 3:
+        return []
+    updates = [row["summary"]["means"]["updates"] for row in rows]
+    tokens, same = (
+        rank_correlation(updates, [row["summary"]["equal"][axis]["value"] for row in rows])
+        for axis in ("tokens", "updates")
+    )
+    return [
+        f"Over the {len(rows)} rows without a trust region the score follows the number of updates that a row takes within "
+        f"the budget: their rank correlation is {tokens:.2f} at equal tokens and {same:.2f} at equal updates. "
+        f"The order is mostly that of "
+        "how often a rollout is used, and no measure of the idea in a row."
+    ]
+
+
+def gates_section(found: Data, gates: Data | None) -> str:
+    """Show on how many tokens gates acted, at the rows' own settings and in a regime in which they act."""
+    title, called = "## Where gates act", "python scripts/measure_algorithms.py --gates"
+    if gates is None:
+        return f"{title}\n\nNot measured yet:\n\n{block(called, 'sh')}"
+    own = {row["label"]: row["summary"]["means"] for row in found["rows"] if row["summary"]}
+    rows = []
+    for row in gates["rows"]:
+        if row["summary"] is None:
+            continue
+        means, before = row["summary"]["means"], own.get(row["label"], {})
+        rows.append(
+            (
+                f"`{row['label']}`" if row["label"] == UNGATED else link(row["label"]),
+                _share(before["clipped_low"] + before["clipped_high"]) if "clipped_low" in before else "–",
+                _share(means["gated"]) if "gated" in means else "–",
+                estimate(row["summary"]["equal"]["tokens"]),
+                estimate(row["summary"]["equal"]["updates"]),
+                f"{means['updates']:.0f}",
+            )
+        )
+    head = ("algorithm", "acted above", "acts here", "equal tokens", "equal updates", "updates")
+    ends = gates["kinds"][0]["equal"]
+    text = (
+        "In the table above some gates hardly act: a row with one update per rollout has r = 1 throughout, "
+        "and the bounds of others "
+        "are wide for rates at which a rollout's policies stay close. There, a row's place says nothing of "
+        "its gate. Here every row has "
+        f"`{' '.join(REGIME)}`: many updates on old samples at a high rate, π_old being the policy that "
+        f"sampled. *Acted* is the share "
+        "of tokens whose weight the gate cut to 0 or capped: above over the last fifth of the steps, here over all of them. "
+        f"`{UNGATED}` is dapo with its gate replaced by `Importance`, w = r. No rate was tuned. "
+        f"{len(gates['seeds'])} seeds; rows are compared at {ends['tokens']:,.0f} tokens and {ends['updates']:,.0f} updates."
+    )
+    lists = "\n".join(f"- {sentence}" for sentence in [*gates["says"], *gates["limits"]])
+    return "\n\n".join(
+        [title, text, table(head, rows), lists, block(gates["measured_by"], "sh"), f"{files('gates')} hold every run."]
+    )
+
+
+def _share(x: float) -> str:
+    """15 %, 0.63 %, 0.009 %: two digits, however small."""
+    return "0 %" if x == 0 else f"{100 * x:.2g} %" if x >= 1e-4 else f"{100 * x:.4f} %"
 
 
 def _not_measured(found: Data) -> str:

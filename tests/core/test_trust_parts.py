@@ -197,6 +197,22 @@ def test_the_kl_holds_the_tokens_of_highest_covariance_alone() -> None:
     assert smooth[0, 0].item() == pytest.approx(2 * (1 - math.exp(0.5)), rel=1e-14)
 
 
+def test_kl_cov_holds_its_share_where_half_of_the_tokens_tie() -> None:
+    """26 of 52 tokens are at log π = 0 and have one Ψ: of the 2e-3 of them one token is held, and not 26."""
+    k = torch.arange(26)
+    logp = torch.stack([torch.zeros(26), torch.where(k < 20, -1.0 - k, -4.0)]).double()
+    batch, psi = (
+        batch_of(logp - 0.5, [2.0, 0.0]),
+        torch.stack([torch.ones(26), torch.where(k < 20, 1.0, -1.0)]).double(),
+    )
+    for share, count in ((2e-3, 1), (0.1, 5)):
+        algorithm = replace(pg.KL_COV, filters=(), terms=(pg.KLCov(share=share),))
+        chosen = with_selected(pg.Forward(logp), batch, psi, algorithm).selected
+        assert chosen is not None
+        assert int(chosen.sum()) == count
+        assert chosen[0, :count].all()
+
+
 def test_the_share_of_highest_entropy_learns_and_the_rest_does_not() -> None:
     entropy = numbers([0.1, 0.9, NAN, 0.5], [0.2, 0.8, 0.3, 0.4])
     old = torch.where(entropy.isnan(), NAN, -1.0)
@@ -218,7 +234,6 @@ def test_the_old_policys_entropy_costs_no_pass_of_its_own() -> None:
 SELECTING = {
     "second moment": replace(PLAIN, gate=pg.SecondMoment(0.1)),
     "clip-cov": replace(PLAIN, gate=pg.ClipCov(share=0.3, least=-0.5, most=2.0)),
-    "kl-cov": replace(PLAIN, terms=(pg.KLCov(1.0, 0.3),)),
     "high entropy": replace(PLAIN, corrections=(pg.HighEntropy(0.3),)),
 }
 

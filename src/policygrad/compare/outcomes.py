@@ -42,6 +42,8 @@ class Outcome:
     """What its last steps were like: length [tokens], share cut off, entropy [nats], shares clipped."""
     cost: Mapping[str, float] = field(default_factory=dict)
     """CPU seconds, seconds on the clock and MiB of the whole command, evaluations included."""
+    gated: float | None = None
+    """Fraction of the tokens at which the gate cut or capped the weight, mean over all steps; None for a gate that does neither."""
 
     @property
     def before(self) -> float:
@@ -99,6 +101,7 @@ def _outcome(folder: Path) -> Outcome:
         steps=int(last),
         signs=_signs([steps[step] for step in sorted(steps)]),
         cost=cost(folder),
+        gated=_gated(list(steps.values())),
     )
 
 
@@ -146,3 +149,8 @@ def _signs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if values:
             found[name] = sum(values) / len(values)
     return found
+
+
+def _gated(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    values = [row["clip_ratio/low"] + row["clip_ratio/high"] for row in rows if row.get("clip_ratio/low") is not None]
+    return sum(values) / len(values) if values else None

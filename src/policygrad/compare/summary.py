@@ -122,6 +122,7 @@ def averages(found: Sequence[Outcome]) -> dict[str, float]:
             **{axis: o.axis(axis)[-1] for axis in AXES},
             **{f"whole_{name}" if name == "seconds" else name: value for name, value in o.cost.items()},
             **o.signs,
+            **({} if o.gated is None else {"gated": o.gated}),
         }
         for o in found
     ]
@@ -155,5 +156,6 @@ def run(job: Job, outcome: Outcome, command: str) -> dict[str, Any]:
         **{axis: values[-1] for axis, values in points.items()},
         "cost": dict(outcome.cost),
         "signs": {name: round(value, 4) for name, value in outcome.signs.items()},
+        "gated": None if outcome.gated is None else round(outcome.gated, 6),
         "curve": {**points, "score": [round(x, 5) for x in outcome.score]},
     }

@@ -12,7 +12,7 @@ from policygrad.core import ragged
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.protocols import Aggregation, Term
 from policygrad.core.ratios import bounded_expm1
-from policygrad.core.selection import SELECTED, check_share, chosen, covariance, highest, policy_now
+from policygrad.core.selection import SELECTED, check_share, chosen, covariance, largest, policy_now
 from policygrad.core.terms import log_ratio
 from policygrad.errors import ConfigError
 
@@ -84,9 +84,9 @@ class KLCov(Term):
         return f"{k} at the {self.share:g} of tokens of highest cov(log π_θ, Ψ)"
 
     def select(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
-        """The tokens that are held."""
+        """The tokens that are held; of equal covariances the first, as many tokens are at log π = 0 late in a run."""
         cov = covariance(ragged.masked(policy_now(out, self), batch.mask), psi, batch.mask)
-        return highest(cov, batch.mask, max(1, int(self.share * int(batch.mask.sum()))))
+        return largest(cov, batch.mask, max(1, int(self.share * int(batch.mask.sum()))))
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         change = log_ratio(out.logp, batch.logp_old, batch.mask)

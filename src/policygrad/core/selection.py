@@ -1,11 +1,13 @@
 """Choosing among all tokens of an update: what the parts with a `select` have in common.
 
 `select` is asked once per update, under the policy as it is then, and what it says is `Batch.selected`, whatever the update is
-split into. A choice depends on numbers alone, never on the order of the tokens: what is equal is chosen together.
+split into. A choice depends on numbers alone, never on the order of the tokens: what is equal is chosen together,
+except by `largest`, which takes an exact number.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from policygrad.core import ragged
@@ -44,6 +46,14 @@ def highest(x: Tensor, mask: Tensor, count: int) -> Tensor:
     if not bool(mask.any()):
         return mask
     return mask & (x >= x[mask].topk(min(count, int(mask.sum()))).values[-1])
+
+
+def largest(x: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Choose exactly `count` of the largest x on the mask, or all of it where it has fewer: [B, T] bool. Of equals, the first."""
+    order = x[mask].sort(descending=True, stable=True).indices
+    among = torch.zeros_like(x[mask], dtype=torch.bool)
+    among[order[:count]] = True
+    return torch.zeros_like(mask).masked_scatter(mask, among)
 
 
 def covariance(logp: Tensor, psi: Tensor, mask: Tensor) -> Tensor:

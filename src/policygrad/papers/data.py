@@ -97,8 +97,8 @@ DATA: dict[str, Paper] = {
             "samples_per_prompt": "4, sec. 4.1",
         },
         "filters by spread, which with 4 samples of 0/1 outcomes is the published accuracy range of 0.2 to 0.8; "
-        "the authors' code also scales the process rewards by their largest return, whitens Â, and fits φ before "
-        "it rewards",
+        "the authors' code also scales the process rewards by their largest return and whitens Â; its script fits φ "
+        "after it has rewarded, as here, and verl's recipe of it before",
     ),
     "trpo_vine": Paper(
         "maximise 1/N Σ_n L_n(θ)  subject to  E_s[ KL( π_old(·|s) ‖ π_θ(·|s) ) ] ≤ δ\n"

@@ -113,7 +113,9 @@ OUTCOMES: dict[str, Paper] = {
             "FirstOrder.epochs": "1",
             "samples_per_prompt": "our choice, for small machines; the paper draws 16",
         },
-        departs="the sampler is not eight updates behind (PipelineRL-8), and answers are not interrupted for length",
+        departs="the sampler is not eight updates behind (PipelineRL-8), answers are not interrupted for length, and the head is "
+        "in the model's precision, where the paper's is in float32 in learner and sampler: with `--learner.dtype bf16` it is bf16, "
+        "and only the softmax over its logits is float32",
     ),
     "lite_ppo": Paper(
         f"J = E[ 1/Σ_i|o_i| Σ_i Σ_t {CLIPPED} ],   Â_i = ( R_i − mean_g R )/std_batch R",

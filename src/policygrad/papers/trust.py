@@ -35,8 +35,8 @@ TRUST: dict[str, Paper] = {
             "FirstOrder.epochs": "1: each rollout is gone over once",
             "FirstOrder.minibatches": "4, the paper's experiments",
         },
-        departs="algorithm 1 as published; the authors' code clips at the threshold it finds, and masks more: it counts the masked "
-        "tokens too, at that threshold",
+        departs="algorithm 1 as published; the authors' code clips at a threshold that counts the masked tokens too, which masks "
+        "more, but never inside 0.7 ≤ r ≤ 1.5, which masks fewer where the ratios spread far",
     ),
     "luspo": Paper(
         "J = E[ 1/G Σ_i |o_i| min( s_i Â_i, clip(s_i, 1 − ε_low, 1 + ε_high) Â_i ) ]\n" + ZSCORE,
@@ -72,7 +72,8 @@ TRUST: dict[str, Paper] = {
             "FirstOrder.epochs": "1: each rollout is gone over once",
             "FirstOrder.minibatches": "2: 512 prompts a rollout, 256 an update (siiRL's scripts)",
         },
-        departs="numbers are siiRL's: the authors' own code was not to be had",
+        departs="numbers are siiRL's: the authors' own code was not to be had; Â is over the std, and the clip-filter-like weight, "
+        "the paper's other way to give more to what prompts with different rewards teach, is not built",
     ),
     "clip_cov": Paper(
         "J = E[ 1/Σ_i|o_i| Σ_i Σ_t min( r Â, clip(r, 0, 2) Â ) at all tokens but I ]\n"

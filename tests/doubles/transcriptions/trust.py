@@ -128,15 +128,21 @@ def kl_cov(
     form: str = "abs",
     kept: Callable[[Prompts], Prompts] = without_no_spread,
 ) -> Tensor:
-    """r Â, and at the ⌊share·N⌋ (at least one) tokens of highest covariance r Â − KL."""
+    """r Â, and at the ⌊share·N⌋ (at least one) tokens of highest covariance r Â − KL.
+
+    Stated given which of equal covariances they are: so many, and none is below one that is left.
+    """
     prompts = kept(prompts)
     J, A = zero(prompts), {id(o): zscore(o, outputs) for outputs in prompts for o in outputs}
     cov = covariances(prompts, A)
     number = max(1, math.floor(share * count_tokens(prompts)))
-    least = sorted(cov.values(), reverse=True)[: min(number, len(cov))]
+    held = {(id(o), t) for o, t in tokens(prompts) if bool(o.drawn[t])}
+    assert len(held) == min(number, len(cov))
+    least, left = min((cov[x] for x in held), default=0.0), max((cov[x] for x in cov.keys() - held), default=-math.inf)
+    assert least >= left - 1e-12
     for o, t in tokens(prompts):
         J, u = J + o.r(t) * A[id(o)], o.logp[t] - o.old[t]
-        if cov[id(o), t] >= least[-1]:
+        if (id(o), t) in held:
             J = J - (torch.abs(u) if form == "abs" else torch.exp(u) - 1 - u)
     return J / max(1, count_tokens(prompts))
 
