@@ -19,8 +19,6 @@ LARGEST_LINE = 2**26
 """Bytes of one JSON line, a completion of millions of tokens among them."""
 DEEPEST = 100
 """Brackets in brackets: a run's files have six, and Python's own parsers and writers fail near 1,000."""
-LARGEST_NUMBER = 1e300
-"""Sums of many such numbers are still finite."""
 _LONG_NUMBER = re.compile(rb"\d{100}|[eE]\+?\d{3}")
 """Without one of these a number is below 1e200; inside of text it means nothing, and the numbers are looked at one by one."""
 
@@ -89,7 +87,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON that other programs can hold too.
 
     Raises:
-        ValueError: no JSON. Unusable: NaN, an infinity, a number beyond `LARGEST_NUMBER`, or brackets nested deeper than `DEEPEST`.
+        ValueError: no JSON. Unusable: NaN, an infinity, a number that no float holds, or brackets nested deeper than `DEEPEST`.
     """
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     hooks: dict[str, Any] = {"parse_int": _integer, "parse_float": _number} if _LONG_NUMBER.search(data) else {}
@@ -132,9 +130,9 @@ def _integer(text: str) -> int:
 
 def _number(text: str) -> float:
     value = float(text)
-    if not math.isfinite(value) or abs(value) > LARGEST_NUMBER:
+    if not math.isfinite(value):
         shown = text if len(text) <= 20 else f"{text[:20]}… ({len(text)} digits)"
-        raise Unusable(f"{shown} is no finite number of at most {LARGEST_NUMBER:g}")
+        raise Unusable(f"{shown} is no finite number, or none that a float holds")
     return value
 
 

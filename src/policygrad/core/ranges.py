@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from policygrad.errors import ConfigError
 
@@ -32,7 +32,7 @@ def count(part: object, **values: int) -> None:
     _check(part, values, lambda x: x <= MOST, f"at most {MOST:,}")
 
 
-def _check(part: object, values: dict[str, float], holds: Callable[[float], bool], said: str) -> None:
+def _check(part: object, values: Mapping[str, float], holds: Callable[[float], bool], said: str) -> None:
     for name, value in values.items():
         if not holds(value):
             raise ConfigError(f"{type(part).__name__}.{name} must be {said}, not {value}")

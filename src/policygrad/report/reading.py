@@ -12,6 +12,8 @@ from policygrad.errors import RunError
 from policygrad.trackers.jsonl import COMPLETIONS, METRICS, read_rows
 
 CONFIGS = {"train": "run.toml", "sft": "sft.toml", "reward-model": "reward-model.toml"}
+LARGEST = 1e300
+"""Beyond which a metric's value is shown as this: sums and means stay finite."""
 Points = tuple[tuple[int, float], ...]
 """(step, value), steps ascending."""
 
@@ -86,7 +88,7 @@ def _metrics(path: Path) -> dict[str, Points]:
         step = row.pop("step")
         for name, value in row.items():
             if isinstance(value, int | float):
-                found.setdefault(name, {})[step] = float(value)
+                found.setdefault(name, {})[step] = max(-LARGEST, min(LARGEST, float(value)))
     return {name: tuple(sorted(points.items())) for name, points in found.items()}
 
 
