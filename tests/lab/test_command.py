@@ -228,9 +228,7 @@ def test_a_part_alone_shows_its_base_and_where_they_differ(run) -> None:
     rows = [line.split()[0] for line in out.splitlines() if line.startswith(("dr_grpo ", "HalfGate "))]
     assert rows in (["dr_grpo", "HalfGate"] * 2, ["dr_grpo", "HalfGate"])  # one below the other, or side by side
     text = " ".join(out.split())
-    assert (
-        "HalfGate is dr_grpo with gate = HalfGate, in place of Clip (--base NAME takes another algorithm)" in text
-    )
+    assert "HalfGate is dr_grpo with gate = HalfGate, in place of Clip (--base NAME takes another algorithm)" in text
     assert "Where HalfGate differs from dr_grpo w " in text
     assert "→ HalfGate on-policy scale 0.125 → 0.063, " in text
     assert len(out.splitlines()) < 40
