@@ -13,14 +13,18 @@ import pytest
 
 import policygrad as pg
 from doubles import comparison
+from doubles.comparison import plan
+from doubles.comparison import row as planned
 from doubles.files import write_rows
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import compare as command
+from policygrad.commands.compare import CompareOptions, run
 from policygrad.commands.compare_rows import EVALUATED, resolved, rows_of
 from policygrad.compare.ladders import LADDERS
 from policygrad.compare.overrides import OVERRIDES
 from policygrad.compare.plan import Row, read
 from policygrad.compare.words import layered, names
+from policygrad.compare.work import Work
 from policygrad.errors import ConfigError
 
 
@@ -141,6 +145,34 @@ def test_dry_run_says_every_command(run_command: Any, tmp_path: Path, monkeypatc
     assert all("--tokens 1000" in line for line in told)
     assert sum("the best of 0.0001, 0.001" in line for line in told) == 2
     assert not Path("comparisons").exists()
+
+
+@pytest.mark.parametrize(("seeds", "said"), [(1, "100% of cases"), (2, "33% of cases"), (3, "10% of cases"), (4, "")])
+def test_seeds_that_can_tell_no_rows_apart_are_announced_before_the_runs(
+    run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: int, said: str
+) -> None:
+    """Of wholly separated equal rows at most 5 % may be chance."""
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = run_command("compare", "grpo", "rloo", "--seeds", str(seeds), "--dry-run")
+    if said:
+        assert out.startswith(f"# --seeds {seeds} can tell no two rows apart")
+        assert said in out
+        assert "Take --seeds 4 or more" in out
+    else:
+        assert "#" not in out
+    assert "#" not in run_command("compare", "grpo", "--seeds", str(seeds), "--dry-run")[1]  # nothing to tell it from
+
+
+def test_too_few_seeds_are_said_before_the_first_run_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun(self: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Work, "do", begun)
+    with pytest.raises(KeyboardInterrupt):
+        run(plan(planned("grpo"), planned("ppo"), seeds=2), tmp_path / "c", CompareOptions())
+    assert "--seeds 2 can tell no two rows apart" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", LADDERS)

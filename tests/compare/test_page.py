@@ -16,6 +16,7 @@ import browser as browsers
 from doubles.comparison import MEASURE, StubRunner, plan, row
 from policygrad.compare.page.page import SHOWN, page
 from policygrad.compare.report import Report, report
+from policygrad.compare.statements import rate
 from policygrad.compare.work import Work
 
 if TYPE_CHECKING:
@@ -82,6 +83,24 @@ def test_it_is_one_whole_file_that_asks_the_network_for_nothing(text: str) -> No
     assert "default-src 'none'" in policy
     assert "http" not in re.sub(r"http://www\.w3\.org/2000/svg|http-equiv", "", text)
     assert "url(" not in re.sub(r"url\(#", "", text)
+
+
+def test_it_names_the_model_the_task_and_each_rows_learning_rate(found: Report, text: str) -> None:
+    shown = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", text))
+    assert (
+        f"model {MEASURE['model']}, task {MEASURE['task']}; other: model {MEASURE['model']}, task embedded_steps."
+        in shown
+    )
+    table = re.search(r'<table class="sortable">(.*?)</table>', text, re.DOTALL)
+    assert table is not None
+    rates = dict(re.findall(r'<th scope="row">(\w+)</th>\s*<td data-v="[^"]*">([^<]*)</td>', table[1]))
+    assert {label: rates[label].rstrip("*") for label in LABELS} == {row.label: rate(row) for row in found.rows[:9]}
+
+
+def test_entropy_kl_and_length_stand_beside_the_score(text: str) -> None:
+    heads = re.findall(r"<button[^>]*>([^<]+)</button></th>", text)
+    at = heads.index("equal seconds")
+    assert heads[at + 1 : at + 5] == ["entropy", "KL", "length", "cut off"]
 
 
 def test_every_row_is_on_it_and_no_text_breaks_out(found: Report, text: str) -> None:

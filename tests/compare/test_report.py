@@ -185,6 +185,9 @@ def test_the_table_fits(tmp_path: Path, width: int) -> None:
         "slow",
         "equal tokens",
         "equal seconds",
+        "entropy",
+        "KL",
+        "length",
         "P(row above column)",
         "What cannot be concluded",
     ):

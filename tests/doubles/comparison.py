@@ -76,7 +76,7 @@ def write_run(folder: Path, height: float, lr: float | None, seed: int, updates:
     ]
     lines: list[dict[str, Any]] = [{"step": 0, "held_out": score[0], "held_out_stderr": 0.02}]
     for step in range(1, steps + 1):
-        signs = {"completions/mean_length": 9.0 + step, "completions/truncated_ratio": 0.1, "entropy": 0.5}
+        signs = {"completions/mean_length": 9.0 + step, "completions/truncated_ratio": 0.1, "entropy": 0.5, "kl": 0.02}
         times = {"time/rollout": 0.5, "time/update": 0.5 * updates, "updates/taken": float(updates)}
         lines.append({"step": step, "tokens/sampled": float(TOKENS), **times, **signs})
         if step % EVERY == 0 or step == steps:

@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import browser as browsers
+from doubles.comparison import plan
+from doubles.comparison import row as comparison_row
 from doubles.runs import row, run_folder
 from policygrad.cli import main
+from policygrad.commands.report import run_folders
+from policygrad.compare.plan import TUNING, Job, open_folder
 from policygrad.report.page import page
 from policygrad.report.reading import read
 
@@ -111,6 +115,37 @@ def test_steps_that_are_left_out_are_counted(folders: list[Path], monkeypatch: p
     assert "completions from 4 of the 8 steps, which are not all" in found
 
 
+def test_what_is_no_run_in_a_glob_is_left_out_and_said(folders: list[Path], tmp_path: Path, capsys: Any) -> None:
+    """A shell gives every name there is for runs/*: files, other folders, a run that has just begun."""
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "plots").mkdir()
+    begun = run_folder(tmp_path / "begun", [])
+    file = tmp_path / "out.html"
+    words = [str(path) for path in (*folders, begun, tmp_path / "notes.txt", tmp_path / "plots")]
+    assert main(["report", *words, "--output", str(file)]) == 0
+    assert (
+        capsys.readouterr().err == f"left out, for they are no runs: {tmp_path / 'notes.txt'}, {tmp_path / 'plots'}\n"
+    )
+    assert "<h1>dapo and gspo</h1>" in file.read_text(encoding="utf-8")
+
+
+def test_a_comparisons_folder_is_the_runs_that_it_reports(tmp_path: Path, capsys: Any) -> None:
+    made = plan(comparison_row("first"), comparison_row("second"), seeds=2)
+    folder = tmp_path / "compared"
+    open_folder(folder, made)
+    assert main(["report", str(folder)]) == 2
+    assert "is a comparison without a run yet" in capsys.readouterr().err
+    for name, algorithm in (("first", "dapo"), ("second", "gspo")):
+        for seed in (0, 1, TUNING):
+            place = folder / Job(name, None, seed).folder
+            run_folder(place, [(s, metrics(s, 0.8)) for s in (1, 2)], name=algorithm, seed=seed)
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert "<h1>dapo and gspo</h1>" in text
+    assert run_folders([folder]) == tuple(folder / Job(n, None, s).folder for n in ("first", "second") for s in (0, 1))
+
+
 def test_the_command_writes_it_and_names_the_way_out(folders: list[Path], tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "out.html"
     assert main(["report", *map(str, folders), "--output", str(file)]) == 0
@@ -124,6 +159,9 @@ def test_the_command_writes_it_and_names_the_way_out(folders: list[Path], tmp_pa
         ([str(tmp_path)], "holds no run: give a folder that --output"),
         ([str(tmp_path / "no")], "is no folder"),
         ([str(empty)], "has no numbers yet: wait for the run's first step, or --watch"),
+        ([str(empty), str(tmp_path / "no")], "is no folder"),
+        ([str(empty), str(empty / "run.toml")], "has no numbers yet"),
+        ([str(tmp_path), str(file)], "is a run: give folders"),
         ([str(folders[0]), "--port", "1"], "add --watch"),
         ([str(folders[0]), "--watch", "--output", "x.html"], "leave one of them out"),
         ([str(folders[0]), "--output", str(tmp_path / "no" / "x.html")], "make it first"),

@@ -133,6 +133,7 @@ def run(plan: Plan, folder: Path, options: CompareOptions) -> int:
     from policygrad.compare.page.page import page
     from policygrad.compare.report import report
     from policygrad.compare.runner import Processes
+    from policygrad.compare.statements import too_few_seeds
     from policygrad.compare.work import Work
 
     plan = open_folder(folder, plan)
@@ -141,6 +142,8 @@ def run(plan: Plan, folder: Path, options: CompareOptions) -> int:
         print(
             f"{folder}: {counted(options.jobs, 'runs')} at a time, {counted(threads, 'threads')} each", file=sys.stderr
         )
+        if few := too_few_seeds(plan):
+            _say(few)
         results = Work(plan, folder, Processes(threads, allow=options.allow), options.jobs, _say).do()
         found = report(plan, results, options.threshold)
         text = json.dumps(found.to_dict(), ensure_ascii=False) + "\n"
@@ -160,11 +163,14 @@ def run(plan: Plan, folder: Path, options: CompareOptions) -> int:
 
 def dry_run(plan: Plan) -> str:
     """Every run's command; those that are reported at what the tuning runs choose have the grid in the rate's place."""
+    from policygrad.compare.statements import too_few_seeds
+
     lines = (
         [f"# {len(plan.tuning())} runs to choose by, {len(plan.rows) * len(plan.seeds)} to report"]
         if plan.tuning()
         else []
     )
+    lines += [f"# {few}"] if (few := too_few_seeds(plan)) else []
     lines += [shlex.join(["policygrad", *plan.train_words(job)]) for job in plan.tuning()]
     for job in plan.reported({row.label: row.grid[0] if row.grid else None for row in plan.rows}):
         row = plan.row(job.row)

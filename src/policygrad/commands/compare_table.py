@@ -8,6 +8,7 @@ from policygrad.commands.describe import HEAD, NAME, QUIET, Line, wrapped
 from policygrad.compare.counts import counted
 from policygrad.compare.outcomes import AXES
 from policygrad.compare.report import Kind, Report, RowReport
+from policygrad.compare.statements import rate
 from policygrad.compare.statistics import Estimate
 
 Column = tuple[str, Callable[[RowReport], str]]
@@ -48,7 +49,10 @@ def table(found: Report, width: int) -> list[Line]:
 def _heading(found: Report, kind: Kind, width: int) -> list[Line]:
     task, model = kind.measure.get("task", ""), kind.measure.get("model", "")
     head = f"{task}, {model}: {found.tokens:,} tokens a run, {counted(len(found.seeds), 'seeds')}"
-    says = "interquartile mean of held-out scores [95 % bootstrap interval over seeds]; * = at the edge of its grid"
+    says = (
+        "interquartile mean of held-out scores [95 % bootstrap interval over seeds]; * = at the edge of its grid; entropy, KL to "
+        "the reference (nats a token), length and share cut off: means over the last fifth of the steps"
+    )
     return [*wrapped((), head, width, HEAD), *wrapped((), says, width, QUIET)]
 
 
@@ -59,18 +63,21 @@ def _figures(found: Report, rows: Sequence[RowReport]) -> list[Column]:
         return lambda row: _estimate(row.summary.equal[axis]) if row.summary else NONE
 
     columns: list[Column] = [("", lambda row: row.label)]
-    if any(row.value is not None for row in rows):
+    columns.append(("lr", lambda row: rate(row) + "*" * (bool(row.edge) and row.knob == "--lr")))
+    if any(row.value is not None and row.knob != "--lr" for row in rows):
         columns.append(("tuned", lambda row: NONE if row.value is None else f"{row.value:g}" + "*" * bool(row.edge)))
     columns += [(f"equal {axis}", equal(axis)) for axis in AXES]
     columns += [("area", lambda row: _estimate(row.summary.area) if row.summary else NONE)]
-    columns += [(name, _mean(name)) for name in ("updates", "tokens", "seconds")]
+    columns += [("entropy", _mean("entropy", _fine)), ("KL", _mean("kl", _fine))]
     columns += [("length", _mean("length")), ("cut off", _percent("truncated"))]
+    columns += [(name, _mean(name)) for name in ("updates", "tokens", "seconds")]
     columns.append(("seeds", lambda row: str(len(row.runs))))
     return columns
 
 
-def _mean(name: str) -> Callable[[RowReport], str]:
-    return lambda row: _short(row.summary.means[name]) if row.summary and name in row.summary.means else NONE
+def _mean(name: str, told: Callable[[float], str] | None = None) -> Callable[[RowReport], str]:
+    told = told or _short
+    return lambda row: told(row.summary.means[name]) if row.summary and name in row.summary.means else NONE
 
 
 def _percent(name: str) -> Callable[[RowReport], str]:
@@ -162,6 +169,11 @@ def _columns(rows: Sequence[RowReport], columns: Sequence[Column], width: int) -
 
 def _estimate(x: Estimate) -> str:
     return f"{x.value:.3f} [{x.low:.3f} {x.high:.3f}]"
+
+
+def _fine(x: float) -> str:
+    """0.56, 0.0031: nats a token."""
+    return f"{x:.2g}"
 
 
 def _short(x: float) -> str:

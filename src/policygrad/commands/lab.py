@@ -251,7 +251,7 @@ def _differences(found: LabReport, base: Row, own: Row, width: int) -> list[Line
     """Where a part makes an algorithm another: in the equation, and in each figure that reads otherwise."""
     (before, old), (after, new) = base, own
     lines: list[Line] = [((f"Where {after} differs from {before}", HEAD),)]
-    symbols = dict(old.equation()) | new.equation()
+    symbols = dict.fromkeys([*old.equation(), *new.equation()])
     told = [(name, old.equation().get(name, "–"), new.equation().get(name, "–")) for name in symbols]
     rows = {on.name: (on, off) for on, off in found.rows}
     sides = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +13,16 @@ import tyro
 
 from policygrad.commands.describe import paragraphs
 from policygrad.commands.options import writable, write
-from policygrad.errors import ConfigError
+from policygrad.compare.plan import FILE as PLAN
+from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.run import optional
 
 HELP = (
     "What runs have done, as one HTML page that needs no network: curves, completions, costs. Runs that differ in their seed alone "
     "are one line with a band; others are lines of their own.",
-    "RUN is a folder of train, sft or reward-model, finished or not. --watch serves the page as the runs go, at an address on "
-    "this machine that holds a token; Ctrl-C ends it.",
+    "RUN is a folder of train, sft or reward-model, finished or not, or one of compare, for the runs that it reports. "
+    "Of several, as runs/* names them, those that are no run are left out. --watch serves the page as the runs go, at an address "
+    "on this machine that holds a token; Ctrl-C ends it.",
 )
 
 
@@ -52,18 +56,68 @@ def report(args: list[str]) -> int:
     """`policygrad report RUN... [--output FILE | --watch]`."""
     config = (tyro.conf.FlagCreatePairsOff,)
     options = tyro.cli(ReportOptions, args=args, prog="policygrad report", description=paragraphs(*HELP), config=config)
-    folders = tuple(dict.fromkeys(Path(run) for run in options.runs))
+    named = tuple(dict.fromkeys(Path(run) for run in options.runs))
+    folders = run_folders(named)
     if options.watch:
         return _watch(folders, options)
     from policygrad.report.page import page
     from policygrad.report.reading import read
 
-    runs = [read(folder) for folder in folders]
-    path = options.output or folders[0] / "report.html"
+    runs = [read(folder, empty=len(folders) > 1) for folder in folders]
+    if not any(run.metrics for run in runs):
+        read(folders[0])  # which refuses it, as all of them
+    path = options.output or (named[0] if _is_comparison(named[0]) else folders[0]) / "report.html"
     writable(path, "--output")
     write(path, page(runs), "--output")
     print(path)
     return 0
+
+
+def _is_comparison(folder: Path) -> bool:
+    return (folder / PLAN).is_file()
+
+
+def run_folders(named: Sequence[Path]) -> tuple[Path, ...]:
+    """The runs in these folders: a run itself, and of a comparison those that it reports, row by row.
+
+    What is neither is left out with a line on standard error, as `runs/*` names files and other folders too; alone, or where there
+    is nothing at all, it is kept for `read` to refuse.
+
+    Raises:
+        RunError: none of several is a run; a comparison without any run yet, or whose plan cannot be read.
+    """
+    from policygrad.report.reading import is_run
+
+    found, left_out = list[Path](), list[str]()
+    for folder in named:
+        if _is_comparison(folder):
+            found += _compared(folder)
+        elif is_run(folder) or len(named) == 1 or not folder.exists():
+            found.append(folder)
+        else:
+            left_out.append(str(folder))
+    if not found:
+        raise RunError(
+            f"none of {', '.join(left_out)} is a run: give folders that --output of train, sft or reward-model named"
+        )
+    if left_out:
+        print(f"left out, for they are no runs: {', '.join(left_out)}", file=sys.stderr)
+    return tuple(dict.fromkeys(found))
+
+
+def _compared(folder: Path) -> list[Path]:
+    """The runs of a comparison that it reports; not those that its learning rates were chosen by."""
+    from policygrad.compare.plan import read
+    from policygrad.report.reading import is_run
+
+    plan = read(folder)
+    places = [place for row in plan.rows for place in sorted((folder / "runs" / row.label).glob("*"))]
+    found = [run for place in places for seed in plan.seeds if is_run(run := place / f"seed-{seed}")]
+    if not found:
+        raise RunError(
+            f"{folder} is a comparison without a run yet: wait for its first, or begin it by policygrad compare --resume {folder}"
+        )
+    return found
 
 
 def _watch(folders: tuple[Path, ...], options: ReportOptions) -> int:

@@ -20,6 +20,7 @@ SIGNS = {
     "completions/mean_length": "length",
     "completions/truncated_ratio": "truncated",
     "entropy": "entropy",
+    "kl": "kl",
     "clip_ratio/low": "clipped_low",
     "clip_ratio/high": "clipped_high",
 }
@@ -39,7 +40,8 @@ class Outcome:
     """Standard error of the last one over the held-out problems; 0 where it is not known."""
     steps: int
     signs: Mapping[str, float] = field(default_factory=dict)
-    """What its last steps were like: length [tokens], share cut off, entropy [nats], shares clipped."""
+    """What its last steps were like: length [tokens], share cut off, entropy [nats], KL to the reference [nats a token],
+    shares clipped."""
     cost: Mapping[str, float] = field(default_factory=dict)
     """CPU seconds, seconds on the clock and MiB of the whole command, evaluations included."""
     gated: float | None = None

@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from policygrad.compare.counts import counted
-from policygrad.compare.statistics import LEVEL, separation_by_chance
+from policygrad.compare.statistics import LEVEL, fewest_runs, separation_by_chance
 
 if TYPE_CHECKING:
+    from policygrad.compare.plan import Plan
     from policygrad.compare.report import Report, RowReport
 
 NAMED = 6
@@ -80,7 +81,7 @@ def differs(found: Report) -> Iterable[str]:
     steps = {row.label: round(row.summary.means["updates"]) for row in found.rows if row.summary}
     if told := _told(steps):
         yield f"Updates within the budget, on average: {told}. The tables at equal updates compare them at the fewest."
-    if told := _told({row.label: _rate(row) for row in found.rows}):
+    if told := _told({row.label: rate(row) for row in found.rows}):
         chosen = (
             ", where there was a choice each row's best on the tuning seeds"
             if any(r.tuning for r in found.rows)
@@ -128,6 +129,17 @@ def limits(found: Report) -> Iterable[str]:
     )
 
 
+def too_few_seeds(plan: Plan) -> str:
+    """Say before any run that its seeds cannot tell rows apart, whatever comes; "" where they can."""
+    seeds, least = len(plan.seeds), fewest_runs()
+    if len(plan.rows) < 2 or seeds >= least:
+        return ""
+    return (
+        f"--seeds {seeds} can tell no two rows apart, whatever they score: equal rows are wholly separated in "
+        f"{separation_by_chance(seeds, seeds):.0%} of cases. Take --seeds {least} or more, or read the scores as examples alone"
+    )
+
+
 def _few(seeds: int) -> str:
     """Where no separation could be more than chance."""
     chance = separation_by_chance(seeds, seeds)
@@ -163,10 +175,10 @@ def _same(rows: list[RowReport]) -> list[str]:
     return [" = ".join(labels) for labels in seen.values() if len(labels) > 1]
 
 
-def _rate(row: RowReport) -> str:
+def rate(row: RowReport) -> str:
     """The policy's, as it ran."""
-    rate = row.value if row.knob == "--lr" and row.value is not None else row.settings.get("lr")
-    return "none" if rate is None else f"{rate:g}"
+    value = row.value if row.knob == "--lr" and row.value is not None else row.settings.get("lr")
+    return "none" if value is None else f"{value:g}"
 
 
 def _told(values: Mapping[str, Any]) -> str:

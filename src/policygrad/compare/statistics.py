@@ -113,6 +113,14 @@ def separation_by_chance(n: int, m: int) -> float:
     return min(1.0, 2 / math.comb(n + m, n))
 
 
+def fewest_runs(level: float = LEVEL) -> int:
+    """The fewest runs of each of two rows that can tell them apart: below, chance separates equal rows too often."""
+    runs = 1
+    while separation_by_chance(runs, runs) > 1 - level:
+        runs += 1
+    return runs
+
+
 def at(xs: ArrayLike, ys: ArrayLike, x: ArrayLike) -> Any:
     """A curve between its points, linearly; xs ascending."""
     points, heights = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)

@@ -43,6 +43,11 @@ class RunFiles:
         return max((points[-1][0] for points in self.metrics.values()), default=0)
 
 
+def is_run(folder: Path) -> bool:
+    """Whether it is the folder of a run, finished or not."""
+    return any((folder / name).is_file() for name in CONFIGS.values())
+
+
 def read(folder: Path, empty: bool = False) -> RunFiles:
     """The run in this folder. empty: whether one without a single number will do.
 

@@ -9,6 +9,7 @@ from typing import Any
 from policygrad.compare.counts import counted
 from policygrad.compare.outcomes import AXES
 from policygrad.compare.report import Kind, Report, RowReport
+from policygrad.compare.statements import rate
 from policygrad.compare.statistics import Estimate
 from policygrad.pages.frame import BANDS, framed
 
@@ -21,9 +22,10 @@ MEASURES = {
     "area": "area under the curve",
 }
 SIGNS = {
+    "entropy": ("entropy", "nats a token, over the last fifth of the steps"),
+    "kl": ("KL", "to the reference, nats a token, over the last fifth of the steps"),
     "length": ("length", "tokens of an answer, over the last fifth of the steps"),
     "truncated": ("cut off", "share of answers that the budget cut off, over the last fifth of the steps"),
-    "entropy": ("entropy", "nats a token, over the last fifth of the steps"),
 }
 
 
@@ -44,6 +46,7 @@ def page(found: Report) -> str:
             key: words for key, words in SIGNS.items() if any(r.summary and key in r.summary.means for r in found.rows)
         },
         tuned=[row for row in found.rows if row.tuning],
+        rate=rate,
     )
 
 

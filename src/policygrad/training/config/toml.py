@@ -6,7 +6,6 @@ without `part` the table changes fields of the part that is there. "none" stands
 
 from __future__ import annotations
 
-import functools
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -246,8 +245,8 @@ def read_part(current: Any, value: Any, where: str, dotted: str) -> Any:
         if key not in known:
             raise ConfigError(f"{where}: unknown key '{dotted}.{key}' of {kind.__name__}: {nearest(key, known)}")
     values = {k: _read_field(v, hints[k], where, f"{dotted}.{k}") for k, v in value.items()}
-    change = functools.partial(replace, current) if type(current) is kind else kind
-    return _build(lambda: change(**values), where, dotted)
+    same: Any = current if type(current) is kind else None
+    return _build(lambda: kind(**values) if same is None else replace(same, **values), where, dotted)
 
 
 def _read_field(value: Any, hint: Any, where: str, dotted: str) -> Any:
