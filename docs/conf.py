@@ -14,6 +14,7 @@ NAV = {
     "Start": ("first-day", "primer"),
     "How to": (
         "own-model-and-data",
+        "architectures",
         "rewards",
         "math-rewards",
         "sandbox",

@@ -17,6 +17,7 @@ from pathlib import Path
 from make_primer import FIGURES
 from pages.algorithm import algorithm_page
 from pages.architecture import layers_block, tree
+from pages.architectures import architectures_block
 from pages.checked import renew
 from pages.coming_from import options, supervised
 from pages.curves import curves
@@ -70,6 +71,7 @@ def generated() -> dict[Path, str]:
         README: filled(README, matrix=by_family("docs/algorithms/")),
         DOCS / "architecture.md": filled(DOCS / "architecture.md", layers=layers_block(), tree=tree("../")),
         DOCS / "architecture.svg": picture(),
+        DOCS / "architectures.md": filled(DOCS / "architectures.md", families=architectures_block()),
         DOCS / "algorithms" / "index.md": index_page(),
         **pages,
         **gates,

@@ -11,6 +11,7 @@ import pytest
 
 import policygrad as pg
 from policygrad.commands.evaluate import asked, flags
+from policygrad.commands.evaluated import report
 from policygrad.compare.statistics import paired_difference
 from policygrad.errors import ConfigError
 from policygrad.rewards import resolve
@@ -144,6 +145,17 @@ def test_the_majority_s_answer_is_what_counts() -> None:
     assert found.majority == pytest.approx((1.5 + 0.5 / 3) / 4)
     assert found.means == (0.5, 0.25, 0.25, 0.375)
     assert found.failed == 2
+
+
+@pytest.mark.parametrize(
+    ("scores", "threshold", "is_noted"),
+    [((0.0, 0.7), 1.0, True), ((0.0, 0.7), 0.5, False), ((0.0, 1.0), 1.0, False), ((0.0, 0.0), 1.0, False)],
+)
+def test_a_threshold_above_every_score_is_noted(scores: tuple[float, ...], threshold: float, is_noted: bool) -> None:
+    """A reward whose maximum lies below the threshold makes pass@k 0 for ever, which looked like a poor model."""
+    outcome = result([(score, None) for score in scores])
+    notes = " ".join(report("task", None, len(scores), threshold, {"model": outcome})["notes"])
+    assert ("the highest score was 0.7" in notes and "--threshold" in notes) is is_noted
 
 
 def test_pass_at_k_by_enumeration() -> None:

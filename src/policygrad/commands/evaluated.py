@@ -27,6 +27,8 @@ def report(task: str, held_out: str | None, samples: int, threshold: float, foun
     held_out: the file whose problems were measured; None = a part of the task itself."""
     data = {"task": task, "held_out": held_out}
     rows = [_row(model, data, samples, threshold, outcome) for model, outcome in found.items()]
+    if note := _unreachable_threshold(threshold, found):
+        rows[0]["notes"].append(note)
     if len(rows) == 1:
         return rows[0]
     first, *others = found
@@ -51,6 +53,20 @@ def _row(
         "tokens": outcome.tokens,
         "notes": list(outcome.messages),
     }
+
+
+def _unreachable_threshold(threshold: float, found: Found) -> str:
+    """A note where scores are positive but none reaches the threshold, as with a reward whose maximum lies below it; else ""."""
+    scores = [
+        s.score for outcome in found.values() for problem in outcome.problems for s in problem if s.score is not None
+    ]
+    highest = max(scores, default=0.0)
+    if not 0 < highest < threshold:
+        return ""
+    return (
+        f"pass@k counts scores of at least {number(threshold)}, and the highest score was {number(highest)}: if the reward "
+        "cannot give more, pass@k is always 0. Set --threshold to the lowest score that counts as correct"
+    )
 
 
 def _difference(first: str, other: str, samples: int, threshold: float, found: Found) -> dict[str, Any]:
