@@ -31,6 +31,8 @@ class RunFiles:
     """Empty until the run is over."""
     versions: Mapping[str, str]
     """Of packages, and the device; empty before the first checkpoint."""
+    changes: tuple[str, ...] = ()
+    """Options that a resumed run changed, each as `after step 12: lr 0.01 -> 0.003`."""
 
     @property
     def completions(self) -> Path:
@@ -61,7 +63,7 @@ def read(folder: Path, empty: bool = False) -> RunFiles:
             f"{folder / METRICS} has no numbers yet: wait for the run's first step, or --watch shows them as they come"
         )
     result = _json(folder / "result.json")
-    return RunFiles(folder, kind, _config(folder / CONFIGS[kind]), metrics, result, _versions(folder))
+    return RunFiles(folder, kind, _config(folder / CONFIGS[kind]), metrics, result, _versions(folder), _changes(folder))
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -115,8 +117,19 @@ def _json(path: Path) -> Mapping[str, Any]:
 
 def _versions(folder: Path) -> Mapping[str, str]:
     """Of the newest checkpoint, which says what the run began with."""
-    for path in sorted((folder / "checkpoints").glob("step-*/state.json"), reverse=True):
-        state = _json(path).get("state", {})
+    for state in _states(folder):
         if versions := state.get("began", {}).get("versions"):
             return {str(name): str(version) for name, version in versions.items()}
     return {}
+
+
+def _changes(folder: Path) -> tuple[str, ...]:
+    """Of the newest checkpoint, which has those of all before it."""
+    state = next(_states(folder), {})
+    return tuple(f"after step {each['step']}: {', '.join(each['options'])}" for each in state.get("changes", ()))
+
+
+def _states(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Of the checkpoints, the newest first."""
+    for path in sorted((folder / "checkpoints").glob("step-*/state.json"), reverse=True):
+        yield _json(path).get("state", {})
