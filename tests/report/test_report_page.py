@@ -89,6 +89,22 @@ def test_it_says_what_ran(text: str) -> None:
     assert "3 runs are not over yet" in text
 
 
+def test_runs_of_different_lengths_are_not_said_to_be_of_one(tmp_path: Path) -> None:
+    runs = [
+        read(run_folder(tmp_path / name, [(s, {"reward": 0.5}) for s in range(1, last + 1)], name=name))
+        for name, last in (("dapo", 16), ("gspo", 12))
+    ]
+    assert '<p class="lede" data-live="lede">12 to 16 steps.' in page(runs)
+    assert '<p class="lede" data-live="lede">16 steps.' in page(runs[:1])
+
+
+def test_a_unit_that_repeats_the_name_is_left_out(text: str) -> None:
+    """It was headed "reward, reward"."""
+    data = embedded(text)["metrics"]
+    assert "unit" not in data["reward"]
+    assert data["held_out"]["unit"] == "reward"
+
+
 def test_every_metric_is_there_with_what_it_means(text: str) -> None:
     data = embedded(text)
     assert data["first"] == ["reward", "held_out", "entropy", "grad_norm"]  # nothing was cut off

@@ -15,6 +15,8 @@ from doubles.files import write_rows
 from doubles.judge_server import judging
 from doubles.trackers import Record
 from policygrad.errors import RunError
+from policygrad.report.page import page
+from policygrad.report.reading import read
 from policygrad.training.began import began, noticed
 from policygrad.training.folder import check_resumable, sealed
 
@@ -74,6 +76,40 @@ def test_what_a_user_may_mean_to_change_is_said(run: pg.Run, tmp_path: Path) -> 
     said = go_on(changed)
     assert f"{mine} changed since the checkpoint" in said
     assert "set otherwise" not in said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lr": 0.5}, "lr 0.01 -> 0.5; the run goes on, and no longer bit for bit"),
+        ({"optimizer": pg.OptimizerConfig(clip=0.5)}, "optimizer.clip 1.0 -> 0.5; the run goes on"),
+        (
+            {"algorithm": replace(pg.DAPO, gate=pg.Clip(0.1, 0.1))},
+            "algorithm.gate Clip(low=0.2, high=0.28) -> Clip(low",
+        ),
+        ({"steps": 4}, "steps 3 -> 4"),
+        ({"checkpoint": pg.Checkpointing(every=2, keep=3)}, "checkpoint.every 1 -> 2"),
+        ({"rewards": pg.Rewarding(workers=1)}, "rewards.workers 2 -> 1"),
+    ],
+)
+def test_every_option_that_a_resume_changes_is_said(run: pg.Run, change: dict[str, Any], said: str) -> None:
+    run = replace(run, algorithm=pg.DAPO, lr=0.01, output=f"{run.output}-dapo")
+    pg.train(run, stop_after=1, display=False)
+    found = go_on(run, **change)
+    assert f"set otherwise than at the checkpoint: {said}" in found
+    assert ("bit for bit" in found) is (not {"steps", "checkpoint", "rewards"} & set(change))
+
+
+def test_changed_options_stand_in_card_and_report_by_step(run: pg.Run) -> None:
+    pg.train(replace(run, lr=0.5), resume=run.output, stop_after=1, display=False)
+    pg.train(replace(run, lr=0.25), resume=run.output, display=False)
+    lines = [f"after step 1: lr {run.lr} -> 0.5", "after step 2: lr 0.5 -> 0.25"]
+    assert read(Path(run.output)).changes == tuple(lines)
+    assert f"<dt>changed</dt><dd>{'; '.join(lines)}</dd>" in page([read(Path(run.output))]).replace("-&gt;", "->")
+    card = (Path(run.output) / "model" / "README.md").read_text(encoding="utf-8")
+    assert "## Changed on the way" in card
+    for line in lines:
+        assert "| " + line.replace(": ", " | ") + " |" in card
 
 
 def test_another_rubric_of_a_judge_is_said(run: pg.Run, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def page(runs: Sequence[RunFiles], live: bool = False) -> str:
         running=[str(run.folder) for run in ordered if not run.result],
         cost=[cost(group) for group in series],
         completions=_counted(ordered, there),
-        last=max(run.last for run in ordered),
+        steps=_steps(ordered),
     )
 
 
@@ -107,7 +107,12 @@ def _zero(plot: dict[str, Any]) -> bool:
 def _meaning(name: str) -> dict[str, str]:
     """As docs/metrics.md has it; nothing of a metric that nobody has described."""
     said = meaning(name)
-    return {} if said is None else {k: v for k, v in asdict(said).items() if k != "name" and v}
+    if said is None:
+        return {}
+    more = {k: v for k, v in asdict(said).items() if k != "name" and v}
+    if more.get("unit") == name:  # the page has "NAME, UNIT"
+        del more["unit"]
+    return more
 
 
 def _chapters(names: Sequence[str]) -> dict[str, list[str]]:
@@ -145,10 +150,9 @@ def _card(group: Series) -> Card:
     )
     facts = {key.replace("_", " "): short(config[key]) for key in options if config.get(key) not in (None, "", [], 0)}
     facts["seeds" if len(runs) > 1 else "seed"] = ", ".join(str(run.config.get("seed", "–")) for run in runs)
-    steps = sorted({run.last for run in runs})
-    facts["steps done"] = (
-        " to ".join(map(str, dict.fromkeys((steps[0], steps[-1])))) + f" of {config.get('steps', '–')}"
-    )
+    facts["steps done"] = f"{_steps(runs)} of {config.get('steps', '–')}"
+    if changes := [text for run in runs for text in run.changes]:
+        facts["changed"] = "; ".join(dict.fromkeys(changes))
     if held := [run.metrics["held_out"] for run in runs if len(run.metrics.get("held_out", ())) > 1]:
         before, after = (sum(points[i][1] for points in held) / len(held) for i in (0, -1))
         facts["held-out reward"] = f"{before:.3f} → {after:.3f}"
@@ -158,6 +162,12 @@ def _card(group: Series) -> Card:
     about = ABOUT.get(name)
     known_for = f"{about.title}. {about.source.partition(';')[0]}." if about else ""
     return Card(group.label, facts, parts(algorithm), known_for)
+
+
+def _steps(runs: Sequence[RunFiles]) -> str:
+    """Return the steps that are done: 16, or `12 to 16` where runs differ."""
+    done = sorted({run.last for run in runs})
+    return " to ".join(map(str, dict.fromkeys((done[0], done[-1]))))
 
 
 def _counted(runs: Sequence[RunFiles], there: Sequence[Shown]) -> dict[str, Any]:

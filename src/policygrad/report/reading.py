@@ -32,6 +32,8 @@ class RunFiles:
     """Empty until the run is over."""
     versions: Mapping[str, str]
     """Of packages, and the device; empty before the first checkpoint."""
+    changes: tuple[str, ...] = ()
+    """Options that a resumed run changed, each as `after step 12: lr 0.01 -> 0.003`."""
 
     @property
     def completions(self) -> Path:
@@ -67,7 +69,7 @@ def read(folder: Path, empty: bool = False) -> RunFiles:
             f"{folder / METRICS} has no numbers yet: wait for the run's first step, or --watch shows them as they come"
         )
     result = _json(folder / "result.json")
-    return RunFiles(folder, kind, _config(folder / CONFIGS[kind]), metrics, result, _versions(folder))
+    return RunFiles(folder, kind, _config(folder / CONFIGS[kind]), metrics, result, _versions(folder), _changes(folder))
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -120,10 +122,27 @@ def _json(path: Path) -> Mapping[str, Any]:
 
 def _versions(folder: Path) -> Mapping[str, str]:
     """Of the newest checkpoint, which says what the run began with."""
-    for path in sorted((folder / "checkpoints").glob("step-*/state.json"), reverse=True):
-        found: Any = _json(path)
-        for key in ("state", "began", "versions"):
-            found = found.get(key) if isinstance(found, dict) else None
-        if found and isinstance(found, dict):
-            return {str(name): str(version) for name, version in found.items()}
+    for state in _states(folder):
+        began = state.get("began")
+        versions = began.get("versions") if isinstance(began, dict) else None
+        if versions and isinstance(versions, dict):
+            return {str(name): str(version) for name, version in versions.items()}
     return {}
+
+
+def _changes(folder: Path) -> tuple[str, ...]:
+    """Of the newest checkpoint, which has those of all before it."""
+    changes = next(_states(folder), {}).get("changes")
+    each = [c for c in changes if isinstance(c, dict)] if isinstance(changes, list) else []
+    return tuple(
+        f"after step {c.get('step')}: {', '.join(map(str, c['options']))}"
+        for c in each
+        if isinstance(c.get("options"), list)
+    )
+
+
+def _states(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Of the checkpoints, the newest first."""
+    for path in sorted((folder / "checkpoints").glob("step-*/state.json"), reverse=True):
+        state = _json(path).get("state")
+        yield state if isinstance(state, dict) else {}

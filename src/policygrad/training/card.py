@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path, PurePath
 from typing import Any
@@ -48,11 +48,13 @@ def card(
     measured: Mapping[str, str],
     numbers: Mapping[str, Any],
     held_out: str = "",
+    changes: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The text of `README.md`.
 
     kind: train, sft, reward-model. name: of the run. config: as its TOML has it. measured: before and after, in words.
-    numbers: what result.json holds. held_out: what it was measured on, where that is not the usual.
+    numbers: what result.json holds. held_out: what it was measured on, where that is not the usual. changes: options that a
+    resumed run changed, by step.
     Of a file only its name is told, and of reward functions no folder.
     """
     algorithm = config.get("algorithm", {})
@@ -67,6 +69,9 @@ def card(
         "## What was trained, and on what",
         _table(("", ""), rows),
     ]
+    if changes:
+        steps = {f"after step {each['step']}": ", ".join(map(str, each["options"])) for each in changes}
+        pieces += ["## Changed on the way", _table(("when", "option"), steps)]
     if algorithm:
         pieces += [
             "## The algorithm's parts",

@@ -110,7 +110,14 @@ def export_stopped(
         seed=settings["seed"],
     )
     _put(saved, model, name)
-    told = card(kind, run.name, settings | {"steps": saved.step}, {}, {"tokens": saved.state.get("tokens")})
+    told = card(
+        kind,
+        run.name,
+        settings | {"steps": saved.step},
+        {},
+        {"tokens": saved.state.get("tokens")},
+        changes=saved.state.get("changes", ()),
+    )
     phase("writing")
     tokenizer = load_tokenizer(tokens or name, model, trust_remote_code=trust_remote_code).hf
     return write_model(run / f"model-step-{saved.step}", model, tokenizer, card=told)

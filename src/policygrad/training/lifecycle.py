@@ -26,6 +26,7 @@ from policygrad.models.tokenizer import Tokenizer
 from policygrad.models.trust import FLAG
 from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers, default_tracker
 from policygrad.trackers.services import services
+from policygrad.training.began import Began, changed_options, noticed
 from policygrad.training.callbacks import Callback
 from policygrad.training.card import card
 from policygrad.training.config.places import check_there, written_to
@@ -72,6 +73,8 @@ class Lifecycle(ABC, Generic[C, P, M]):
         self._others, self.callbacks = (*trackers, *services(config.track)), tuple(callbacks)
         self.before: M | None = None
         self.measured = False  # `before`
+        self.changes: list[dict[str, Any]] = []
+        """Options that were changed on the way, {"step": after which, "options": ["lr 0.01 -> 0.003"]}; for card and report."""
 
     # what is trained
 
@@ -293,6 +296,20 @@ class Lifecycle(ABC, Generic[C, P, M]):
         self.checkpointer.after(progress, final=not going)
         return going
 
+    def notice(self, saved: Checkpoint, now: Began, config: C) -> None:
+        """Say what is another than at the checkpoint, and record the options that are.
+
+        Raises:
+            RunError: another task, or other held-out problems, than the run began with.
+        """
+        self.changes = [*saved.state.get("changes", ())]
+        if "began" not in saved.state:
+            return
+        for text in noticed(saved.state["began"], now, config, self.folder):
+            self.trackers.note(text)
+        if options := changed_options(saved.state["began"], now):
+            self.changes.append({"step": saved.step, "options": options})
+
     def stop(self) -> None:
         """Ends the run, resumably, after the step at hand."""
         self.stopping.asked = True
@@ -301,7 +318,9 @@ class Lifecycle(ABC, Generic[C, P, M]):
         after = self.take(self.phase("after training"), self.progress.step) if self.measures else None
         numbers, measured = self.numbers(self.progress, after), self.summary(after)
         held_out = self.told.facts.get("held out", "")
-        told = card(self.kind, self.folder.name, tomllib.loads(dumps(self.config)), measured, numbers, held_out)
+        told = card(
+            self.kind, self.folder.name, tomllib.loads(dumps(self.config)), measured, numbers, held_out, self.changes
+        )
         model = save_model(self.folder, self.write_weights, self.tokenizer.hf, self.resume_words, told)
         self.checkpointer.finish()
         write_atomically(self.folder / "result.json", json.dumps(numbers, indent=1) + "\n")

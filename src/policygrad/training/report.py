@@ -92,9 +92,8 @@ def notes_of(done: Done, values: dict[str, float], waiting: bool, where: str = "
     if 0 < groups < shares:
         few = f"the rollout has {groups} group{'s' * (groups > 1)} left for {shares} minibatches of whole groups"
         notes += [(f"step {step}: {few}: one update per group and epoch", "fewer groups than minibatches")]
-    if carried := values.get("dynamic/carried"):
-        before = f"{carried:.0f} group{'s' * (carried > 1)} sampled in the step before"
-        notes += [(f"step {step}: it begins with {before}, which count as off-policy (DropNoSpread.carry)", "carried")]
+    if values.get("dynamic/carried"):
+        pass  # a step that begins with groups of the one before is stale by design (DropNoSpread.carry), and the metric says so
     elif values.get("staleness/max"):
         count = values["staleness/max"]
         versions = f"up to {count:.0f} version{'s' * (count > 1)} older than the weights that learn from it"

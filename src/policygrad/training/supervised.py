@@ -23,7 +23,7 @@ from policygrad.models.adapters import words
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.tasks.source import digest
 from policygrad.trackers import RunInfo
-from policygrad.training.began import began, noticed
+from policygrad.training.began import began
 from policygrad.training.config.allowed import named
 from policygrad.training.config.places import located
 from policygrad.training.config.supervised import Supervised
@@ -222,6 +222,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
             "before": dict(self.before or {}),
             "data": self.digest,
             "began": self.began,
+            "changes": self.changes,
             "guard": self._guarding.watched.to_dict(),
         }
 
@@ -238,10 +239,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
                 f"{self.config.data} (or the held-out file) is not what the run in {self.folder} began with: put the old file "
                 "back, or train anew with another --output"
             )
-        for text in (
-            noticed(saved.state["began"], self.began, self.config, self.folder) if "began" in saved.state else ()
-        ):
-            self.trackers.note(text)
+        self.notice(saved, self.began, self.config)
         trained = {name.removeprefix("weights/") for name in saved.tensors if name.startswith("weights/")}
         mine = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         if trained != mine:

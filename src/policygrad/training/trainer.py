@@ -25,7 +25,7 @@ from policygrad.rewards.resolve import rubrics_of
 from policygrad.rollout import stored
 from policygrad.samplers.base import Sampler
 from policygrad.trackers import RunInfo, Tracker
-from policygrad.training.began import began, noticed
+from policygrad.training.began import began
 from policygrad.training.callbacks import Callback
 from policygrad.training.config.allowed import Allowed, named, not_allowed
 from policygrad.training.config.composed import Composed, composed
@@ -217,6 +217,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
             "binary": self.held_out.binary,
             "given": self._given,
             "began": self._began,
+            "changes": self.changes,
             "guard": self._guarding.watched.to_dict(),
         }
 
@@ -248,8 +249,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
                 f"{self.folder}: the run {had} from Python, and what it learned there would go on as something else: go on as it "
                 f"began, with pg.train(run, resume={str(self.folder)!r}, environment=…) or without"
             )
-        for text in noticed(state["began"], self._began, run, self.folder) if "began" in state else ():
-            self.trackers.note(text)
+        self.notice(saved, self._began, run)
         restore = self.learner.restore if self._shares is None else partial(self._shares.restore, saved.path)
         put_back(restore, saved, tensors, run, self.folder)
         self.before, self.measured, self.held_out.binary = state["before"], state["measured"], state["binary"]
