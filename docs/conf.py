@@ -43,6 +43,9 @@ NAV = {
 """What stands at the side, in groups. A page that no group names comes last, under `LAST`; one that is not there is left out."""
 LAST = "More"
 
+WIDE = ("algorithms/index", "benchmarks", "measured")
+"""Pages whose tables need the room where furo puts the page's own table of contents."""
+
 project = "policygrad"
 extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
@@ -81,7 +84,8 @@ def _read(app: Any, page: str, source: list[str]) -> None:
     """The page as the site has it."""
     text = LEAVING.sub(lambda found: _inside(page, found), source[0])
     text = DATA.sub(r'<a href="\2">\1</a>', text)
-    source[0] = "\n\n".join([text, *_trees(page)])
+    head = ["---\nhide-toc: true\n---"] if page in WIDE else []
+    source[0] = "\n\n".join([*head, text, *_trees(page)])
 
 
 def _inside(page: str, found: re.Match[str]) -> str:

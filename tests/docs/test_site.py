@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import make_site
+from browser import chromium, missing
 
 MISSING = [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]
 HEAD = '<h1 id="top">T</h1>'
@@ -64,3 +66,28 @@ def test_what_leads_nowhere_is_found(tmp_path: Path, body: str, wrong: list[str]
     (tmp_path / "a.html").write_text(HEAD + body)
     (tmp_path / "b.html").write_text(HEAD)
     assert make_site.broken(tmp_path) == wrong
+
+
+WIDE = """() => [...document.querySelectorAll("article pre, article .table-wrapper")]
+    .filter((box) => box.scrollWidth > box.clientWidth + 1)
+    .map((box) => `${box.scrollWidth} in ${box.clientWidth}: ${box.innerText.slice(0, 60)}`)"""
+
+
+def test_formulas_and_tables_are_not_cut_at_1400_pixels(site: Path) -> None:
+    if (reason := missing()) and not os.environ.get("POLICYGRAD_NEEDS_BROWSER"):
+        pytest.skip(reason)
+    names = [
+        "algorithms/index",
+        "algorithms/vapo",
+        "algorithms/prorl",
+        "real-model",
+        "tables",
+        "measured",
+        "benchmarks",
+    ]
+    with chromium() as browser:
+        tab = browser.new_page(viewport={"width": 1400, "height": 900})
+        for name in names:
+            tab.goto((site / f"{name}.html").as_uri())
+            assert tab.evaluate(WIDE) == [], name
+            assert tab.evaluate("() => document.documentElement.scrollWidth") <= 1400, name
