@@ -208,6 +208,8 @@ def _gradient_of(term: Term | LossTerm, out: Forward, batch: Batch, psi: Tensor)
         given = {f.name: x for f in fields(Forward) if (x := getattr(out, f.name)) is not None}
         leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
         value = _of_term(term, Forward(**leaves), batch, psi)
+        if not value.requires_grad:
+            return [value]
         found = torch.autograd.grad(ragged.masked(value, batch.mask).sum(), list(leaves.values()), allow_unused=True)
     return [value, *(x for x in found if x is not None)]
 
