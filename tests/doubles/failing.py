@@ -34,12 +34,12 @@ def learner_with_a_bad_gradient(model: nn.Module, run: Run, at: int) -> LocalLea
     learner = local_learner(model, run)
     step, left = learner.optimizer.step, [at]
 
-    def bad() -> tuple[float | None, float]:
+    def bad(*arguments: Any) -> tuple[float | None, float]:
         left[0] -= 1
         if left[0] == 0:
             master = next(iter(learner.optimizer.masters.values()))
             master.grad = torch.full_like(master, float("nan"))
-        return step()
+        return step(*arguments)
 
     learner.optimizer.step = bad  # type: ignore[method-assign]
     return learner
@@ -65,13 +65,13 @@ def learner_with_a_spike(model: nn.Module, run: Run, at: int) -> LocalLearner:
     learner = local_learner(model, run)
     step, left = learner.optimizer.step, [at]
 
-    def spiking() -> tuple[float | None, float]:
+    def spiking(*arguments: Any) -> tuple[float | None, float]:
         left[0] -= 1
         if left[0] == 0:
             for master in learner.optimizer.masters.values():
                 if master.grad is not None:
                     master.grad.mul_(1e4)
-        return step()
+        return step(*arguments)
 
     learner.optimizer.step = spiking  # type: ignore[method-assign]
     return learner
