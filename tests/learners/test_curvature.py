@@ -387,16 +387,16 @@ def test_lora_adapters_take_a_step_and_the_base_does_not() -> None:
 
 
 @dataclass(frozen=True)
-class NotANumber(pg.Advantage):
-    """An advantage that is NaN."""
+class NotANumber(pg.Importance):
+    """A gate that is NaN."""
 
-    def __call__(self, psi: Tensor, batch: pg.Batch) -> Tensor:
-        return psi * float("nan")
+    def weight(self, ratio: Tensor, psi: Tensor, batch: pg.Batch) -> Tensor:
+        return super().weight(ratio, psi, batch) * float("nan")
 
 
 def test_what_is_not_finite_costs_the_step_not_the_run(small: Run, tmp_path: Path) -> None:
     record = Record()
-    algorithm = replace(CHEAP, name="broken", psi=(NotANumber(),))
+    algorithm = replace(CHEAP, name="broken", gate=NotANumber())
     run = replace(small, algorithm=algorithm, lr=None, steps=2, output=str(tmp_path / "run"))
     result = train(run, display=record)
     assert result.steps == 2
