@@ -109,6 +109,24 @@ def test_programs_are_run_inside_a_walled_worker(wall):
         assert pool.score([""], ["print(5)"], {"inputs": [["x"]], "outputs": [["5"]]}).total == [1.0]
 
 
+@behind
+def test_a_program_in_a_walled_worker_does_not_hold_more_than_it_may(wall):
+    """Where its supervisor, behind Landlock itself, cannot list what the program has open."""
+    program = """
+kept = []
+for number in range(32):
+    kept.append(open(str(number), "w+b"))
+    kept[-1].write(bytes(4 << 20))
+    kept[-1].flush()
+    __import__("os").remove(str(number))
+import time
+time.sleep(1)
+print(5)
+"""
+    with RewardPool(["code"], workers=1, sandbox=wall) as pool:
+        assert pool.score([""], [program], {"inputs": [["x"]], "outputs": [["5"]]}).total == [0.0]
+
+
 def test_what_cannot_be_sent_to_a_worker_is_refused_where_a_wall_is_asked_for():
     if not any(stands(name) for name in WALLS):
         pytest.skip("no wall stands on this machine")

@@ -9,7 +9,7 @@ _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 
 _CLEAR_ALL = 4
 _VERSION_3 = 0x20080522  # of capset's structures: two 32-bit halves of three sets
 _HIGHEST = 64
-_FILES = 64  # open at once
+MOST_OPEN = 64  # files of a confined process, at once
 
 
 def drop() -> None:
@@ -36,7 +36,7 @@ def limit(*, memory: int | None, seconds: float, file_size: int) -> None:
     cpu = int(seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
     _set(resource.RLIMIT_FSIZE, file_size)
-    _set(resource.RLIMIT_NOFILE, _FILES)
+    _set(resource.RLIMIT_NOFILE, MOST_OPEN)
     _set(resource.RLIMIT_CORE, 0)
     _set(resource.RLIMIT_MEMLOCK, 0)
 

@@ -16,10 +16,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import TracebackType
 from typing import IO, Any, Self
 
 from policygrad.sandbox.limits import Limits
+from policygrad.sandbox.privileges import MOST_OPEN
 from policygrad.sandbox.walls import PACKAGES, Wall, interpreter
 
 START_LIMIT = 60.0  # seconds until the wall stands; not part of a program's time
@@ -221,14 +223,17 @@ def _files_in(folder: str) -> dict[_File, int]:
 
 def _held(pid: int, sizes: Mapping[_File, int], most: int) -> dict[_File, int]:
     """Bytes of the files that a process holds and that no folder has. Of one that is mapped and no longer open the size cannot be
-    asked for: it is what it was, and where it was never seen, more than may be. Raises PermissionError."""
+    asked for: it is what it was, and where it was never seen, more than may be. A supervisor that is itself behind Landlock may not
+    read what is mapped, and counts open files alone. Raises PermissionError for a process that hides."""
     files: dict[_File, int] = {}
     try:
-        for name in os.listdir(f"/proc/{pid}/fd"):
+        for name in os.listdir(f"/proc/{pid}/fd") if _reads_proc() else range(MOST_OPEN):
             with contextlib.suppress(FileNotFoundError):
                 found = os.stat(f"/proc/{pid}/fd/{name}")
                 if stat.S_ISREG(found.st_mode) and not found.st_nlink:
                     files[_named(found)] = found.st_blocks * 512
+        if not _reads_proc():
+            return files
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
             for line in maps:
                 if line.endswith(" (deleted)\n") and not line.partition("/")[2].startswith(("dev/zero", "SYSV")):
@@ -239,6 +244,16 @@ def _held(pid: int, sizes: Mapping[_File, int], most: int) -> dict[_File, int]:
     except (FileNotFoundError, ProcessLookupError):  # it has ended
         return {}
     return files
+
+
+@cache
+def _reads_proc() -> bool:
+    """Whether this process may open what Linux says of processes. Behind Landlock it may not, and can still ask what is open where."""
+    try:
+        with open("/proc/self/maps", "rb"):
+            return True
+    except PermissionError:
+        return False
 
 
 def follow(processes: Sequence[Confined], seconds: float) -> str | None:
