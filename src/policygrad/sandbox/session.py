@@ -248,7 +248,7 @@ def _held(pid: int, sizes: Mapping[_File, int], most: int) -> dict[_File, int]:
 
 @cache
 def _reads_proc() -> bool:
-    """Whether this process may open what Linux says of processes. Behind Landlock it may not, and can still ask what is open where."""
+    """Whether this process may open what Linux says of processes. Behind Landlock it may not, but ask what each has open."""
     try:
         with open("/proc/self/maps", "rb"):
             return True
