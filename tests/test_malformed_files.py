@@ -172,6 +172,17 @@ def test_report_refuses_a_configuration_of_another_kind(run: Path, text: str, sa
     refused(run_command("report", str(run)), "run.toml", said, "put a copy of")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("a = " + DEEP, "too deep"), ("a = ", "not valid TOML"), ("seed = 1", "has no table learner")],
+)
+def test_export_refuses_a_configuration_that_no_run_writes(
+    run: Path, text: str, said: str, run_command: Command
+) -> None:
+    (run / "run.toml").write_text(text, encoding="utf-8")
+    refused(run_command("export", str(run)), "run.toml", said)
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl", "run.toml", "result.json"])
 @pytest.mark.parametrize("kind", ["pipe", "endless"])
 @pipes

@@ -3,7 +3,6 @@ only; the model of a run that was stopped, which has none in its folder yet; one
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from policygrad.models.trust import FLAG
 from policygrad.training.card import CARD, card, of_whole
 from policygrad.training.config.places import options_in, read_from
 from policygrad.training.config.run import OBJECT
+from policygrad.training.config.toml import read
 from policygrad.training.folder import check_resumable
 from policygrad.weight_sync.gguf_file import FILE as GGUF
 from policygrad.weight_sync.gguf_model import write_gguf
@@ -87,7 +87,9 @@ def export_stopped(
     """
     kind = "sft" if (run / "sft.toml").is_file() else "train"
     file = check_resumable(run, kind) / ("run.toml" if kind == "train" else "sft.toml")
-    settings = tomllib.loads(file.read_text(encoding="utf-8"))
+    settings = read(file)
+    if not isinstance(settings.get("learner"), dict):
+        raise RunError(f"{file} has no table learner, which a run writes: put a copy of the whole file there")
     there = options_in(read_from(settings, file))
     name, tokens, learner = there["model"], there.get("tokenizer"), settings["learner"]
     if any(str(given).startswith(OBJECT) for given in (name, tokens)):
@@ -195,7 +197,7 @@ def _own(run: Path) -> str:
     """The precision that a run computed in, as its model would have without adapters; float32 of an adapter alone."""
     for file in (run / "run.toml", run / "sft.toml", run / "reward-model.toml"):
         try:
-            return str(tomllib.loads(file.read_text(encoding="utf-8"))["learner"]["dtype"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return str(read(file)["learner"]["dtype"])
+        except (ConfigError, KeyError, TypeError):
             continue
     return "fp32"
