@@ -138,6 +138,14 @@ def test_rewards_without_spread_give_no_advantage_to_the_last_bit(chain, value: 
     assert (psi == 0).all()
 
 
+@pytest.mark.parametrize("value", ROUNDED)
+def test_whitening_equal_rewards_gives_zeros_for_every_number_of_completions(value: float) -> None:
+    """Which sums are rounded depends on how many numbers are added, so one batch shows nothing about the next."""
+    for completions in range(2, 40):
+        batch = batch_of(*[value] * completions, width=3, dtype=torch.float32)
+        assert (pg.Algorithm(psi=(pg.Whiten(),)).advantages(batch) == 0).all(), completions
+
+
 OWN_SIGNAL = {
     *(
         "reinforce",
