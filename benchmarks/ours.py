@@ -22,7 +22,7 @@ from bench.clock import Clock, Moved, say
 from bench.keeping import Keeping
 from bench.works import Work, from_dict
 from policygrad.models.tokenizer import Tokenizer, padding_id
-from policygrad.training.callbacks import Callback
+from policygrad.training.base_trainer import Callback
 
 HERE = Path(__file__).resolve().parent
 

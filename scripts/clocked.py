@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import policygrad as pg
-from policygrad.planning.fitting import learner_speed, sampler_speed
 from policygrad.planning.pipeline import (
     LearnerSpeed,
     Lengths,
@@ -18,7 +17,9 @@ from policygrad.planning.pipeline import (
     Timeline,
     best_staleness,
     enough,
+    learner_speed,
     resampled,
+    sampler_speed,
     simulate,
 )
 from policygrad.samplers.config import SamplerConfig

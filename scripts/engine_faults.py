@@ -40,11 +40,11 @@ import policygrad as pg
 from policygrad.core.metrics import Metrics
 from policygrad.errors import EngineError
 from policygrad.rollout.trajectory import TRAIN
-from policygrad.samplers import probe
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.llama_cpp import LlamaCpp
-from policygrad.training.callbacks import Callback
+from policygrad.samplers.engines import probe
+from policygrad.samplers.engines.llama_cpp import LlamaCpp
+from policygrad.training.base_trainer import Callback
 from policygrad.training.loop import Done
 from policygrad.weight_sync.base import Published
 

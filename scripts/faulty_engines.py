@@ -18,8 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from policygrad.samplers import llama_server
-from policygrad.samplers.llama_process import LlamaProcess
+from policygrad.samplers.engines import llama_server
+from policygrad.samplers.engines.llama_cpp import LlamaProcess
 
 PARALLEL, CONTEXT = 4, 256
 GARBAGE = (

@@ -35,8 +35,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from policygrad.tasks.embedded import MAX_NEW_TOKENS, MIX, Component, prompt_text
-from policygrad.tasks.split import is_held_out
+from policygrad.tasks.base import is_held_out
+from policygrad.tasks.reasoning_gym import MAX_NEW_TOKENS, MIX, Component, prompt_text
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parents[1] / "src" / "policygrad" / "models" / "tiny"
 PAD, EOS = "<pad>", "<eos>"

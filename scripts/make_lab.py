@@ -9,8 +9,7 @@ import re
 from pathlib import Path
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.lab.finding import Finding
-from policygrad.lab.measurement import Measured
+from policygrad.lab.measurement import Finding, Measured
 from policygrad.lab.report import LabReport, report
 from policygrad.lab.setting import measurable
 

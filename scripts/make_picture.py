@@ -13,9 +13,9 @@ from pathlib import Path
 from rich.console import Console
 
 from policygrad.trackers import RunInfo
-from policygrad.trackers.terminal.live import TerminalTracker
+from policygrad.trackers.rich_display import TerminalTracker
 from policygrad.training.config.run import Run
-from policygrad.training.config.toml import load
+from policygrad.training.config.serialization import load
 
 
 def main() -> None:

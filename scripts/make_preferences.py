@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from policygrad.rollout.judging import judge
+from policygrad.rollout.scoring import judge
 from policygrad.rollout.trajectory import TRAIN, Start
 from policygrad.samplers.base import Sampling
-from policygrad.training.resources import Needed, load
+from policygrad.training.setup import Needed, load
 
 PORTION = 64  # problems sampled at a time
 PAIRS = 2  # per problem

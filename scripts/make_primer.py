@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pages.chart import chart
-from policygrad.lab.experiments import chosen
-from policygrad.lab.page.plots import plot_of
+from policygrad.lab.plots import plot_of
+from policygrad.lab.report import chosen
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "primer"
 FIGURES = (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from make_lab import table
 
-from policygrad.lab.findings import turns
+from policygrad.lab.findings import critics as turns
 from policygrad.lab.report import one_thread
 from policygrad.lab.worlds import walk
 

@@ -25,9 +25,8 @@ from typing import Any
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import STOPPED
-from policygrad.commands.compare import compare
-from policygrad.commands.compare_rows import rows_of
-from policygrad.compare.ladders import LADDERS
+from policygrad.commands.compare import compare, rows_of
+from policygrad.compare.plan import LADDERS
 from policygrad.errors import PolicygradError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -35,8 +35,8 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.samplers.base import Request, Sampling
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.http import Http
-from policygrad.samplers.vllm import Vllm
+from policygrad.samplers.engines.http import Http
+from policygrad.samplers.engines.vllm import Vllm
 from policygrad.weight_sync.base import Published
 from vllm_server import START, serving
 

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from browser import View, pictures
+from policygrad.report.data import read
 from policygrad.report.page import page
-from policygrad.report.reading import read
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "report"
 LARGEST = 200_000

@@ -20,13 +20,11 @@ from policygrad.commands.options import printed_flags
 from policygrad.commands.train import asked
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import PolicygradError
-from policygrad.tasks.conversations import read_demonstrations
-from policygrad.tasks.preferences import read_pairs
-from policygrad.tasks.reading import read_examples as read_jsonl
-from policygrad.training.config.parts import part_names
+from policygrad.tasks.preferences import read_demonstrations, read_pairs
+from policygrad.tasks.rows import read_examples as read_jsonl
 from policygrad.training.config.run import Draft, Options, Run
+from policygrad.training.config.serialization import from_dict, load, part_names
 from policygrad.training.config.supervised import SFTConfig
-from policygrad.training.config.toml import from_dict, load
 
 FAST = {"derandomize": True, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 ODD: list[Any] = [

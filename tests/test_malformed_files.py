@@ -15,14 +15,14 @@ from doubles.comparison import plan, row, write_run
 from doubles.files import write_rows
 from doubles.runs import row as completion
 from doubles.runs import run_folder
-from policygrad.compare import outcomes
+from policygrad.compare import runner
 from policygrad.compare.plan import open_folder
-from policygrad.contents import DEEPEST, LARGEST_LINE, Unusable, parse_json, read_json, read_toml
 from policygrad.errors import ConfigError, DataError, ModelError, RunError
 from policygrad.models.loading import resolve
-from policygrad.planning.devices import MOST_DEVICES
+from policygrad.planning.hardware import MOST_DEVICES
 from policygrad.trackers import JsonlTracker
 from policygrad.training.supervised import Steps
+from policygrad.utils.filesystem import DEEPEST, LARGEST_LINE, Unusable, parse_json, read_json, read_toml
 
 Command = Callable[..., tuple[int, str, str]]
 DEEP = "[" * 100_000
@@ -273,7 +273,7 @@ def test_compare_names_a_run_that_is_damaged(tmp_path: Path, name: str, text: st
     write_run(folder, 0.8, None, 0)
     (folder / name).write_text(text)
     with pytest.raises(RunError, match="runs/a"):
-        outcomes.read(folder)
+        runner.read(folder)
 
 
 @pipes
@@ -283,7 +283,7 @@ def test_compare_waits_for_no_pipe(tmp_path: Path, run_command: Command) -> None
     (folder / "metrics.jsonl").unlink()
     os.mkfifo(folder / "metrics.jsonl")
     with pytest.raises(RunError, match="it is no regular file"):
-        outcomes.read(folder)
+        runner.read(folder)
     os.mkfifo(tmp_path / "plan.json")
     refused(run_command("compare", "--resume", str(tmp_path)), "plan.json", "a pipe that nobody writes to")
 
@@ -309,7 +309,7 @@ def test_compare_refuses_costs_of_another_kind(tmp_path: Path, text: str) -> Non
     write_run(folder, 0.8, None, 0)
     folder.with_name("a.cost.json").write_text(text)
     with pytest.raises(RunError, match=r"a\.cost\.json cannot be read.*delete it"):
-        outcomes.read(folder)
+        runner.read(folder)
 
 
 # ---- plan and models
@@ -384,7 +384,7 @@ def test_a_model_of_a_billion_layers_is_refused_before_it_is_built(tmp_path: Pat
 def test_adapters_of_a_rank_beyond_every_matrix_are_refused() -> None:
     pytest.importorskip("peft")
     from policygrad.models.loading import load_model
-    from policygrad.models.lora import Lora
+    from policygrad.models.lora_config import Lora
 
     with pytest.raises(
         ConfigError, match="rank must be at most 128, as no matrix of the model has a higher one, not 1,000,000"

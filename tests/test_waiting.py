@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from policygrad.waiting import Waiter
+from policygrad.utils.async_runner import Waiter
 
 
 def test_what_another_thread_brings_runs_beside_what_is_going_on() -> None:

@@ -20,9 +20,9 @@ from bench.timing import Table, cpu_seconds
 from bench.works import SEVEN, SMALL, geometric
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer, padding_id
-from policygrad.samplers import decoding
-from policygrad.samplers.draw import log_probabilities
-from policygrad.samplers.memory import Plain
+from policygrad.samplers.local import sampler as decoding
+from policygrad.samplers.local.kv_cache import Plain
+from policygrad.samplers.local.sampling import log_probabilities
 
 
 def generated(

@@ -23,7 +23,7 @@ from bench.timing import Table, cpu_seconds
 from bench.works import SEVEN, SMALL
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.samplers.cache import RoomyLayer, expand
+from policygrad.samplers.local.kv_cache import RoomyLayer, expand
 
 CONTEXT = 200
 """Tokens before those of a pass."""

@@ -14,7 +14,7 @@ from bench.timing import Table, cpu_seconds
 from bench.works import SEVEN, SMALL, TWENTY_FIVE, Shape, geometric
 from policygrad.core.batch import Batch
 from policygrad.learners.local.forward import Evaluator, probe
-from policygrad.learners.local.head import log_probability
+from policygrad.learners.local.logprobs import log_probability
 from policygrad.learners.local.packing import Pack, pack
 
 BUDGET = 8192

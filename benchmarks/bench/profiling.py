@@ -16,7 +16,7 @@ from bench.models import rollout, untrained
 from bench.savings import learned
 from bench.timing import Table
 from bench.works import SEVEN, SMALL, Shape
-from policygrad.models.precision import DTYPES
+from policygrad.models.loading import DTYPES
 
 KINDS = {
     "attention": ("attention", "flash"),

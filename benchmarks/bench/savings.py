@@ -17,8 +17,7 @@ from bench.models import rollout, untrained
 from bench.timing import Table, cpu_seconds
 from bench.works import SEVEN, SMALL, TWENTY_FIVE
 from policygrad.core.batch import Batch
-from policygrad.models.loading import load_model
-from policygrad.models.precision import DTYPES
+from policygrad.models.loading import DTYPES, load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.rewards import RewardPool
 from policygrad.rollout.rollouter import Rollouter

@@ -12,14 +12,13 @@ from pages.lab_numbers import lab_section
 from pages.markdown import block, page, table
 from pages.measured import row_of, summary_sentence
 from policygrad import algorithms
-from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import COLUMNS, EQUATION, NOWHERE, difference, number, part_name, settings
-from policygrad.compare.overrides import OVERRIDES
+from policygrad.catalog import ABOUT, PAPERS, RECIPE, USUAL
+from policygrad.commands.render import COLUMNS, EQUATION, NOWHERE, difference, number, part_name, settings
+from policygrad.compare.plan import OVERRIDES
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.mixing import rest
+from policygrad.core.terms import rest
 from policygrad.core.vine import Vine
-from policygrad.papers import PAPERS, RECIPE, USUAL
 
 OURS = "our choice"
 

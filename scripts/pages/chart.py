@@ -59,7 +59,7 @@ def _round(step: float) -> float:
 
 
 def chart(title: str, drawn: Mapping[str, Any], width: int = WIDTH) -> str:
-    """The SVG of what `policygrad.lab.page.plots.FindingPlot.drawn` gives: an x axis, panels, lines of named series.
+    """The SVG of what `policygrad.lab.plots.FindingPlot.drawn` gives: an x axis, panels, lines of named series.
 
     A value of None is no point; `x` may say its own `low` and `high`. width: of one panel.
     """

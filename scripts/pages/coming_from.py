@@ -6,9 +6,7 @@ import re
 from collections.abc import Mapping
 
 from pages.markdown import table
-from policygrad.commands.foreign.answers import LIBRARIES
-from policygrad.commands.foreign.meanings import Ours
-from policygrad.commands.foreign.supervised import SUPERVISED
+from policygrad.commands.foreign_options import LIBRARIES, SUPERVISED, Ours
 
 _OPTION = re.compile(r"--[\w.-]*\w(?: (?:[A-Z]\w+|[\w./]+(?::[\w./]+)+|\w+=\S+|bf16|[\d.]+ [\d.]+)\b)?")
 """An option, and a value that stands behind it: a part, a file and its function, settings, a precision, two numbers."""

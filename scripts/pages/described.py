@@ -12,10 +12,10 @@ from typing import Any
 
 from pages.markdown import block, table
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import number, part_name
-from policygrad.commands.part_page import field_docs
+from policygrad.commands.render import number, part_name
+from policygrad.commands.show import field_docs
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.protocols import Part
+from policygrad.core.base import Part
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = 100

@@ -10,10 +10,7 @@ from pages import probe
 from pages.chart import chart
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.gates import Clip, WeightCap
-from policygrad.core.policy_shaping import PolicyShaping
-from policygrad.core.proximal import DivergenceClip, GeometricMean
-from policygrad.core.selecting_gates import ClipCov, SecondMoment
+from policygrad.core.gates import Clip, ClipCov, DivergenceClip, GeometricMean, PolicyShaping, SecondMoment, WeightCap
 from policygrad.core.vine import SelfNormalised
 
 POINTS, WIDTH = 240, 560

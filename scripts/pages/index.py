@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pages.markdown import block, page, table
-from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import NOWHERE, matrix_row
-from policygrad.commands.families import families
-from policygrad.papers import PAPERS
+from policygrad.catalog import ABOUT, PAPERS
+from policygrad.commands.render import NOWHERE, matrix_row
+from policygrad.commands.show import families
 
 
 def matrix(folder: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pages.markdown import block, table
 from pages.reports import Data, estimate, files
-from policygrad.compare.ladders import LADDERS
+from policygrad.compare.plan import LADDERS
 
 
 def ladder_section(name: str, found: Data | None) -> str:

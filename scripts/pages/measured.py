@@ -9,8 +9,7 @@ from pages.ladder import ladder_section
 from pages.markdown import block, page, table
 from pages.reports import Data, estimate, files, link, load, short
 from policygrad.algorithms import ALGORITHMS
-from policygrad.compare.ladders import LADDERS
-from policygrad.compare.overrides import OVERRIDES
+from policygrad.compare.plan import LADDERS, OVERRIDES
 
 HEAD = (
     "algorithm",

@@ -11,15 +11,12 @@ from typing import Any
 
 from measure_algorithms import RESULTS
 from pages.markdown import table
-from policygrad.planning.devices import DEVICES
-from policygrad.planning.layout import MICRO_CPU, Layout
-from policygrad.planning.memory import learner
-from policygrad.planning.plan import Plan, Question
-from policygrad.planning.reached import Calibration, Reached, load
-from policygrad.planning.shapes import NAMED, Shape
-from policygrad.planning.told import GIB
-from policygrad.planning.work import Asks, Work
-from policygrad.training.trial import CPU
+from policygrad.planning.cost_model import MICRO_CPU, Asks, Layout, Work, learner
+from policygrad.planning.hardware import DEVICES, Calibration, Reached, load
+from policygrad.planning.model_shapes import NAMED, Shape
+from policygrad.planning.planner import Plan, Question
+from policygrad.planning.render import GIB
+from policygrad.training.calibration import CPU
 
 NEMO = Asks("grpo", frozen=1, scores=2, head_twice=True, updates=4)
 """Its GRPO reads every rollout twice, for log π_old and log π_ref, and learns in four updates of 512 completions."""

@@ -10,7 +10,7 @@ from torch import Tensor
 import policygrad as pg
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
-from policygrad.lab.findings.shapes import tokens_apart
+from policygrad.lab.findings.ratios import tokens_apart
 
 RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5)
 FAR = (0.25, 4.0)

@@ -6,9 +6,9 @@ import policygrad
 from pages.described import section
 from pages.markdown import page, table
 from policygrad.algorithms import ALGORITHMS
-from policygrad.core.roles import ROLES
-from policygrad.training.config.guard import Guard, RowsGuard
-from policygrad.training.result import Result
+from policygrad.core.validation import ROLES
+from policygrad.training.base_trainer import Result
+from policygrad.training.config.run import Guard, RowsGuard
 
 PAGES = {
     "training": (
@@ -114,9 +114,7 @@ def _parts(place: str) -> list[str]:
     return [
         name
         for name, kind in kinds
-        if isinstance(kind, type)
-        and issubclass(kind, ROLES[place].bases)
-        and kind.__module__ != "policygrad.core.protocols"
+        if isinstance(kind, type) and issubclass(kind, ROLES[place].bases) and kind.__module__ != "policygrad.core.base"
     ]
 
 

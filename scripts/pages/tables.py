@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from pages import probe
 from pages.markdown import page, table
-from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS, GRPO, PPO
+from policygrad.catalog import ABOUT
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.reference import Reference
+from policygrad.core.auxiliary import Reference
 
 ADAM = 4
 """Copies of the parameters that training one model in full precision holds: weights, gradient, two moments."""

@@ -7,61 +7,53 @@ __version__ = "0.1.0"
 
 _HOME = {
     "policygrad.algorithms": (
-        "A2C ALGORITHMS ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DISTILL DPPO DR_GRPO GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO "
-        "GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO MAGISTRAL MAXRL NATURAL OPO PASSK "
-        "PPO PPO_PENALTY PRIME PRORL RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL TOPR TRPO "
-        "TRPO_VINE VAPO VESPO VINEPPO algorithm"
+        "A2C ALGORITHMS ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DISTILL DPPO DR_GRPO GDPO GIGPO GMPO GPG GRPO "
+        "GRPO_PROCESS GSPO GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO MAGISTRAL MAXRL "
+        "NATURAL OPO PASSK PPO PPO_PENALTY PRIME PRORL RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX "
+        "RLOO SAPO SCALE_RL TOPR TRPO TRPO_VINE VAPO VESPO VINEPPO algorithm"
     ),
-    "policygrad.core.advantages": "BatchMean BatchStd GroupMean GroupStd LeaveOneOut OptimalBaseline RunningMean",
-    "policygrad.core.aggregates": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
+    "policygrad.core.advantages": (
+        "Accepted BatchMean BatchStd ConstantBaseline GreedyBaseline GroupMean GroupStd LeaveOneOut "
+        "OptimalBaseline OverGroupMean PassAtK RewardZScores RunningMean TeacherLogRatio"
+    ),
+    "policygrad.core.aggregation": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
     "policygrad.core.algorithm": "Algorithm",
-    "policygrad.core.baselines": "ConstantBaseline GreedyBaseline",
+    "policygrad.core.auxiliary": "Critic ImplicitReward Reference",
+    "policygrad.core.base": "Advantage Aggregation Correction Filter Gate LossTerm Part Ratio Shaping Term UpdateRule",
     "policygrad.core.batch": "Batch Forward",
-    "policygrad.core.corrections": "MaskedIS TruncatedIS",
-    "policygrad.core.critic": "Critic",
-    "policygrad.core.curriculum": "MovingLevel NoPositiveResampling PassRateBand",
-    "policygrad.core.distillation": "TeacherLogRatio",
-    "policygrad.core.dual_descent": "DualDescent",
-    "policygrad.core.drift_terms": "KLCov PolicyDrift",
-    "policygrad.core.filters": "DemonstrationsApart Downsample DropNoSpread MaskTruncated",
-    "policygrad.core.gates": "Clip DualClip Importance OnPolicy SoftGate WeightCap",
-    "policygrad.core.loss_terms": "ExactEntropy ExactKLToOld ExactKLToReference",
-    "policygrad.core.objective": "gate_weight objective surrogate",
-    "policygrad.core.off_policy": "Taper Unweighted",
-    "policygrad.core.problems": "AdaptiveProblem CurvatureProblem GradientProblem",
-    "policygrad.core.process": "ImplicitProcess PrefixValue ProcessReward",
-    "policygrad.core.protocols": "Advantage Aggregation Correction Filter Gate LossTerm Part Ratio Shaping Term UpdateRule",
-    "policygrad.core.proximal": "DivergenceClip GammaKernel GeometricMean LogClip",
-    "policygrad.core.ratios": "Sequence SequenceProduct Token",
-    "policygrad.core.reference": "Reference",
-    "policygrad.core.reward_model": "ImplicitReward",
-    "policygrad.core.selecting_gates": "ClipCov SecondMoment",
-    "policygrad.core.shaping": "KLInReward SoftOverlong",
-    "policygrad.core.success": "Accepted OverGroupMean PassAtK",
-    "policygrad.core.terms": "Entropy KLToOld KLToReference PositiveNLL",
-    "policygrad.core.token_masks": "HighEntropy",
-    "policygrad.core.trust_region": "TrustRegion",
-    "policygrad.core.update_rules": "FirstOrder",
-    "policygrad.core.values": "GAE LengthAdaptiveGAE NStep Whiten",
-    "policygrad.core.demonstrations": "DemonstrationNLL",
-    "policygrad.core.multi_reward": "RewardZScores",
-    "policygrad.core.policy_shaping": "PolicyShaping",
-    "policygrad.core.turn_values": "BiLevelGAE MultiTurnGAE TurnGAE",
-    "policygrad.core.turns": "GroupInGroup TurnDiscount TurnLeaveOneOut TurnReturn",
-    "policygrad.core.vine": "SelfNormalisation SelfNormalised Vine",
-    "policygrad.errors": (
-        "CheckpointError ConfigError DataError EngineError HangError ModelError NumericsError PolicygradError RewardError "
-        "RunError"
+    "policygrad.core.filters": (
+        "DemonstrationsApart Downsample DropNoSpread MaskTruncated MovingLevel NoPositiveResampling PassRateBand"
     ),
+    "policygrad.core.gae": "GAE LengthAdaptiveGAE NStep Whiten",
+    "policygrad.core.gates": (
+        "Clip ClipCov DivergenceClip DualClip GammaKernel GeometricMean Importance LogClip OnPolicy PolicyShaping "
+        "SecondMoment SoftGate Taper Unweighted WeightCap"
+    ),
+    "policygrad.core.objective": "gate_weight objective surrogate",
+    "policygrad.core.process": "ImplicitProcess PrefixValue ProcessReward",
+    "policygrad.core.ratios": "HighEntropy MaskedIS Sequence SequenceProduct Token TruncatedIS",
+    "policygrad.core.shaping": "KLInReward SoftOverlong",
+    "policygrad.core.terms": (
+        "DemonstrationNLL Entropy ExactEntropy ExactKLToOld ExactKLToReference KLCov KLToOld KLToReference "
+        "PolicyDrift PositiveNLL"
+    ),
+    "policygrad.core.trust_region": "TrustRegion",
+    "policygrad.core.turns": "BiLevelGAE GroupInGroup MultiTurnGAE TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn",
+    "policygrad.core.updates": "AdaptiveProblem CurvatureProblem DualDescent FirstOrder GradientProblem",
+    "policygrad.core.vine": "SelfNormalisation SelfNormalised Vine",
     "policygrad.environments": "Action Environment Observation SingleTurn Step ToolUse",
     "policygrad.environments.gymnasium": "GymnasiumText",
     "policygrad.environments.openenv": "OpenEnv",
     "policygrad.environments.textarena": "TextArena",
     "policygrad.environments.verifiers": "Verifiers",
+    "policygrad.errors": (
+        "CheckpointError ConfigError DataError EngineError HangError ModelError NumericsError PolicygradError "
+        "RewardError RunError"
+    ),
     "policygrad.learners.base": "Learner",
+    "policygrad.learners.config": "LearnerConfig OptimizerConfig",
     "policygrad.learners.local.learner": "LocalLearner",
-    "policygrad.models.reference": "load_reference",
-    "policygrad.models.replica": "replica",
+    "policygrad.models.replica": "load_reference replica",
     "policygrad.models.tool_calls": "ToolCall",
     "policygrad.rewards": "RewardPool reward",
     "policygrad.rewards.config": "Rewarding",
@@ -69,20 +61,19 @@ _HOME = {
     "policygrad.rollout.trajectory": "Segment Trajectory",
     "policygrad.samplers.base": "Generation Request Sampler Sampling",
     "policygrad.samplers.config": "SamplerConfig",
-    "policygrad.samplers.engine": "EngineSampler",
-    "policygrad.samplers.local": "LocalSampler",
+    "policygrad.samplers.engines.base": "EngineSampler",
+    "policygrad.samplers.local.sampler": "LocalSampler",
     "policygrad.tasks": "load_task",
-    "policygrad.training.config.run": "Checkpointing Evaluation Run",
-    "policygrad.learners.config": "LearnerConfig OptimizerConfig",
-    "policygrad.training.reward_model": "train_reward_model",
-    "policygrad.training.trainer": "Trainer local_learner train",
-    "policygrad.tasks.types": "Example",
+    "policygrad.tasks.base": "Example",
     "policygrad.trackers": "RunInfo Tracker",
-    "policygrad.training.callbacks": "Callback",
-    "policygrad.training.evaluation": "collect evaluate",
-    "policygrad.training.sft": "sft train_sft",
-    "policygrad.weight_sync.base": "Published",
+    "policygrad.training.base_trainer": "Callback",
+    "policygrad.training.config.run": "Checkpointing Evaluation Run",
     "policygrad.training.config.supervised": "RewardModelConfig SFTConfig",
+    "policygrad.training.evaluation": "collect evaluate",
+    "policygrad.training.reward_model": "train_reward_model",
+    "policygrad.training.sft": "sft train_sft",
+    "policygrad.training.trainer": "Trainer local_learner train",
+    "policygrad.weight_sync.base": "Published",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 

@@ -5,34 +5,49 @@ from __future__ import annotations
 import difflib
 from dataclasses import replace
 
-from policygrad.core.advantages import BatchStd, GroupMean, GroupStd, LeaveOneOut, OptimalBaseline, RunningMean
-from policygrad.core.aggregates import FixedLength, GroupTokenMean, SequenceMean, SequenceSum, TokenMean
+from policygrad.core.advantages import (
+    Accepted,
+    BatchStd,
+    ConstantBaseline,
+    GreedyBaseline,
+    GroupMean,
+    GroupStd,
+    LeaveOneOut,
+    OptimalBaseline,
+    OverGroupMean,
+    PassAtK,
+    RewardZScores,
+    RunningMean,
+    TeacherLogRatio,
+)
+from policygrad.core.aggregation import FixedLength, GroupTokenMean, SequenceMean, SequenceSum, TokenMean
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.baselines import ConstantBaseline, GreedyBaseline
-from policygrad.core.critic import Critic
-from policygrad.core.curriculum import NoPositiveResampling
-from policygrad.core.demonstrations import DemonstrationNLL
-from policygrad.core.distillation import TeacherLogRatio
-from policygrad.core.drift_terms import KLCov, PolicyDrift
-from policygrad.core.filters import DemonstrationsApart, DropNoSpread, MaskTruncated
-from policygrad.core.gates import Clip, Importance, OnPolicy, SoftGate, WeightCap
-from policygrad.core.multi_reward import RewardZScores
-from policygrad.core.off_policy import Taper, Unweighted
-from policygrad.core.policy_shaping import PolicyShaping
+from policygrad.core.auxiliary import Critic, ImplicitReward, Reference
+from policygrad.core.filters import DemonstrationsApart, DropNoSpread, MaskTruncated, NoPositiveResampling
+from policygrad.core.gae import GAE, LengthAdaptiveGAE, NStep, Whiten
+from policygrad.core.gates import (
+    Clip,
+    ClipCov,
+    DivergenceClip,
+    GammaKernel,
+    GeometricMean,
+    Importance,
+    LogClip,
+    OnPolicy,
+    PolicyShaping,
+    SecondMoment,
+    SoftGate,
+    Taper,
+    Unweighted,
+    WeightCap,
+)
 from policygrad.core.process import ImplicitProcess, PrefixValue, ProcessReward
-from policygrad.core.proximal import DivergenceClip, GammaKernel, GeometricMean, LogClip
-from policygrad.core.ratios import Sequence, SequenceProduct, Token
-from policygrad.core.reference import Reference
-from policygrad.core.reward_model import ImplicitReward
-from policygrad.core.selecting_gates import ClipCov, SecondMoment
+from policygrad.core.ratios import HighEntropy, Sequence, SequenceProduct, Token
 from policygrad.core.shaping import KLInReward, SoftOverlong
-from policygrad.core.success import Accepted, OverGroupMean, PassAtK
-from policygrad.core.terms import Entropy, KLToOld, KLToReference, PositiveNLL
-from policygrad.core.token_masks import HighEntropy
+from policygrad.core.terms import DemonstrationNLL, Entropy, KLCov, KLToOld, KLToReference, PolicyDrift, PositiveNLL
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.turns import GroupInGroup
-from policygrad.core.update_rules import FirstOrder
-from policygrad.core.values import GAE, LengthAdaptiveGAE, NStep, Whiten
+from policygrad.core.updates import FirstOrder
 from policygrad.core.vine import SelfNormalisation, SelfNormalised, Vine
 from policygrad.errors import ConfigError
 

@@ -14,7 +14,7 @@ from typing import TextIO
 
 from policygrad.commands import COMMANDS
 from policygrad.errors import ConfigError, PolicygradError
-from policygrad.signals import Handling
+from policygrad.utils.signals import Handling
 
 HELP = """policygrad: the policy-gradient family for language models, as one equation
 with interchangeable parts

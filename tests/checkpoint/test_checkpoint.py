@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from doubles.checkpoints import content, names, silent
 from policygrad.checkpoint import manifest
-from policygrad.checkpoint.format import load, load_latest, save, tidy
-from policygrad.checkpoint.keeping import step_of
-from policygrad.checkpoint.tree import decode, encode
+from policygrad.checkpoint.format import load, load_latest, save, step_of, tidy
+from policygrad.checkpoint.manifest import decode, encode
 from policygrad.errors import CheckpointError
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from policygrad.checkpoint import disk, model_folder
+from policygrad.checkpoint import model_export
 from policygrad.errors import RunError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
+from policygrad.utils import filesystem
 
 
 def test_a_full_disk_while_the_model_is_saved_names_the_way_to_go_on(
@@ -26,7 +27,7 @@ def test_a_full_disk_while_the_model_is_saved_names_the_way_to_go_on(
 
     monkeypatch.setattr(model, "save_pretrained", full)
     with pytest.raises(RunError, match=r"model was not written: the disk is full; .*--resume"):
-        model_folder.save_model(tmp_path, model, tokenizer.hf)
+        model_export.save_model(tmp_path, model, tokenizer.hf)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -34,34 +35,34 @@ def test_a_small_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_pat
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(disk.os, "fsync", full)
+    monkeypatch.setattr(filesystem.os, "fsync", full)
     with pytest.raises(RunError, match=r"run\.toml was not written: No space left"):
-        disk.write_atomically(tmp_path / "run.toml", "steps = 1")
+        filesystem.write_atomically(tmp_path / "run.toml", "steps = 1")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_is_on_the_disk_before_the_old_one_goes(random_model: Path, tmp_path: Path, monkeypatch) -> None:
     model = load_model(str(random_model))
     tokenizer = load_tokenizer(str(random_model), model)
-    final = model_folder.save_model(tmp_path, model, tokenizer.hf)
+    final = model_export.save_model(tmp_path, model, tokenizer.hf)
     (final / "mark").write_text("old")
     synced: list[str] = []
-    real_sync, real_replace = model_folder.sync, disk.os.replace
-    monkeypatch.setattr(model_folder, "sync", lambda path: (synced.append(path.name), real_sync(path))[1])
+    real_sync, real_replace = model_export.sync, filesystem.os.replace
+    monkeypatch.setattr(model_export, "sync", lambda path: (synced.append(path.name), real_sync(path))[1])
 
     def fails_when_installed(source, target):
         if Path(target) == final and Path(source).name == ".tmp-model":
             raise OSError(errno.EIO, "Input/output error")
         real_replace(source, target)
 
-    monkeypatch.setattr(disk.os, "replace", fails_when_installed)
+    monkeypatch.setattr(filesystem.os, "replace", fails_when_installed)
     with pytest.raises(RunError, match="Input/output error"):
-        model_folder.save_model(tmp_path, model, tokenizer.hf)
+        model_export.save_model(tmp_path, model, tokenizer.hf)
     assert (final / "mark").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
-    monkeypatch.setattr(disk.os, "replace", real_replace)
+    monkeypatch.setattr(filesystem.os, "replace", real_replace)
     os.replace(final, tmp_path / "model.old")  # killed between the two renames
-    model_folder.save_model(tmp_path, model, tokenizer.hf)
+    model_export.save_model(tmp_path, model, tokenizer.hf)
     assert not (final / "mark").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
     assert {p.name for p in final.iterdir()} | {".tmp-model"} <= set(synced)

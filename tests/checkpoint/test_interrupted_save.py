@@ -12,8 +12,7 @@ import torch
 
 from doubles.checkpoints import Stages, content, in_child, names, silent
 from policygrad.checkpoint import format as checkpoint
-from policygrad.checkpoint.format import load, load_latest, save
-from policygrad.checkpoint.keeping import found_in
+from policygrad.checkpoint.format import found_in, load, load_latest, save
 from policygrad.errors import CheckpointError
 
 # --- a full disk ---

@@ -23,8 +23,7 @@ from doubles.checkpoints import Stages, in_child, names, silent
 from policygrad.checkpoint.format import Saving, load, load_latest, opened, save
 from policygrad.checkpoint.manager import Checkpointer
 from policygrad.checkpoint.manifest import dump, seal, share_name
-from policygrad.checkpoint.pieces import KINDS, Piece, Share, index_of, write
-from policygrad.checkpoint.spread import Spread
+from policygrad.checkpoint.shards import KINDS, Piece, Share, Spread, index_of, write
 from policygrad.errors import CheckpointError
 
 WHOLE = {

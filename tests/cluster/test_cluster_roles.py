@@ -19,21 +19,16 @@ import cloudpickle
 import pytest
 
 import policygrad as pg
-from policygrad.cluster.config import OPTIONS, ClusterConfig
-from policygrad.cluster.connection import check_reached, connected
-from policygrad.cluster.driver import check_versions
-from policygrad.cluster.ending import Ending
-from policygrad.cluster.environments import Environments, RayEnvironment
-from policygrad.cluster.leader import versions
-from policygrad.cluster.needs import ENVIRONMENTS, LEARNERS, REWARDS, SAMPLERS, roles, short
-from policygrad.cluster.rewards import RewardWorkers
+from policygrad.cluster.actors import Environments, RayEnvironment, RewardWorkers
+from policygrad.cluster.config import ENVIRONMENTS, LEARNERS, OPTIONS, REWARDS, SAMPLERS, ClusterConfig, roles, short
+from policygrad.cluster.launch import Ending, check_reached, check_versions, connected, versions
 from policygrad.commands.train import asked
 from policygrad.errors import ConfigError, EngineError, RunError
 from policygrad.rewards import resolve
 from policygrad.rewards.config import Rewarding
 from policygrad.samplers.config import SamplerConfig
-from policygrad.tasks.types import Example
-from policygrad.training.hosts import Hosts
+from policygrad.tasks.base import Example
+from policygrad.training.setup import Hosts
 from policygrad.training.trainer import Trainer
 
 
@@ -89,7 +84,7 @@ def test_signals_at_once_are_one_and_another_one_later_ends_the_command(monkeypa
         ending.begun = True
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # as `timeout` and `ray job stop` send them
             signal.raise_signal(number)
-        monkeypatch.setattr("policygrad.cluster.ending.AGAIN", 0.0)
+        monkeypatch.setattr("policygrad.cluster.launch.AGAIN", 0.0)
         signal.raise_signal(signal.SIGHUP)  # a terminal that goes says nothing new
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)

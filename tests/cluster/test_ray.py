@@ -15,7 +15,7 @@ from doubles.ray_runs import check_alike, check_same, command, on
 
 pytest.importorskip("ray")
 
-from policygrad.cluster.driver import train
+from policygrad.cluster.launch import train
 from policygrad.errors import EngineError, RunError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

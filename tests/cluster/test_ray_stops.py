@@ -19,7 +19,7 @@ from doubles.ray_runs import begin, check_same, command, on
 
 pytest.importorskip("ray")
 
-from policygrad.cluster.driver import train
+from policygrad.cluster.launch import train
 from policygrad.commands import STOPPED
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

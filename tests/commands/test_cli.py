@@ -22,20 +22,18 @@ import pytest
 import policygrad as pg
 from policygrad import __version__, cli
 from policygrad.algorithms import ALGORITHMS, algorithm
-from policygrad.commands import STOPPED, describe
+from policygrad.catalog import PAPERS
+from policygrad.commands import STOPPED, render
 from policygrad.commands.compare import CompareOptions
-from policygrad.commands.control import ControlOptions
 from policygrad.commands.engine import EngineOptions
 from policygrad.commands.evaluate import EvalOptions
-from policygrad.commands.lab import LabOptions
+from policygrad.commands.lab import ControlOptions, LabOptions
 from policygrad.commands.options import take_algorithm
 from policygrad.commands.plan import PlanOptions
 from policygrad.commands.train import TrainOptions
 from policygrad.errors import RunError
-from policygrad.papers import PAPERS
-from policygrad.training.config.parts import part_names
 from policygrad.training.config.run import Options, Run
-from policygrad.training.config.toml import load
+from policygrad.training.config.serialization import load, part_names
 
 
 def imported(*args: str) -> set[str]:
@@ -149,9 +147,9 @@ def test_show(run_command: Any, name: str) -> None:
 
 
 def test_difference_is_complete() -> None:
-    changed = describe.difference(algorithm("rloo"), algorithm("grpo"))
+    changed = render.difference(algorithm("rloo"), algorithm("grpo"))
     assert set(changed) == {"advantage", "ratio", "gate", "average", "terms", "shaping", "samples"}
-    assert describe.difference(algorithm("grpo"), algorithm("grpo")) == {}
+    assert render.difference(algorithm("grpo"), algorithm("grpo")) == {}
 
 
 def test_output_that_is_not_utf8() -> None:

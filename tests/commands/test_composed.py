@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import policygrad as pg
 from doubles.own_file import TEXT
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import describe
-from policygrad.training.config.composed import composed
-from policygrad.training.folder import new_folder
+from policygrad.commands.render import describe
+from policygrad.training.config.run_name import composed
+from policygrad.training.run_folder import new_folder
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 import policygrad as pg
-from policygrad.commands.evaluate import asked, flags
-from policygrad.commands.evaluated import report
+from policygrad.commands.evaluate import asked, flags, report
 from policygrad.compare.statistics import paired_difference
 from policygrad.errors import ConfigError
 from policygrad.rewards import resolve
-from policygrad.rewards.voting import voted_by
+from policygrad.rewards.builtin import voted_by
 from policygrad.rollout.evaluation import EvaluationResult, Sample
-from policygrad.training.config.toml import dumps
+from policygrad.training.config.serialization import dumps
 
 Command = Callable[..., tuple[int, str, str]]
 FEW = ("--problems", "2", "--samples", "1", "--max-tokens", "4")

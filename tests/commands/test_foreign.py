@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from policygrad.commands.foreign.answers import LIBRARIES, answers, refuse_foreign
-from policygrad.commands.foreign.supervised import SUPERVISED
+from policygrad.commands.foreign_options import LIBRARIES, SUPERVISED, answers, refuse_foreign
 from policygrad.commands.supervised import flags as supervised_flags
 from policygrad.commands.train import flags
 from policygrad.errors import ConfigError
-from policygrad.training.config.parts import part_names
+from policygrad.training.config.serialization import part_names
 from policygrad.training.config.supervised import SFTConfig
 
 NAMES = [(library, name) for library, names in LIBRARIES.items() for name in names]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
-from policygrad.commands.foreign.answers import LIBRARIES
+from policygrad.commands.foreign_options import LIBRARIES
 from policygrad.commands.train import asked
-from policygrad.core.controllers import proportional
+from policygrad.core.kl_controllers import proportional
 
 LENGTHS = (5, 2, 3, 5, 4, 1, 5, 2, 3, 3, 5, 1)
 ROWS, WIDTH, SIZE = len(LENGTHS), 5, 4

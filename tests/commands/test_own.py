@@ -12,10 +12,9 @@ import pytest
 import policygrad as pg
 from doubles.own_file import TEXT
 from policygrad.errors import ConfigError
-from policygrad.training.config.own import load_own
-from policygrad.training.config.parts import find_algorithm, part_class
 from policygrad.training.config.run import Run
-from policygrad.training.config.toml import load
+from policygrad.training.config.serialization import find_algorithm, load, part_class
+from policygrad.utils.user_code import load_own
 
 
 @pytest.fixture

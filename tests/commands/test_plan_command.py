@@ -12,8 +12,8 @@ import pytest
 
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
-from policygrad.planning.shapes import NAMED
-from policygrad.training.asks import asks, planned
+from policygrad.planning.model_shapes import NAMED
+from policygrad.training.cost_estimate import asks, planned
 
 MODEST = ("--model", "Qwen3-1.7B", "--gpus", "H100:8", "--gradient-checkpointing")
 
@@ -173,8 +173,8 @@ def test_what_cannot_be_planned_is_refused_with_the_way_out(
 
 
 def test_the_arithmetic_needs_no_torch() -> None:
-    found = loaded("import policygrad.planning.page, policygrad.planning.remedies, policygrad.planning.pipeline")
-    assert "policygrad.planning.plan" in found
+    found = loaded("import policygrad.planning.render, policygrad.planning.planner, policygrad.planning.pipeline")
+    assert "policygrad.planning.planner" in found
     assert not {"torch", "tyro", "transformers", "numpy", "jinja2", "policygrad.core"} & found
 
 

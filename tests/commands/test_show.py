@@ -13,12 +13,10 @@ import pytest
 import policygrad as pg
 from doubles.own_file import TEXT
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import matrix_row
-from policygrad.commands.families import FAMILIES, families, family
-from policygrad.commands.matrix import matrix
-from policygrad.commands.part_page import field_docs
-from policygrad.core.roles import ROLES
-from policygrad.training.config.parts import part_names
+from policygrad.commands.render import matrix_row
+from policygrad.commands.show import FAMILIES, families, family, field_docs, matrix
+from policygrad.core.validation import ROLES
+from policygrad.training.config.serialization import part_names
 
 
 def plain(width: int | None) -> list[str]:

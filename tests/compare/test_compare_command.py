@@ -18,13 +18,9 @@ from doubles.comparison import row as planned
 from doubles.files import write_rows
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import compare as command
-from policygrad.commands.compare import CompareOptions, run
-from policygrad.commands.compare_rows import EVALUATED, resolved, rows_of
-from policygrad.compare.ladders import LADDERS
-from policygrad.compare.overrides import OVERRIDES
-from policygrad.compare.plan import Row, read
-from policygrad.compare.words import layered, names
-from policygrad.compare.work import Work
+from policygrad.commands.compare import EVALUATED, CompareOptions, resolved, rows_of, run
+from policygrad.compare.plan import LADDERS, OVERRIDES, Row, layered, names, read
+from policygrad.compare.runner import Work
 from policygrad.errors import ConfigError
 
 

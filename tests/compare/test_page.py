@@ -14,10 +14,9 @@ import pytest
 
 import browser as browsers
 from doubles.comparison import MEASURE, StubRunner, plan, row
-from policygrad.compare.page.page import SHOWN, page
-from policygrad.compare.report import Report, report
-from policygrad.compare.statements import rate
-from policygrad.compare.work import Work
+from policygrad.compare.page import SHOWN, page
+from policygrad.compare.report import Report, rate, report
+from policygrad.compare.runner import Work
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from doubles.comparison import StubRunner, plan, row, write_run
-from policygrad.compare import outcomes
+from policygrad.compare import runner as outcomes
 from policygrad.compare.plan import TUNING, Job, Plan, open_folder, read
-from policygrad.compare.work import Results, Work, choose
+from policygrad.compare.runner import Results, Work, choose
 from policygrad.errors import RunError
 
 GRID = (1e-4, 1e-3, 1e-2)

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from doubles.comparison import MEASURE, StubRunner, plan, row
-from policygrad.commands.compare_table import table
-from policygrad.compare.outcomes import Outcome
-from policygrad.compare.page.page import page
+from policygrad.commands.compare import table
+from policygrad.compare.page import page
 from policygrad.compare.plan import TUNING, Job
 from policygrad.compare.report import Report, report
-from policygrad.compare.work import Results, Work
+from policygrad.compare.runner import Outcome, Results, Work
 from policygrad.errors import ConfigError
 
 GRID = (1e-4, 1e-3)

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from policygrad.checkpoint.lock import locked
-from policygrad.compare.outcomes import cost, finished
-from policygrad.compare.runner import Processes
+from policygrad.compare.runner import Processes, cost, finished
 from policygrad.errors import RunError
+from policygrad.utils.filesystem import locked
 
 PROGRAM = """
 import json, os, pathlib, signal, sys, time

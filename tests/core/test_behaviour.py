@@ -11,8 +11,8 @@ from torch import Tensor
 import policygrad as pg
 from doubles.data_fields import blank
 from doubles.random_batches import Shape, make, passed, policy
-from policygrad.core.behaviour import behaviour, staleness
 from policygrad.core.objective import gate_weight, measure, with_selected
+from policygrad.core.staleness import behaviour, staleness
 from policygrad.core.terms import log_ratio
 
 VERSION = 7

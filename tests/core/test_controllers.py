@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import policygrad as pg
 from doubles.tabular_learner import TabularLearner
-from policygrad.core.controllers import LARGEST, SMALLEST, AdaptiveBeta, doubling, inside, proportional
+from policygrad.core.kl_controllers import LARGEST, SMALLEST, AdaptiveBeta, doubling, inside, proportional
 from policygrad.core.metrics import Mean, Metrics, Sum
 
 NAN = float("nan")

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import policygrad as pg
 from doubles.data_fields import with_demonstrations
 from doubles.random_batches import Random, Shape, close, extra_of, gradients, make, policy, shapes
-from policygrad.core.behaviour import behaviour, staleness
+from policygrad.core.masked import first
 from policygrad.core.objective import measure
-from policygrad.core.ragged import first
-from policygrad.core.run_checks import check_sampling
+from policygrad.core.staleness import behaviour, staleness
+from policygrad.core.validation import check_sampling
 
 
 def rewarded(rewards: list[list[float]], weights: tuple[float, ...], group: list[int] | None = None) -> pg.Batch:

@@ -21,8 +21,8 @@ from doubles.enumeration import (
     token_logp,
 )
 from doubles.random_batches import VOCABULARY, Random, Shape, close, gradients, make, policy, shapes
-from policygrad.core import ragged
-from policygrad.core.run_checks import check_rollout
+from policygrad.core import masked
+from policygrad.core.validation import check_rollout
 
 
 def batch_of(teacher: list[list[float]], old: list[list[float]]) -> pg.Batch:
@@ -70,7 +70,7 @@ def test_a_discounted_sum_counts_sampled_tokens_alone(shape: Shape) -> None:
     batch, _ = make(shape)
     x = torch.where(batch.mask, Random(shape.seed).normal(*batch.mask.shape), math.nan)
     for rate in (0.0, 0.3, 1.0):
-        found = ragged.discounted(x, batch.mask, rate)
+        found = masked.discounted(x, batch.mask, rate)
         for row, where, got in zip(x, batch.mask, found, strict=True):
             values = row[where]
             expected = [sum(rate ** (s - t) * values[s] for s in range(t, len(values))) for t in range(len(values))]
@@ -94,7 +94,7 @@ def test_tokens_alone_give_the_gradient_of_each_states_kl() -> None:
 
 def test_whole_completions_give_the_gradient_of_their_kl() -> None:
     """Discount 1: −∇KL(π_θ‖π_T) of completions, the visits' change included; it is another gradient than the tokens'."""
-    psi = ragged.discounted(gap(), MASK, 1.0)
+    psi = masked.discounted(gap(), MASK, 1.0)
     theta = THETA.clone().requires_grad_()
     kl = (logp_of(theta).exp() * (logp_of(theta) - logp_of(REFERENCE))).sum()
     expected = gradients(-kl, theta)[0]

@@ -16,7 +16,7 @@ from doubles.random_batches import Shape, close, gradients, make, policy, shapes
 from doubles.transcriptions import objectives
 from doubles.transcriptions.objectives import Completion, Prompts, clip, zero, zscore
 from policygrad.core.filters import Downsampling, most_spread
-from policygrad.core.run_checks import check_sampling
+from policygrad.core.validation import check_sampling
 
 GRPO = replace(pg.GRPO, terms=())
 

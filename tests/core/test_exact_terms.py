@@ -12,7 +12,7 @@ from torch import Tensor
 import policygrad as pg
 from doubles.enumeration import MASK, REFERENCE, THETA, conditionals, expected_gradient, frozen_visits, logp_of
 from doubles.random_batches import VOCABULARY, Random, Shape, close, gradients, make, policy, shapes
-from policygrad.core.protocols import LossTerm
+from policygrad.core.base import LossTerm
 
 
 def full_logp(logits: Tensor, batch: pg.Batch) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Shape, close, gradients, make, policy
-from policygrad.about import ABOUT
+from policygrad.catalog import ABOUT
 from policygrad.core.metrics import EffectiveSize, Max, Metrics, Min, Sum, merge
 from policygrad.core.objective import measure
 

@@ -13,8 +13,8 @@ import policygrad as pg
 from doubles.data_fields import blank
 from doubles.random_batches import Random, Shape, close, gradients, make, passed, policy
 from policygrad.algorithms import ALGORITHMS
+from policygrad.core.base import Advantage
 from policygrad.core.objective import measure
-from policygrad.core.protocols import Advantage
 
 GATES = (
     pg.OnPolicy(),

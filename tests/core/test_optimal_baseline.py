@@ -21,9 +21,9 @@ from doubles.enumeration import (
     true_gradient,
 )
 from doubles.random_batches import Random, Shape, close, make, shapes
-from policygrad.core import ragged
+from policygrad.core import masked
 from policygrad.core.advantages import Centred
-from policygrad.core.run_checks import check_sampling
+from policygrad.core.validation import check_sampling
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 SCORES = torch.autograd.functional.jacobian(logp_of, THETA).flatten(1)
@@ -43,7 +43,7 @@ def moments(link: pg.OptimalBaseline | pg.LeaveOneOut | pg.GroupMean | pg.Runnin
     rows = tuples.flatten()
     group = torch.arange(len(tuples)).repeat_interleave(G)
     batch = pg.Batch(mask=MASK[rows], group=group, reward=REWARD[rows], score_norm=NORM[rows])
-    psi = ragged.first(pg.Algorithm(psi=(link,)).advantages(batch), batch.mask)
+    psi = masked.first(pg.Algorithm(psi=(link,)).advantages(batch), batch.mask)
     estimate = (psi[:, None] * SCORES[rows]).reshape(len(tuples), G, -1).mean(1)
     probability = logp_of(THETA)[tuples].sum(1).exp()
     mean = probability @ estimate
@@ -114,7 +114,7 @@ def test_the_estimate_tends_to_b_star(leave_one_out: bool) -> None:
 
 def first(batch: pg.Batch, link: pg.OptimalBaseline | pg.LeaveOneOut | pg.GroupMean) -> Tensor:
     """Ψ [B] at the first sampled token."""
-    return ragged.first(pg.Algorithm(psi=(link,)).advantages(batch), batch.mask)
+    return masked.first(pg.Algorithm(psi=(link,)).advantages(batch), batch.mask)
 
 
 def group_of(reward: list[float], norm: list[float], lengths: list[int] | None = None) -> pg.Batch:

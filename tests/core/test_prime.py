@@ -12,7 +12,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Random, Shape, close, gradients, make, shapes
-from policygrad.core.run_checks import check_sampling
+from policygrad.core.validation import check_sampling
 
 NAN = math.nan
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import policygrad as pg
 from doubles import enumeration as exact
 from doubles.random_batches import Random, Shape, close, gradients, make
-from policygrad.core.run_checks import check_sampling
+from policygrad.core.validation import check_sampling
 
 S = 3**0.5 / 2  # (1 − ½)/std of [1, 1, 0, 0] with ddof 1
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Shape, close, make, shapes
-from policygrad.core import ragged
+from policygrad.core import masked
 from policygrad.core.metrics import Max, Mean, Metrics, Min, Sum, mean_of, merge
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
@@ -85,11 +85,11 @@ CENTRED = {"leave-one-out": (pg.LeaveOneOut(),), "mean": (pg.GroupMean(),), "z":
 def test_group_baselines_are_centred_and_do_not_see_a_shift(chain, shape: Shape, shift: float) -> None:
     batch, _ = make(shape)
     algorithm = pg.Algorithm(psi=chain)
-    psi = ragged.first(algorithm.advantages(batch), batch.mask)
+    psi = masked.first(algorithm.advantages(batch), batch.mask)
     sums = torch.zeros(len(shape.groups), dtype=torch.float64).index_add(0, batch.group, psi)
     assert sums.abs().max() < 1e-12
     moved = algorithm.advantages(replace(batch, reward=batch.reward + shift))
-    close(ragged.first(moved, batch.mask), psi, tolerance=1e-11)
+    close(masked.first(moved, batch.mask), psi, tolerance=1e-11)
 
 
 @QUICK
@@ -97,7 +97,7 @@ def test_group_baselines_are_centred_and_do_not_see_a_shift(chain, shape: Shape,
 def test_ragged_reductions_agree_with_loops(shape: Shape) -> None:
     batch, _ = make(shape)
     x, keep = batch.reward, batch.mask.any(1)
-    groups = ragged.Groups(batch.group, keep)
+    groups = masked.Groups(batch.group, keep)
     assert groups.number == len({int(g) for g in batch.group[keep]})
     for i, g in enumerate(batch.group.tolist()):
         members = x[(batch.group == g) & keep]
@@ -106,7 +106,7 @@ def test_ragged_reductions_agree_with_loops(shape: Shape) -> None:
             assert groups.mean(x)[i].item() == pytest.approx(members.mean().item(), rel=1e-12, abs=1e-12)
             assert groups.std(x, 1)[i].item() == pytest.approx(members.std().item(), rel=1e-9, abs=1e-12)
         assert bool(groups.no_spread(x)[i]) == (len(members) == 0 or bool((members == members[0]).all()))
-    to_go = ragged.to_go(batch.mask.double())
+    to_go = masked.to_go(batch.mask.double())
     assert torch.equal(to_go[:, 0], batch.lengths.double())
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from doubles.random_batches import Shape, make
+from policygrad.core.auxiliary import Reference
 from policygrad.core.metrics import Mean, Metrics, Sum
-from policygrad.core.reference import Reference
 
 BATCH, _ = make(Shape((2,), 2, seed=0, binary=False))
 

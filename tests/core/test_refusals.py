@@ -13,10 +13,10 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Shape, make, policy
+from policygrad.core.auxiliary import Reference
 from policygrad.core.metrics import Max, Sum, merge
 from policygrad.core.objective import gate_weight
-from policygrad.core.reference import Reference
-from policygrad.core.run_checks import check_sampling
+from policygrad.core.validation import check_sampling
 
 TWO_STEPS = pg.FirstOrder(epochs=2)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import policygrad as pg
 from doubles.random_batches import Shape, make
 from policygrad.core.metrics import Metrics
-from policygrad.core.roles import _MEANS, ROLES
+from policygrad.core.validation import _MEANS, ROLES
 
 
 class Duck:

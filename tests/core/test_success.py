@@ -14,7 +14,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Shape, close, make, shapes
-from policygrad.core.run_checks import check_sampling
+from policygrad.core.validation import check_sampling
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 

@@ -15,7 +15,7 @@ import policygrad as pg
 from doubles.random_batches import Random, Shape, close, make, policy, shapes
 from doubles.transcriptions import critic as literal
 from doubles.transcriptions import objectives
-from policygrad.core.critic import explained_variance
+from policygrad.core.auxiliary import explained_variance
 
 ANY = pg.Batch(mask=torch.ones(1, 1, dtype=torch.bool), group=torch.zeros(1, dtype=torch.int64), reward=torch.ones(1))
 

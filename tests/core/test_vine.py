@@ -17,7 +17,7 @@ from doubles.random_batches import Random, Shape, close, gradients, make, policy
 from doubles.transcriptions import objectives
 from doubles.transcriptions.vine import without_baseline
 from policygrad.core.objective import gate_weight
-from policygrad.core.run_checks import check_sampling
+from policygrad.core.validation import check_sampling
 
 VINE = pg.TRPO_VINE
 

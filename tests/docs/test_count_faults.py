@@ -14,8 +14,8 @@ import torch
 import count_faults
 import disk_faults
 from pages.faults import counted_section
+from policygrad.checkpoint import format
 from policygrad.checkpoint import format as checkpoint
-from policygrad.checkpoint import keeping
 
 CONTENT: disk_faults.Content = {"w": torch.arange(64.0), "step": torch.tensor(1)}, {"a": [1, "two"]}
 
@@ -34,8 +34,8 @@ def test_a_save_in_place_does_not_hold(tmp_path: Path, monkeypatch: pytest.Monke
     """What the promise is for: a save that first takes the old checkpoint away is found."""
 
     def bare(directory: Path, step: int, content: disk_faults.Content, mark: int) -> None:
-        for old in keeping.found_in(directory):
-            keeping.remove(old)
+        for old in format.found_in(directory):
+            format.remove(old)
         checkpoint.save(directory, step, content[0], content[1] | {"mark": mark}, keep=1)
 
     monkeypatch.setattr(disk_faults, "save", bare)

@@ -16,11 +16,10 @@ import make_docs
 import policygrad as pg
 from pages import algorithm as algorithm_pages
 from pages import architecture, checked, index, picture, probe, tables
-from policygrad.about import ABOUT
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.describe import describe, difference, settings
-from policygrad.papers import PAPERS, USUAL
-from policygrad.training.config.parts import part_names
+from policygrad.catalog import ABOUT, PAPERS, USUAL
+from policygrad.commands.render import describe, difference, settings
+from policygrad.training.config.serialization import part_names
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

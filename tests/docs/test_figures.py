@@ -13,7 +13,7 @@ from make_primer import FIGURES
 from pages import gate, lab_numbers
 from pages.chart import Scale, chart
 from policygrad.algorithms import ALGORITHMS
-from policygrad.lab.experiments import EXPERIMENTS
+from policygrad.lab.report import EXPERIMENTS
 
 DRAWN = {
     "x": {"label": "x", "values": (0.0, 1.0, 2.0), "log": False},

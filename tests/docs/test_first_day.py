@@ -123,7 +123,7 @@ def followed(last: int) -> None:
 
 def test_the_model_asks_as_its_template_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's model ends a question with its own token, and is closed by the end token."""
-    from policygrad.models.chat import prompt_ids
+    from policygrad.models.chat_template import prompt_ids
     from policygrad.models.loading import load_model
     from policygrad.models.tokenizer import load_tokenizer
 

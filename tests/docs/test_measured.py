@@ -17,9 +17,9 @@ from doubles.comparison import MEASURE, StubRunner, plan, row
 from pages import measured, reports
 from pages.curves import curves
 from policygrad.algorithms import ALGORITHMS
-from policygrad.compare.ladders import LADDERS
+from policygrad.compare.plan import LADDERS
 from policygrad.compare.report import report
-from policygrad.compare.work import Work
+from policygrad.compare.runner import Work
 
 GRID = (3e-4, 1e-3)
 

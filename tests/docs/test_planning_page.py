@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pages import planning
-from policygrad.planning.devices import DEVICES, GB, TB
+from policygrad.planning.hardware import DEVICES, GB, TB
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
 

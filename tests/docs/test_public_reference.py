@@ -9,7 +9,7 @@ import pytest
 import policygrad as pg
 from pages import reference
 from pages.described import escaped, section, settable, shown, signature
-from policygrad.core.protocols import Gate
+from policygrad.core.base import Gate
 
 PAGES = reference.reference_pages()
 SECTIONS = {part.partition("`")[0]: part for text in PAGES.values() for part in text.split("\n## `")[1:]}

@@ -12,9 +12,9 @@ import clocked
 import measure_staleness
 from doubles.comparison import StubRunner, plan, row
 from pages import staleness
-from policygrad.commands.compare_rows import rows_of
+from policygrad.commands.compare import rows_of
 from policygrad.compare.report import report
-from policygrad.compare.work import Work
+from policygrad.compare.runner import Work
 
 RATES = dict.fromkeys(measure_staleness.NAMES, 3e-4)
 

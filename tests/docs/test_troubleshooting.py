@@ -8,7 +8,7 @@ import pytest
 
 import make_docs
 from policygrad.cli import HELP
-from policygrad.commands.foreign.answers import LIBRARIES
+from policygrad.commands.foreign_options import LIBRARIES
 from policygrad.trackers.glossary import glossary
 
 PAGE = (make_docs.DOCS / "troubleshooting.md").read_text(encoding="utf-8")

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from policygrad.models.byte_pairs import LLAMA, QWEN
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.weight_sync.gguf import LLAMA, QWEN
 
 END, BEGIN, TURN, CALL = "<|im_end|>", "<|begin|>", "<|im_start|>", "<tool_call>"
 TEMPLATE = (

@@ -18,10 +18,9 @@ from policygrad.errors import EngineError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.samplers.base import Request
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.draw import log_probabilities
-from policygrad.samplers.drawn import Drawn
-from policygrad.samplers.engine import EngineSampler
-from policygrad.samplers.http import AwayError
+from policygrad.samplers.engines.base import Drawn, EngineSampler
+from policygrad.samplers.engines.http import AwayError
+from policygrad.samplers.local.sampling import log_probabilities
 from policygrad.weight_sync.folder import Publication, Write
 
 Fault = Callable[["Standin", Request, Drawn], Drawn]

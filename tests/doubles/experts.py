@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import policygrad as pg
 from doubles.architectures import BASE
-from policygrad.models.routing import Routing
+from policygrad.models.moe_routing import Routing
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GROUPS: dict[str, Any] = EXPERTS | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}

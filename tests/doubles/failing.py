@@ -11,7 +11,7 @@ from torch import nn
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.tokenizer import Tokenizer, padding_id
 from policygrad.samplers.base import Generation, Request
-from policygrad.samplers.local import LocalSampler
+from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.training.config.run import Run
 from policygrad.training.trainer import local_learner
 

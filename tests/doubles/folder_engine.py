@@ -5,11 +5,9 @@ from __future__ import annotations
 from transformers import AutoModelForCausalLM
 
 from policygrad.samplers.base import Request
-from policygrad.samplers.drawn import Drawn
-from policygrad.samplers.engine import EngineSampler
-from policygrad.samplers.local import LocalSampler
-from policygrad.weight_sync.folder import Publication, Write
-from policygrad.weight_sync.safetensors_folder import safetensors_writer
+from policygrad.samplers.engines.base import Drawn, EngineSampler
+from policygrad.samplers.local.sampler import LocalSampler
+from policygrad.weight_sync.folder import Publication, Write, safetensors_writer
 
 
 class FolderEngine(EngineSampler):

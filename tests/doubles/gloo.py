@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo, Store
 
-from policygrad.weight_sync.nccl import as_sent, joining, store, within
-from policygrad.weight_sync.nccl_library import UNIQUE_ID, GroupError
+from policygrad.weight_sync.nccl import UNIQUE_ID, GroupError, as_sent, joining, store, within
 
 WAIT = timedelta(seconds=60)
 

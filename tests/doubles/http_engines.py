@@ -16,7 +16,7 @@ from torch import Tensor
 
 from doubles.engine import walk
 from policygrad.samplers.base import Request, Sampling
-from policygrad.samplers.drawn import Drawn
+from policygrad.samplers.engines.base import Drawn
 
 
 class FormServer:

@@ -14,8 +14,8 @@ from torch import nn
 
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.samplers.base import Generation, Request
-from policygrad.samplers.local import LocalSampler
-from policygrad.samplers.pieces import joined
+from policygrad.samplers.engines.base import joined
+from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.weight_sync.base import Published
 
 PIECE = 3

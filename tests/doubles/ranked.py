@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.batches import VOCABULARY, make_batch, naive_logp
 from doubles.data_fields import by_tokens
-from policygrad.core.behaviour import behaviour
 from policygrad.core.metrics import Metrics
-from policygrad.learners.fsdp.leader import RankedLearner
-from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.core.staleness import behaviour
+from policygrad.learners.fsdp.controller import RankedLearner
+from policygrad.learners.fsdp.processes import Ranks
 from policygrad.learners.local.learner import LocalLearner
 
 BATCH = make_batch(5, groups=5)

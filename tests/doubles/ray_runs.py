@@ -15,7 +15,7 @@ import policygrad as pg
 from doubles.files import rows, same, untimed, weights
 from doubles.ray_cluster import PATIENCE, RayCluster
 from policygrad.cluster.config import ClusterConfig
-from policygrad.training.config.toml import dumps
+from policygrad.training.config.serialization import dumps
 
 LOOSE = 2e-4
 """Sums are taken in another order where others draw."""

@@ -12,7 +12,7 @@ from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.episodes import play
 from policygrad.rollout.trajectory import TRAIN, Group, Start
 from policygrad.samplers.base import Generation, Request, Sampling
-from policygrad.tasks.types import Example
+from policygrad.tasks.base import Example
 
 
 class ScriptedSampler:

@@ -13,8 +13,8 @@ from doubles.trackers import Record
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.tokenizer import Tokenizer, padding_id
 from policygrad.samplers.base import Generation, Request
-from policygrad.samplers.local import LocalSampler
-from policygrad.training.callbacks import Callback
+from policygrad.samplers.local.sampler import LocalSampler
+from policygrad.training.base_trainer import Callback
 from policygrad.training.config.run import Run
 from policygrad.training.trainer import local_learner
 

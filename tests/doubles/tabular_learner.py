@@ -11,11 +11,11 @@ from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.controllers import re_adapted
+from policygrad.core.kl_controllers import re_adapted
 from policygrad.core.metrics import Max, Metrics, mean_of
 from policygrad.core.objective import measure, objective, surrogate
 from policygrad.learners.local.curvature import middle
-from policygrad.learners.local.problem import average_objective
+from policygrad.learners.local.updates import average_objective
 from policygrad.weight_sync.base import Published
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from policygrad.models.tool_calls import TAGGED
 from policygrad.samplers.base import Generation, Request
-from policygrad.samplers.draw import draw, uniforms
+from policygrad.samplers.local.sampling import draw, uniforms
 from policygrad.weight_sync.base import Published
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from doubles.http_engines import FormServer, SglangForm, VllmForm
-from policygrad.weight_sync.nccl_library import GroupError
+from policygrad.weight_sync.nccl import GroupError
 
 
 class WireGroup:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from policygrad.checkpoint.pieces import Piece, Share, write
-from policygrad.learners.fsdp import leader
+from policygrad.checkpoint.shards import Piece, Share, write
+from policygrad.learners.fsdp import controller
 from policygrad.learners.fsdp.learner import FsdpLearner
 from policygrad.samplers.base import Request
-from policygrad.training import ranks, shares
-from policygrad.training.ranks import draw
+from policygrad.training import distributed
+from policygrad.training.distributed import draw
 
 AFTER = 1
 """Updates, after which a process hangs."""
@@ -47,13 +47,13 @@ def drawing(learner: FsdpLearner, requests: Sequence[Request], version: int, end
 def hang(where: str, rank: int) -> None:
     """In rank 0: has a process hang in an update, be stopped in it, hold the interpreter in it, or hang in a draw."""
     if where == "draw":
-        ranks.draw = drawing
+        distributed.draw = drawing
         return
 
-    def update(self: leader.RankedLearner, *args: Any) -> Any:
+    def update(self: controller.RankedLearner, *args: Any) -> Any:
         return self.do(updating, rank, where, *args)
 
-    leader.RankedLearner.update = update  # type: ignore[method-assign]
+    controller.RankedLearner.update = update  # type: ignore[method-assign]
 
 
 def at_saves(learner: FsdpLearner, rank: int, how: str, at: int) -> None:
@@ -75,4 +75,4 @@ def at_saves(learner: FsdpLearner, rank: int, how: str, at: int) -> None:
         raise AssertionError("not reached")
 
     if learner.ranks.rank == rank:
-        shares.write = wrong
+        distributed.write = wrong

@@ -22,14 +22,14 @@ from doubles.scripted_sampler import ScriptedSampler
 from doubles.trackers import Record
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.rollout import calls
+from policygrad.rollout import environment_calls
 from policygrad.rollout.batching import measure, to_batch
-from policygrad.rollout.calls import Calls
+from policygrad.rollout.environment_calls import Calls
 from policygrad.rollout.episodes import play
-from policygrad.rollout.judging import judge
+from policygrad.rollout.scoring import judge
 from policygrad.rollout.trajectory import TRAIN, Group, Start
 from policygrad.samplers.base import Sampling
-from policygrad.waiting import OverdueError, Waiter, within
+from policygrad.utils.async_runner import OverdueError, Waiter, within
 
 ASKED = pg.Example("1 + 2 =\n", {"answer": "3"}, "sums.jsonl:7")
 CALL = '<tool_call>{"name": "%s", "arguments": {%s}}</tool_call>'
@@ -237,7 +237,7 @@ def test_reward_functions_are_not_called_on_what_an_environment_has_lost(tokeniz
 
 
 def pg_scores(total: list[float | None]) -> Any:
-    from policygrad.rewards.types import RewardScores
+    from policygrad.rewards.base import RewardScores
 
     return RewardScores(total, {"mine": list(total)})
 
@@ -382,8 +382,8 @@ class Hangs(World):
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "SILENCE", 0.0)
-    monkeypatch.setattr(calls, "EVERY", 0.001)
+    monkeypatch.setattr(environment_calls, "SILENCE", 0.0)
+    monkeypatch.setattr(environment_calls, "EVERY", 0.001)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -452,7 +452,7 @@ def test_open_episodes_are_closed_at_once_within_one_grace(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every close waits until all have begun, and one never ends; what ended the rollout is what is raised."""
-    monkeypatch.setattr(calls, "CLOSING", 0.05)
+    monkeypatch.setattr(environment_calls, "CLOSING", 0.05)
     monkeypatch.setattr("policygrad.rollout.episodes.CLOSING", 0.05)
     closing = list[int]()
 
@@ -473,7 +473,7 @@ def test_open_episodes_are_closed_at_once_within_one_grace(
 
 
 def test_the_first_signal_ends_a_rollout_whose_environment_swallows_its_cancellation(tokenizer: Tokenizer) -> None:
-    from policygrad.training.stopping import Stop, Stopping
+    from policygrad.training.interrupts import Stop, Stopping
 
     class Stuck(World):
         async def step(self, action: pg.Action) -> pg.Step:

@@ -13,7 +13,7 @@ import pytest
 import policygrad as pg
 from doubles.files import rows, untimed
 from policygrad.environments.gymnasium import WORDS, plain
-from policygrad.training.environment import chosen_environment
+from policygrad.environments.registry import chosen_environment
 
 gymnasium = pytest.importorskip("gymnasium", reason="pip install '.[control]'")
 TEXT = pg.Example("1 + 1 =\n")

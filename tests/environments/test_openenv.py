@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policygrad as pg
-from policygrad.environments.openenv import SEEDS
-from policygrad.environments.openenv_words import asked_for, objects, one, worded
+from policygrad.environments.openenv import SEEDS, asked_for, objects, one, worded
 
 TEXT = pg.Example("1 + 1 =\n")
 ADDRESS = "http://somewhere:1"

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policygrad as pg
-from policygrad.environments.others import answered, chosen, codes, family, http, opening
+from policygrad.environments.registry import answered, chosen, chosen_environment, codes, family, http, opening
 from policygrad.environments.textarena import LARGE, Randomness, joined, large
 from policygrad.tasks.verifiers import module_of
-from policygrad.training.config.allowed import from_words, not_allowed
-from policygrad.training.environment import chosen_environment
+from policygrad.training.config.trust import from_words, not_allowed
 
 WAYS = ("left", "down", "right", "up")
 TEXT = pg.Example("98 - 35 =\n")

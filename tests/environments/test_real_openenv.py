@@ -19,7 +19,7 @@ pytest.importorskip("openenv", reason="OpenEnv has an environment of its own: ma
 
 import policygrad as pg
 from doubles.files import rows, untimed
-from policygrad.training.environment import chosen_environment
+from policygrad.environments.registry import chosen_environment
 
 pytestmark = pytest.mark.environments
 TEXT = pg.Example("1 + 1 =\n")

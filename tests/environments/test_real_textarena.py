@@ -16,7 +16,7 @@ textarena = pytest.importorskip("textarena", reason="TextArena has an environmen
 
 import policygrad as pg  # noqa: E402
 from doubles.files import rows, untimed  # noqa: E402
-from policygrad.training.environment import chosen_environment  # noqa: E402
+from policygrad.environments.registry import chosen_environment  # noqa: E402
 
 pytestmark = pytest.mark.environments
 TEXT = pg.Example("1 + 1 =\n")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.lab.experiments import EXPERIMENTS
+from policygrad.lab.report import EXPERIMENTS
 
 OWN = """
 from dataclasses import dataclass, field, replace

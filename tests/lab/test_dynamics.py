@@ -9,15 +9,13 @@ import pytest
 import torch
 
 import policygrad as pg
-from policygrad.core.loss_terms import ExactEntropy
+from policygrad.core.terms import ExactEntropy
 from policygrad.lab import dynamics
-from policygrad.lab.drift import Path, expected_move, train
-from policygrad.lab.estimators import estimates
-from policygrad.lab.experiments import DYNAMICS
-from policygrad.lab.finding import Finding
-from policygrad.lab.groups import all_steps
-from policygrad.lab.page.plots import PLOTS
-from policygrad.lab.report import one_thread
+from policygrad.lab.dynamics import Path, expected_move, train
+from policygrad.lab.estimators import all_steps, estimates
+from policygrad.lab.measurement import Finding
+from policygrad.lab.plots import PLOTS
+from policygrad.lab.report import DYNAMICS, one_thread
 from policygrad.lab.worlds import one_prompt, table_settings
 
 RUNS = [*((name, 0) for name in DYNAMICS), ("length_drift", 1), ("k1_in_loss", 1)]

@@ -9,17 +9,15 @@ import pytest
 import torch
 
 import policygrad as pg
-from policygrad.lab.calculus import derivative
 from policygrad.lab.episodes import Conversations, ConversationSetting, Episodes, Walk
-from policygrad.lab.findings.turns import COMPARED, FAMILIES, UNBIASED, estimator, measured
-from policygrad.lab.groups import all_steps
+from policygrad.lab.estimators import all_steps
+from policygrad.lab.findings.critics import COMPARED, FAMILIES, UNBIASED, estimator, measured
 from policygrad.lab.policies import Table
-from policygrad.lab.sequences import EOS
+from policygrad.lab.sequences import EOS, derivative
 from policygrad.lab.worlds import walk
-from policygrad.rollout.batching import to_batch
+from policygrad.rollout.batching import to_batch, with_turns
 from policygrad.rollout.trajectory import TRAIN, Group, Segment, Start, Trajectory
-from policygrad.rollout.turns import with_turns
-from policygrad.tasks.types import Example
+from policygrad.tasks.base import Example
 
 SETTING = walk()
 TREE = SETTING.world.tree

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 import policygrad as pg
-from policygrad.core.loss_terms import ExactEntropy, ExactKLToOld, ExactKLToReference
-from policygrad.lab.estimators import estimates
-from policygrad.lab.groups import all_steps, count_steps, multisets, sample_steps, steps_for
-from policygrad.lab.levers import decide
+from policygrad.core.terms import ExactEntropy, ExactKLToOld, ExactKLToReference
+from policygrad.lab.estimators import all_steps, count_steps, decide, estimates, multisets, sample_steps, steps_for
 from policygrad.lab.measurement import compare, measure
 from policygrad.lab.sequences import moved
 from policygrad.lab.setting import Setting, measurable

@@ -8,13 +8,12 @@ import re
 
 import pytest
 
-from policygrad.lab import experiments
-from policygrad.lab.experiments import CLAIMS, THEORY  # DYNAMICS: test_dynamics.py
-from policygrad.lab.finding import Finding
-from policygrad.lab.findings.chains import Chain
-from policygrad.lab.page.plots import plot_of
+from policygrad.lab import report
+from policygrad.lab.findings.ratios import Chain
+from policygrad.lab.measurement import Finding
+from policygrad.lab.plots import plot_of
 from policygrad.lab.policies import normal
-from policygrad.lab.report import one_thread
+from policygrad.lab.report import CLAIMS, THEORY, one_thread  # DYNAMICS: test_dynamics.py
 
 THEOREMS = [
     "leave_one_out",
@@ -53,7 +52,7 @@ def test_a_finding_says_its_numbers(found, name: str) -> None:
     assert all(isinstance(x, float) for x in first.numbers.values())
     assert len({len(column) for column in first.curves.values()}) <= 1
     with one_thread():
-        assert first == experiments.run([name], 0)[0]  # the same seed, the same numbers
+        assert first == report.run([name], 0)[0]  # the same seed, the same numbers
     if name not in ("z_score", "gate_weights"):  # which draw nothing
         assert first.sentence != second.sentence
 
@@ -126,4 +125,4 @@ def test_chains_are_exact_where_they_say_so() -> None:
 
 def test_unknown_experiments_are_named() -> None:
     with pytest.raises(ValueError, match="did you mean 'z_score'"):
-        experiments.run(["zscore"])
+        report.run(["zscore"])

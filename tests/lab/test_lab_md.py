@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from policygrad.algorithms import ALGORITHMS as MATRIX
-from policygrad.lab.experiments import EXPERIMENTS
-from policygrad.lab.report import LabReport, report
+from policygrad.lab.report import EXPERIMENTS, LabReport, report
 from policygrad.lab.setting import measurable
 
 ALGORITHMS, SIZED = measurable(MATRIX, 4), measurable(MATRIX, 2)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import policygrad as pg
-from policygrad.lab.estimators import estimates
-from policygrad.lab.groups import all_steps
+from policygrad.lab.estimators import all_steps, estimates
 from policygrad.lab.measurement import measure
 from policygrad.lab.sequences import moved
 from policygrad.lab.setting import Setting

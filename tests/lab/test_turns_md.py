@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from policygrad.core.protocols import Advantage
-from policygrad.core.turn_values import BiLevelGAE, TurnGAE
-from policygrad.lab.findings.turns import COMPARED, ERROR, UNBIASED, measured
-from policygrad.lab.groups import all_steps
+from policygrad.core.base import Advantage
+from policygrad.core.turns import BiLevelGAE, TurnGAE
+from policygrad.lab.estimators import all_steps
+from policygrad.lab.findings.critics import COMPARED, ERROR, UNBIASED, measured
 from policygrad.lab.worlds import walk
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "lab" / "turns.md").read_text(encoding="utf-8")

@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from policygrad.lab import mdp
-from policygrad.lab.calculus import derivative
-from policygrad.lab.mdp import TabularMDP, bandit, chain, gridworld, random_mdp, softmax, solve
+from policygrad.lab.mdp import TabularMDP, as_mdp, bandit, chain, gridworld, random_mdp, softmax, solve
 from policygrad.lab.policies import Bigram, Experts, Table, Transformer
-from policygrad.lab.prefixes import as_mdp
-from policygrad.lab.rewards import long_enough, random_subsets, sum_equals, verified
-from policygrad.lab.sequences import Tree, World, completions, moved
+from policygrad.lab.sequences import (
+    Tree,
+    World,
+    completions,
+    derivative,
+    long_enough,
+    moved,
+    random_subsets,
+    sum_equals,
+    verified,
+)
 
 PROBLEMS = {
     "random": random_mdp(),

@@ -20,8 +20,8 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import load_model
 from policygrad.samplers.base import Sampling
-from policygrad.samplers.draw import log_probabilities
-from policygrad.samplers.local import LocalSampler
+from policygrad.samplers.local.sampler import LocalSampler
+from policygrad.samplers.local.sampling import log_probabilities
 
 
 def naive_logp(model: nn.Module, prompt: Tensor, tokens: Tensor) -> Tensor:

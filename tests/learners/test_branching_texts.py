@@ -14,12 +14,11 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.batches import branching, make_batch, naive_logp, written
 from policygrad.learners.config import LearnerConfig
-from policygrad.learners.local.forward import Evaluator, probe
+from policygrad.learners.local.forward import Evaluator, Network, probe
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.network import Network
 from policygrad.learners.local.packing import Pack, pack
 from policygrad.learners.local.score_norms import ScoreNorms
-from policygrad.learners.local.tree import take_branches
+from policygrad.learners.local.tree_attention import take_branches
 from policygrad.models.loading import load_model
 
 

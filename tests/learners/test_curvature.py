@@ -18,8 +18,8 @@ from doubles.tabular_learner import TabularLearner, TabularProblem
 from doubles.trackers import Record
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local import curvature
-from policygrad.learners.local.curvature_problem import LocalProblem
 from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.updates import LocalProblem
 from policygrad.models.loading import load_model, resolve
 from policygrad.training.config.run import Run
 from policygrad.training.trainer import train

@@ -18,9 +18,9 @@ from policygrad.errors import ConfigError, ModelError
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.adapters import adapt
 from policygrad.models.loading import load_model
-from policygrad.models.lora import Lora
+from policygrad.models.lora_config import Lora
 from policygrad.samplers.base import Sampling
-from policygrad.samplers.local import LocalSampler
+from policygrad.samplers.local.sampler import LocalSampler
 
 LENGTHS = (2, 11)
 """Of the prompts: padded on the left where they are read together, the longer one beyond the models' windows and chunks."""

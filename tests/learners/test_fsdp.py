@@ -20,11 +20,10 @@ import policygrad as pg
 from doubles.architectures import PLAIN
 from doubles.experts import built, drawn, shaken
 from doubles.ranked import BATCH, HOW, agree, learned, model, pair, started, values
-from policygrad.learners.fsdp import leader
-from policygrad.learners.fsdp.division import Dealt
-from policygrad.learners.fsdp.leader import RankedLearner
-from policygrad.learners.fsdp.ranks import Ranks, check_devices
-from policygrad.learners.fsdp.supported import check_model
+from policygrad.learners.fsdp import controller
+from policygrad.learners.fsdp.controller import RankedLearner, check_model
+from policygrad.learners.fsdp.distributed_ops import Dealt
+from policygrad.learners.fsdp.processes import Ranks, check_devices
 from policygrad.learners.fsdp.torchrun import check_alone, ranks_of
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.packing import Pack, pack
@@ -182,7 +181,7 @@ def test_a_signal_waits_for_what_all_processes_do() -> None:
 
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        with leader.not_in_its_midst():
+        with controller.not_in_its_midst():
             signal.raise_signal(signal.SIGTERM)
             assert came == []
         assert came == [signal.SIGTERM]

@@ -12,12 +12,11 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.ranked import BATCH, HOW, learned, model, started
-from policygrad.learners.fsdp.leader import RankedLearner
+from policygrad.learners.fsdp.controller import RankedLearner
 from policygrad.learners.fsdp.learner import FsdpLearner
-from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.learners.fsdp.processes import Ranks
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.weight_sync.base import PassedError
-from policygrad.weight_sync.gathered import Gathered
+from policygrad.weight_sync.base import Gathered, PassedError
 
 ALGORITHM = pg.DR_GRPO.with_budget(6)
 

@@ -15,9 +15,9 @@ from doubles.algorithms import runnable
 from doubles.batches import branching
 from doubles.ranked import agree, filled, learned, model, pair, started, values
 from policygrad.algorithms import ALGORITHMS
-from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.learners.fsdp.processes import Ranks
 from policygrad.models.adapters import adapt
-from policygrad.models.lora import Lora
+from policygrad.models.lora_config import Lora
 
 TWICE = pg.FirstOrder(epochs=2, minibatches=2)
 PARTS = {

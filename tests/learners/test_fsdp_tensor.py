@@ -19,9 +19,9 @@ from doubles.batches import branching
 from doubles.cut import llama, qwen3
 from doubles.ranked import agree, filled, learned, model, pair, started, values
 from policygrad.algorithms import ALGORITHMS
-from policygrad.learners.fsdp.ranks import Ranks
-from policygrad.learners.fsdp.supported import check_ranks
-from policygrad.learners.fsdp.tensor import check_tensor, plan_of
+from policygrad.learners.fsdp.controller import check_ranks
+from policygrad.learners.fsdp.processes import Ranks
+from policygrad.learners.fsdp.tensor_parallel import check_tensor, plan_of
 
 
 def compared(
@@ -132,7 +132,7 @@ def test_what_is_not_cut_is_refused() -> None:
 def test_adapters_are_not_cut() -> None:
     pytest.importorskip("peft")
     from policygrad.models.adapters import adapt
-    from policygrad.models.lora import Lora
+    from policygrad.models.lora_config import Lora
 
     with pytest.raises(pg.ConfigError, match=r"adapters \(learner\.lora\) are not cut"):
         check_tensor(adapt(llama(), Lora(rank=2)), 2, pg.GRPO)

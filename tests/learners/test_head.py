@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from policygrad.learners.local import head
-from policygrad.learners.local.head import log_probability
+from policygrad.learners.local import logprobs
+from policygrad.learners.local.logprobs import log_probability
 
 STATES, WIDTH, VOCABULARY = 7, 5, 11
 
@@ -38,8 +38,8 @@ def plain(states: Tensor, linear: nn.Linear, index: Tensor, tokens: Tensor, tau:
 def test_values_and_gradients_are_those_of_autograd(
     monkeypatch: pytest.MonkeyPatch, chunk: int, room: int, tau: float, bias: bool, entropy: bool
 ) -> None:
-    monkeypatch.setattr(head, "BUFFER", chunk)
-    monkeypatch.setattr(head, "WAITING", room)
+    monkeypatch.setattr(logprobs, "BUFFER", chunk)
+    monkeypatch.setattr(logprobs, "WAITING", room)
     states, linear, index, tokens = example(torch.float64, bias)
     many = torch.cat([states, states.detach().flip(0), states.detach() * 2]).requires_grad_()  # more than one chunk
     index = torch.cat([index, index + STATES, index + 2 * STATES])
@@ -62,10 +62,10 @@ def test_values_and_gradients_are_those_of_autograd(
 def test_a_gradient_that_was_expected_saves_a_product_and_a_wrong_guess_costs_one(
     monkeypatch: pytest.MonkeyPatch, right: bool
 ) -> None:
-    monkeypatch.setattr(head, "WAITING", 0)
+    monkeypatch.setattr(logprobs, "WAITING", 0)
     states, linear, index, tokens = example(torch.float64, True)
     products = []
-    monkeypatch.setattr(head._Logits, "__call__", counted(head._Logits.__call__, products))
+    monkeypatch.setattr(logprobs._Logits, "__call__", counted(logprobs._Logits.__call__, products))
     g = torch.linspace(-1, 1, len(index), dtype=torch.float64)
     found, _ = log_probability(states, linear, index, tokens, 0.7, expected=g if right else g + 1e-9)
     leaves = [states, *linear.parameters()]
@@ -83,10 +83,10 @@ def test_what_there_is_room_for_is_not_computed_again(
     """Two chunks of states; and what waited is gone after the way back, so that a second one computes all again."""
     states, linear, index, tokens = example(torch.float64, True)
     many = torch.cat([states.detach()] * 3).requires_grad_()
-    monkeypatch.setattr(head, "BUFFER", 16 * VOCABULARY)
-    monkeypatch.setattr(head, "WAITING", room)
+    monkeypatch.setattr(logprobs, "BUFFER", 16 * VOCABULARY)
+    monkeypatch.setattr(logprobs, "WAITING", room)
     products = []
-    monkeypatch.setattr(head._Logits, "__call__", counted(head._Logits.__call__, products))
+    monkeypatch.setattr(logprobs._Logits, "__call__", counted(logprobs._Logits.__call__, products))
     found, _ = log_probability(many, linear, index, tokens, 0.7)
     first = torch.autograd.grad(found.sum(), [many, *linear.parameters()], retain_graph=True)
     assert len(products) == expected

@@ -16,7 +16,7 @@ from doubles.batches import make_batch, naive_logp
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import load_model
-from policygrad.models.reference import load_reference
+from policygrad.models.replica import load_reference
 from policygrad.models.tokenizer import load_tokenizer
 
 TAUGHT = replace(pg.DISTILL, reference=pg.Reference(model="a teacher"))

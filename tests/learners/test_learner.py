@@ -14,13 +14,13 @@ import policygrad as pg
 from doubles.batches import float_batch, make_batch
 from doubles.drawing import Context, sample
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.learners.local import network
+from policygrad.learners.local import forward
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.local.problem import LocalGradientProblem
+from policygrad.learners.local.updates import LocalGradientProblem
 from policygrad.models.loading import load_model
 from policygrad.samplers.base import Sampling
-from policygrad.samplers.local import LocalSampler
+from policygrad.samplers.local.sampler import LocalSampler
 
 
 def learner_for(
@@ -261,13 +261,13 @@ def test_a_policy_step_never_moves_the_critic_nor_the_critic_the_policy(random_m
         model = load_model(str(random_model))
         learner = LocalLearner(model, algorithm, lr=policy_lr, steps=4)
         assert learner.critic is not None
-        network = learner.critic.network
-        before = [[p.detach().clone() for p in m.parameters()] for m in (model, network)]
+        forward = learner.critic.network
+        before = [[p.detach().clone() for p in m.parameters()] for m in (model, forward)]
         scored = algorithm.with_targets(learner.evaluate(batch, algorithm.needs))
         assert scored.values is not None
         assert float(scored.values.abs().max()) == 0.0  # a head of zeros says V = 0
         metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
-        after = [list(model.parameters()), list(network.parameters())]
+        after = [list(model.parameters()), list(forward.parameters())]
         moved = [
             any(not torch.equal(a, b) for a, b in zip(x, y, strict=True)) for x, y in zip(before, after, strict=True)
         ]
@@ -351,7 +351,7 @@ def test_hidden_states_that_many_tokens_read_get_the_same_gradient_every_time() 
     index, above = torch.zeros(400_000, dtype=torch.int64), torch.randn(400_000, 32, generator=generator)
 
     def gradient() -> torch.Tensor:
-        (found,) = torch.autograd.grad(network.rows(states[None], index), states, above)
+        (found,) = torch.autograd.grad(forward.rows(states[None], index), states, above)
         return found
 
     first = gradient()

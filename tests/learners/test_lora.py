@@ -17,11 +17,10 @@ from doubles.batches import float_batch, make_batch, naive_logp
 from policygrad.errors import ConfigError, ModelError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models import adapters, four_bits
-from policygrad.models.adapters import adapt, adapters_of, untouched
+from policygrad.models import adapters
+from policygrad.models.adapters import adapt, adapters_of, merged, untouched
 from policygrad.models.loading import load_model
-from policygrad.models.lora import Lora, parse
-from policygrad.models.merging import merged
+from policygrad.models.lora_config import Lora, parse
 from policygrad.models.replica import own, replica
 
 pytest.importorskip("peft")
@@ -249,7 +248,7 @@ def test_what_cannot_be_adapted_is_refused(random_model: Path, monkeypatch: pyte
         learner_for(load_model(str(random_model)), pg.GRPO, lora="rank=4")
     with pytest.raises(ConfigError, match="the model is an object"):
         load_model(load_model(str(random_model)), lora=Lora(bits=4))
-    monkeypatch.setattr(four_bits, "find_spec", lambda name: None)
+    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"bits=4 needs bitsandbytes.*pip install '\.\[qlora\]' in a clone"):
         load_model(str(random_model), lora=Lora(bits=4))
     monkeypatch.setattr(adapters, "find_spec", lambda name: None)
@@ -270,12 +269,12 @@ class Linear4bit(nn.Linear):
 def test_four_bits_with_a_wrong_way_back_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Linear4bit(8, 4))
     with pytest.raises(ModelError, match="gives wrong gradients on this device"):
-        four_bits.settle_bits(model)
+        adapters.settle_bits(model)
     monkeypatch.setattr(Linear4bit, "wrong", False)
     model[0].support_avx512bf16_for_cpu = True
-    four_bits.settle_bits(model)
+    adapters.settle_bits(model)
     assert model[0].support_avx512bf16_for_cpu is False
-    four_bits.settle_bits(nn.Sequential(nn.Linear(2, 2)))
+    adapters.settle_bits(nn.Sequential(nn.Linear(2, 2)))
 
 
 def test_a_model_of_pefts_own_is_taken_as_it_is(random_model: Path) -> None:

@@ -19,11 +19,10 @@ from doubles.selecting import Loudest, OfTheGroup
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN
 from policygrad.learners.config import LearnerConfig
-from policygrad.learners.local.forward import Evaluator, probe
+from policygrad.learners.local.forward import Evaluator, Network, probe
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.network import Network
 from policygrad.learners.local.packing import micro_tokens, pack
-from policygrad.learners.local.tree import take_branches
+from policygrad.learners.local.tree_attention import take_branches
 from policygrad.models.loading import load_model
 
 

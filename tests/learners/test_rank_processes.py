@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from policygrad.errors import ConfigError
-from policygrad.learners.fsdp import ranks
-from policygrad.learners.fsdp.others import HERE, Places, kill, started
-from policygrad.learners.fsdp.ranks import MANY, Ranks, check_devices
+from policygrad.learners.fsdp import processes
+from policygrad.learners.fsdp.processes import HERE, MANY, Places, Ranks, check_devices, kill, started
 
 RANK_0 = """
 import sys
-from policygrad.learners.fsdp.others import started
+from policygrad.learners.fsdp.processes import started
 print(started("127.0.0.1", int(sys.argv[1]), 1, 2).pid, flush=True)
 sys.stdin.read()
 """
@@ -90,9 +89,9 @@ def test_a_signal_while_they_are_started_leaves_none() -> None:
 
 
 def test_more_processes_than_a_machine_can_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(processes.os, "cpu_count", lambda: 2)
     check_devices("cpu", MANY)
     with pytest.raises(ConfigError, match=f"learner.ranks is 100000, .* 2 processors: give at most {MANY}"):
         check_devices("cpu", 100000)
-    monkeypatch.setattr(ranks.os, "cpu_count", lambda: 2 * MANY)
+    monkeypatch.setattr(processes.os, "cpu_count", lambda: 2 * MANY)
     check_devices("cpu", 2 * MANY)

@@ -20,9 +20,9 @@ from doubles.batches import make_batch, naive_logp
 from doubles.experts import EXPERTS, LAYERS, MODELS, built, drawn, shaken
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.routing import Routing
+from policygrad.models.moe_routing import Routing
 from policygrad.samplers.base import Request, Sampling
-from policygrad.samplers.local import LocalSampler
+from policygrad.samplers.local.sampler import LocalSampler
 
 REPLAY = LearnerConfig(micro_tokens=60, routing_replay=True)
 

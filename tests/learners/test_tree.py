@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from policygrad.learners.local import tree
-from policygrad.learners.local.tree import Tree, attention
+from policygrad.learners.local import tree_attention
+from policygrad.learners.local.tree_attention import Tree, attention
 
 
 @st.composite
@@ -22,8 +22,8 @@ def forests(draw: st.DrawFn) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("limits", [(2**24, 2**15), (2**24, 1), (20, 1)], ids=["one call", "many", "no masks"])
 def test_every_text_attends_as_if_it_were_alone(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int]) -> None:
-    monkeypatch.setattr(tree, "_BLOCK", limits[0])
-    monkeypatch.setattr(tree, "_SMALL", limits[1])
+    monkeypatch.setattr(tree_attention, "_BLOCK", limits[0])
+    monkeypatch.setattr(tree_attention, "_SMALL", limits[1])
 
     @settings(max_examples=60, deadline=None)
     @given(forests())
@@ -64,5 +64,7 @@ def test_texts_of_one_shape_are_one_call_and_a_long_one_has_no_mask(monkeypatch:
     lengths, shared = np.full(3, 6), np.array([0, 4, 4])
     found = Tree.of(paths, lengths, shared).blocks
     assert [(tuple(b.queries.shape), b.mask is None) for b in found] == [((1, 6), True), ((2, 2), False)]
-    monkeypatch.setattr(tree, "_BLOCK", 11)  # a mask of 2 × 6 is too large: its queries begin at the beginning
+    monkeypatch.setattr(
+        tree_attention, "_BLOCK", 11
+    )  # a mask of 2 × 6 is too large: its queries begin at the beginning
     assert all(b.mask is None for b in Tree.of(paths, lengths, shared).blocks)

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import policygrad as pg
-from policygrad.learners.fsdp.pulse import BEAT, LEAST, SHOWN, Beat, Pulse, beat_key, place, waits
-from policygrad.learners.fsdp.watchdog import Watchdog, judge
+from policygrad.learners.fsdp.watchdog import BEAT, LEAST, SHOWN, Beat, Pulse, Watchdog, beat_key, judge, place, waits
 
 LIMIT = 5
 MOVES, WAITS = Beat(9, 0, False, "a (x.py:1)"), Beat(9, 50, True, "b (x.py:2)")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from policygrad.models.attention import PlainAttention
+from policygrad.models.replica import PlainAttention
 
 
 def attend(heads: int = 4, masked: str = "causal") -> Tensor:

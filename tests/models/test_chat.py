@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from doubles.models import changed_copy
 from doubles.templates import ENDS, tokenizer
 from policygrad.errors import DataError, ModelError
-from policygrad.models.chat import continuation, prompt_ids, render
+from policygrad.models.chat_template import continuation, prompt_ids, render
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 

@@ -18,7 +18,7 @@ from doubles.models import changed_copy
 from policygrad.errors import ModelError
 from policygrad.models.classifier import load_classifier
 from policygrad.models.loading import load_model
-from policygrad.models.reference import load_reference
+from policygrad.models.replica import load_reference
 from policygrad.models.tokenizer import load_tokenizer
 
 Change = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
@@ -120,7 +120,7 @@ def test_a_file_of_other_names_shows_them(copy: Callable[..., Path]) -> None:
 
 def test_a_buffer_that_an_older_file_does_not_have(copy: Callable[..., Path]) -> None:
     """Computed, so absent from no model; a persistent buffer that is learnt is as bad as a missing weight."""
-    from policygrad.models.completeness import check_complete
+    from policygrad.models.loading import check_complete
 
     model = load_model(str(copy()))
     info: dict[str, Any] = {"unexpected_keys": set(), "mismatched_keys": set()}

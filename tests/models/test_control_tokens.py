@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from doubles.templates import ENDS, MARKS, tokenizer
 from policygrad.errors import ModelError
-from policygrad.models.chat import continuation
+from policygrad.models.chat_template import continuation
 from policygrad.models.control_tokens import veiled
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer

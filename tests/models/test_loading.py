@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from doubles.models import OUT, changed_copy
 from policygrad.errors import ModelError
-from policygrad.models.loading import load_model
-from policygrad.models.precision import PRIMITIVES
+from policygrad.models.loading import PRIMITIVES, load_model
 from policygrad.models.tokenizer import load_tokenizer
 
 

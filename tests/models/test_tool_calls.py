@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from policygrad.errors import ModelError
-from policygrad.models.plain_tools import tools_block, without_tools
+from policygrad.models.chat_template import tools_block, without_tools
 from policygrad.models.tool_calls import TAGGED, JsonCalls, TaggedCalls, ToolCall, UnknownCalls, form_of, takes_tools
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -21,11 +21,10 @@ from doubles.files import write_rows
 from doubles.models import OUT, changed_copy
 from policygrad.errors import ModelError
 from policygrad.models.classifier import labels, load_classifier
-from policygrad.models.loading import load_model
-from policygrad.models.lora import Lora
+from policygrad.models.loading import load_model, refuse_pickles
+from policygrad.models.lora_config import Lora
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.models.trust import refuse_pickles
-from policygrad.training.footprint import footprint
+from policygrad.training.cost_estimate import footprint
 
 CODE = """
 from pathlib import Path

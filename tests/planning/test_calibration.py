@@ -11,14 +11,10 @@ from pathlib import Path
 import pytest
 
 from policygrad.errors import ConfigError
-from policygrad.planning.devices import DEVICES
-from policygrad.planning.layout import Layout
-from policygrad.planning.reached import Calibration, Reached, load
-from policygrad.planning.seconds import Clock
-from policygrad.planning.shapes import Shape
-from policygrad.planning.work import Asks, Work
-from policygrad.training.calibration import calibrate, drawing
-from policygrad.training.trial import CPU, GPU, Trial, model_of
+from policygrad.planning.cost_model import Asks, Clock, Layout, Work
+from policygrad.planning.hardware import DEVICES, Calibration, Reached, load
+from policygrad.planning.model_shapes import Shape
+from policygrad.training.calibration import CPU, GPU, Trial, calibrate, drawing, model_of
 
 TINY = Trial(
     Shape("tiny", 16, 32, 2, 2, 1, 8, 40, tied=True, qk_norm=True),

@@ -11,13 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policygrad.checkpoint.manager import KEPT
-from policygrad.learners.local.activations import kept_bytes
-from policygrad.learners.local.head import BUFFER, BUFFER_ACCELERATOR
-from policygrad.planning.devices import DEVICES
-from policygrad.planning.layout import Layout
-from policygrad.planning.memory import KEPT_COPY, LOGITS, kept, learner, sampler, slots, static, usable
-from policygrad.planning.shapes import NAMED, Shape
-from policygrad.planning.work import Asks, Work
+from policygrad.learners.local.activation_memory import kept_bytes
+from policygrad.learners.local.logprobs import BUFFER, BUFFER_ACCELERATOR
+from policygrad.planning.cost_model import (
+    KEPT_COPY,
+    LOGITS,
+    Asks,
+    Layout,
+    Work,
+    kept,
+    learner,
+    sampler,
+    slots,
+    static,
+    usable,
+)
+from policygrad.planning.hardware import DEVICES
+from policygrad.planning.model_shapes import NAMED, Shape
 
 H100 = DEVICES["H100"]
 WORK = Work(64, 8, 256, 1000, 3840)

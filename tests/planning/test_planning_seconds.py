@@ -9,13 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policygrad.errors import ConfigError
-from policygrad.planning.devices import DEVICES, fleet
-from policygrad.planning.layout import Layout
-from policygrad.planning.plan import Plan, Question, best, counts, curve, splits
-from policygrad.planning.reached import Reached
-from policygrad.planning.seconds import Clock
-from policygrad.planning.shapes import NAMED, Shape
-from policygrad.planning.work import Asks, Tokens, Work
+from policygrad.planning.cost_model import Asks, Clock, Layout, Tokens, Work
+from policygrad.planning.hardware import DEVICES, Reached, fleet
+from policygrad.planning.model_shapes import NAMED, Shape
+from policygrad.planning.planner import Plan, Question, best, counts, curve, splits
 
 H100 = DEVICES["H100"]
 SMALL = Shape("small", 4, 8, layers=2, heads=2, kv_heads=1, head_dim=2, vocabulary=10)

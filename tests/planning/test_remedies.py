@@ -6,14 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from policygrad.planning.devices import DEVICES
-from policygrad.planning.layout import Layout
-from policygrad.planning.plan import Plan, Question
-from policygrad.planning.reached import Reached
-from policygrad.planning.remedies import remedies
-from policygrad.planning.shapes import NAMED
-from policygrad.planning.told import assumptions, summary, tables
-from policygrad.planning.work import Asks, Work
+from policygrad.planning.cost_model import Asks, Layout, Work
+from policygrad.planning.hardware import DEVICES, Reached
+from policygrad.planning.model_shapes import NAMED
+from policygrad.planning.planner import Plan, Question, remedies
+from policygrad.planning.render import assumptions, summary, tables
 
 
 def plan(model: str, layout: Layout, device: str = "H100", budget: int = 3840) -> Plan:

@@ -12,7 +12,7 @@ import transformers as tf
 
 from policygrad.errors import ConfigError
 from policygrad.models.loading import load_model
-from policygrad.planning.shapes import KINDS, NAMED, Shape, read, shape
+from policygrad.planning.model_shapes import KINDS, NAMED, Shape, read, shape
 
 PUBLISHED = {
     "SmolLM2-135M": 134_515_008,

@@ -10,7 +10,7 @@ import pytest
 from doubles.runs import row, run_folder
 from policygrad.report import completions
 from policygrad.report.completions import embedded, shown, weight
-from policygrad.report.reading import rows
+from policygrad.report.data import rows
 
 
 def file(folder: Path, steps: int, many: int, length: int = 10) -> Path:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from doubles.runs import run_folder
-from policygrad.report.cost import cost
-from policygrad.report.curves import drawn, grouped
-from policygrad.report.reading import read
+from policygrad.report.data import cost, drawn, grouped, read
 
 
 def test_runs_that_differ_in_their_seed_are_one_series_and_others_say_what_differs(tmp_path: Path) -> None:

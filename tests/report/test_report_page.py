@@ -18,8 +18,8 @@ from doubles.runs import row, run_folder
 from policygrad.cli import main
 from policygrad.commands.report import run_folders
 from policygrad.compare.plan import TUNING, Job, open_folder
+from policygrad.report.data import read
 from policygrad.report.page import page
-from policygrad.report.reading import read
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

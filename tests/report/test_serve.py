@@ -19,7 +19,7 @@ import pytest
 import browser as browsers
 from doubles.runs import row, run_folder
 from policygrad.errors import ConfigError, RunError
-from policygrad.report.serve import Server, server
+from policygrad.report.server import Server, server
 from policygrad.trackers import JsonlTracker
 
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policygrad.rewards.answers import NONCE, Asked, Inbox, NoAnswerError, answer, started
-from policygrad.rewards.calls import LARGEST, Judgement
+from policygrad.rewards.workers.messages import LARGEST, NONCE, Asked, Inbox, Judgement, NoAnswerError, answer, started
 
 OURS = bytes(range(NONCE))
 ASKED = Asked(3, (5, 7))

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from policygrad.errors import RewardError
 from policygrad.rewards import Reward, RewardPool, RewardScores, reward
-from policygrad.rewards.begun import Begun
-from policygrad.rewards.pace import Pace
-from policygrad.rewards.subprocess import WorkerProcess
+from policygrad.rewards.workers.pool import Begun, Pace
+from policygrad.rewards.workers.process import WorkerProcess
 
 BUDGET = 0.5  # seconds, for what overruns it on purpose
 
@@ -144,7 +143,7 @@ def test_what_is_waited_for_counts_what_is_there_already(monkeypatch: pytest.Mon
     said = list[tuple[str, int, int]]()
     with RewardPool([unruly], workers=1, budget=BUDGET, phase=lambda *words: said.append(words)) as pool:
         at_once(pool, ["a"])
-        monkeypatch.setattr("policygrad.rewards.waits.SILENCE", 0.0)
+        monkeypatch.setattr("policygrad.rewards.workers.pool.SILENCE", 0.0)
         said.clear()
         with pool.begin(["p"] * 3, {}) as begun:
             begun.look({0: "a"})

@@ -10,8 +10,7 @@ import pytest
 
 from policygrad.errors import ConfigError, DataError
 from policygrad.rewards import RewardPool, resolve
-from policygrad.rewards.code import Code
-from policygrad.rewards.code_rows import code_in, exam_of, program_in, whole_program
+from policygrad.rewards.code import Code, code_in, exam_of, program_in, whole_program
 from policygrad.rewards.resolve import codes_of
 from policygrad.sandbox import Dialogue, Examination, converse, examine, standing
 
@@ -167,7 +166,7 @@ def test_options_by_name():
 
 
 def test_it_is_refused_where_no_wall_stands(monkeypatch):
-    monkeypatch.setattr("policygrad.sandbox.bubblewrap.program", lambda: None)
+    monkeypatch.setattr("policygrad.sandbox.backends.program", lambda: None)
     monkeypatch.setattr("policygrad.sandbox.landlock.version", lambda: 0)
     standing.cache_clear()
     try:

@@ -13,9 +13,8 @@ import policygrad as pg
 from doubles.files import rows
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards import RewardPool, resolve
-from policygrad.rewards.penalties import LengthPenalty, RepetitionPenalty
-from policygrad.rewards.resolve import codes_of
-from policygrad.rewards.spec import Spec
+from policygrad.rewards.builtin import LengthPenalty, RepetitionPenalty
+from policygrad.rewards.resolve import Spec, codes_of
 
 MINE = """
 import policygrad as pg

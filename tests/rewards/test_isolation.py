@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from policygrad.errors import ConfigError, RewardError
-from policygrad.rewards import Reward, RewardPool, family, reward
-from policygrad.rewards.memory import size, words
-from policygrad.rewards.variables import GIVEN, chosen, hint, listed
+from policygrad.rewards import Reward, RewardPool, reward
+from policygrad.rewards.workers import process
+from policygrad.rewards.workers.limits import GIVEN, chosen, hint, listed, size, words
 
 HELD: list[bytearray] = []
 MIB = 1 << 20
@@ -93,8 +93,7 @@ def test_an_answer_that_is_forged_is_one_for_its_own_call_only() -> None:
             while frame.f_code.co_name != "serve":
                 frame = frame.f_back
             service = frame.f_locals["self"]
-            from policygrad.rewards.answers import Asked, answer
-            from policygrad.rewards.calls import Judgement
+            from policygrad.rewards.workers.messages import Asked, Judgement, answer
 
             os.write(service.sink, answer(service.nonce, Asked(service.calls, (5,)), [Judgement(9.0)]))
         return [1.0]
@@ -320,13 +319,13 @@ def test_a_pool_is_closed_by_as_many_looks_at_the_machine_s_processes_as_a_worke
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks: list[int] = []
-    processes = family._processes
+    processes = process._processes
 
     def counted() -> list[int]:
         looks[-1] += 1
         return processes()
 
-    monkeypatch.setattr(family, "_processes", counted)
+    monkeypatch.setattr(process, "_processes", counted)
     for workers in (1, 4):
         pool = RewardPool(["exact_match"], workers=workers)
         leaders = [slot.worker.pid for slot in pool._slots if slot.worker]

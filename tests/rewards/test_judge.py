@@ -12,9 +12,9 @@ import pytest
 from doubles.judge_server import Answer, Asked, judging, shown
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards import RewardPool, RewardScores, resolve
-from policygrad.rewards.judge import Judge, read_score
+from policygrad.rewards.llm_judge import Judge, read_score
 from policygrad.rewards.resolve import codes_of
-from policygrad.training.config.allowed import Allowed, from_words, not_allowed
+from policygrad.training.config.trust import Allowed, from_words, not_allowed
 
 KEY = "JUDGE_TEST_KEY"
 

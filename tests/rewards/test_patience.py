@@ -9,13 +9,11 @@ import pytest
 
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards import RewardPool
-from policygrad.rewards import waits as waiting
-from policygrad.rewards.calls import Judgement
 from policygrad.rewards.config import Rewarding
-from policygrad.rewards.patience import FailingSteps, NeverAnswers
-from policygrad.rewards.slots import Slot, Work
-from policygrad.rewards.waits import Waits
-from policygrad.rewards.wire import Chunk, WorkerStart
+from policygrad.rewards.workers import pool as waiting
+from policygrad.rewards.workers.failures import FailingSteps, NeverAnswers
+from policygrad.rewards.workers.messages import Chunk, Judgement, WorkerStart
+from policygrad.rewards.workers.pool import Slot, Waits, Work
 
 BUDGET = 0.2  # seconds, for what overruns it on purpose
 

@@ -16,8 +16,8 @@ import pytest
 import policygrad as pg
 from policygrad.errors import ConfigError, DataError, RewardError
 from policygrad.rewards import Reward, RewardPool, reward
-from policygrad.rewards.calls import to_number
-from policygrad.rewards.dispatch import Dispatcher
+from policygrad.rewards.workers.messages import to_number
+from policygrad.rewards.workers.pool import Dispatcher
 
 BUDGET = 0.5  # seconds, for the functions that overrun it on purpose
 

@@ -9,10 +9,9 @@ import pytest
 
 from policygrad.errors import ConfigError, DataError
 from policygrad.rewards import Reward, known_rewards, resolve, reward
-from policygrad.rewards.builtin import Format, exact_match, final_answer
-from policygrad.rewards.calls import Caller, Signature, to_number
+from policygrad.rewards.builtin import Format, exact_match, final_answer, reasoning_gym, reasoning_gym_partial
 from policygrad.rewards.math import math
-from policygrad.rewards.reasoning_gym import reasoning_gym, reasoning_gym_partial
+from policygrad.rewards.workers.messages import Caller, Signature, to_number
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -288,7 +287,7 @@ def test_in_process_async_below_a_running_loop():
 
 def test_importing_rewards_and_tasks_stays_light():
     code = (
-        "import sys, policygrad.rewards, policygrad.tasks, policygrad.rewards.worker; "
+        "import sys, policygrad.rewards, policygrad.tasks, policygrad.rewards.workers.worker; "
         "print(sorted({'torch', 'transformers', 'numpy', 'sympy', 'math_verify', 'reasoning_gym'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -14,11 +14,11 @@ import torch
 import policygrad as pg
 from policygrad.errors import ConfigError, RunError
 from policygrad.rewards import Reward, RewardPool, known_rewards, resolve, reward
-from policygrad.rewards.process_rewards import StepEnd, check_pattern, worked_steps
+from policygrad.rewards.builtin import StepEnd, check_pattern, worked_steps
 from policygrad.samplers.base import Sampling
 from policygrad.tasks import known_tasks, load_task
 from policygrad.training.config.run import Run
-from policygrad.training.resources import choose_rewards
+from policygrad.training.setup import choose_rewards
 
 SUM = ("chain_sum", {"answer": "74", "metadata": {"expression": "92 - 18"}})
 EQUATION = ("simple_equations", {"answer": "3", "metadata": {"variable": "d", "equation": "9*d + 2 = 29"}})

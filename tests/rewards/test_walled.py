@@ -9,7 +9,7 @@ import pytest
 from policygrad.errors import ConfigError
 from policygrad.rewards import Reward, RewardPool
 from policygrad.rewards.config import Rewarding, Sandbox
-from policygrad.rewards.walled import CHOICES
+from policygrad.rewards.workers.process import CHOICES
 from policygrad.sandbox import WALLS, standing
 
 
@@ -69,7 +69,7 @@ def works(prompts, completions):
     thread.start()
     thread.join()
     asyncio.run(asyncio.sleep(0))
-    from policygrad.rewards.memory import resident
+    from policygrad.rewards.workers.limits import resident
 
     return [float(subprocess.run(["true"]).returncode == 0 and resident() > 0)]
 

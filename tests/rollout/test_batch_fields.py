@@ -12,11 +12,11 @@ import torch
 import policygrad as pg
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.environments import Action, Observation, Step
-from policygrad.rewards.types import RewardScores
-from policygrad.rollout.prompts import number
+from policygrad.rewards.base import RewardScores
+from policygrad.rollout.batching import number
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.samplers.base import Sampling
-from policygrad.tasks.types import Example
+from policygrad.tasks.base import Example
 
 
 def length(prompts: Sequence[Any], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> RewardScores:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
-from policygrad.rewards.types import RewardScores
+from policygrad.rewards.base import RewardScores
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.trajectory import VINE
 from policygrad.samplers.base import Request, Sampling
-from policygrad.tasks.types import Example
+from policygrad.tasks.base import Example
 
 LENGTH, VOCABULARY = 4, 5
 SAMPLING = Sampling(max_tokens=LENGTH)

@@ -11,12 +11,12 @@ import torch
 
 import policygrad as pg
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
-from policygrad.rewards.types import RewardScores
+from policygrad.rewards.base import RewardScores
 from policygrad.rollout.batching import to_batch
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
 from policygrad.samplers.base import Sampling
-from policygrad.tasks.types import Example
+from policygrad.tasks.base import Example
 
 
 def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> RewardScores:

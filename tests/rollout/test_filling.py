@@ -16,19 +16,18 @@ from hypothesis import strategies as st
 import policygrad as pg
 from doubles.tabular_learner import TabularLearner
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
-from policygrad.checkpoint.tree import decode, encode
-from policygrad.core.corrections import TruncatedIS
+from policygrad.checkpoint.manifest import decode, encode
 from policygrad.core.metrics import Metrics
-from policygrad.rewards.types import RewardScores
-from policygrad.rollout import stored
+from policygrad.core.ratios import TruncatedIS
+from policygrad.rewards.base import RewardScores
+from policygrad.rollout import serialization
 from policygrad.rollout.batching import to_batch
-from policygrad.rollout.filling import next_round
-from policygrad.rollout.reasoning_steps import Marks
+from policygrad.rollout.dynamic_sampling import next_round
 from policygrad.rollout.rollouter import Rollout, Rollouter
-from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
-from policygrad.tasks.types import Example
+from policygrad.rollout.trajectory import Group, Marks, Segment, Start, Trajectory
+from policygrad.tasks.base import Example
 from policygrad.training.loop import Done, Progress, loop
-from policygrad.training.report import rows_of
+from policygrad.training.step_log import rows_of
 
 PROMPTS = 8  # 0 and 1 are always solved in `sampler`
 
@@ -170,9 +169,9 @@ def run(algorithm: pg.Algorithm, steps: int, pieces: bool = False) -> list[Done]
         progress = loop(settings, player, learner, progress, watcher)
         done += watcher.done
         if pieces:
-            tensors, values = stored.pack(progress.carried, progress.ahead)
+            tensors, values = serialization.pack_rollouts(progress.carried, progress.ahead)
             values = decode(json.loads(json.dumps(encode(values, "carried"))))
-            groups, ahead = stored.unpack(tensors, values, player.examples)
+            groups, ahead = serialization.unpack_rollouts(tensors, values, player.examples)
             progress = replace(progress, carried=groups, ahead=ahead)
     return done
 
@@ -264,11 +263,11 @@ def test_every_field_of_a_group_comes_back() -> None:
     group = Group(start, torch.tensor([9, 9]), (one, two), (("right", 1.0), ("short", 0.5)))
     begun = replace(group.start, key=(0, 0, 3, 8, 5, 2), prefix=torch.tensor([1, 2, 3]))
     other = replace(group, start=begun, trajectories=(two, one))
-    tensors, values = stored.pack([group, other], [])
-    mine, rest = stored.split(tensors | {"weights/a": torch.ones(1)})
+    tensors, values = serialization.pack_rollouts([group, other], [])
+    mine, rest = serialization.split(tensors | {"weights/a": torch.ones(1)})
     assert list(rest) == ["weights/a"]
     values = decode(json.loads(json.dumps(encode(values, "carried"))))
-    found, ahead = stored.unpack(mine, values, lambda i: Example(str(i), {"a": 1}))
+    found, ahead = serialization.unpack_rollouts(mine, values, lambda i: Example(str(i), {"a": 1}))
     assert ahead == ()
     assert [g.start.key for g in found] == [(0, 0, 3, 9), (0, 0, 3, 8, 5, 2)]
     assert found[0].start.prefix is None
@@ -295,15 +294,15 @@ def test_every_field_of_a_group_comes_back() -> None:
     assert back.segments[2].version == 6
     assert found[0].trajectories[1].reward is None
     assert back.demonstration is True
-    assert stored.unpack(*stored.pack((), ()), lambda i: Example("")) == ((), ())  # type: ignore[arg-type]
+    assert serialization.unpack_rollouts(*serialization.pack_rollouts((), ()), lambda i: Example("")) == ((), ())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("algorithm", [refilled(), pg.GDPO, pg.REMAX], ids=lambda a: a.name)
 def test_every_field_of_a_rollout_comes_back(algorithm: pg.Algorithm) -> None:
     there = collect(algorithm, prompts=PROMPTS - 1)
-    tensors, values = stored.pack((), [there, there])
+    tensors, values = serialization.pack_rollouts((), [there, there])
     values = decode(json.loads(json.dumps(encode(values, "ahead"))))
-    _, (_, back) = stored.unpack(tensors, values, rollouter(sampler()).examples)
+    _, (_, back) = serialization.unpack_rollouts(tensors, values, rollouter(sampler()).examples)
     for field in fields(there.batch):
         one, other = getattr(there.batch, field.name), getattr(back.batch, field.name)
         if isinstance(one, torch.Tensor):

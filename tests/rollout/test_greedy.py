@@ -11,10 +11,10 @@ import torch
 
 import policygrad as pg
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
-from policygrad.rewards.types import RewardScores
+from policygrad.rewards.base import RewardScores
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import Request, Sampling
-from policygrad.tasks.types import Example
+from policygrad.tasks.base import Example
 
 REMAX = replace(pg.REMAX, samples_per_prompt=3)
 

@@ -13,11 +13,10 @@ import torch
 import policygrad as pg
 from doubles.files import rows, untimed
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
-from policygrad.rewards.types import RewardScores
+from policygrad.rewards.base import RewardScores
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import Sampling
-from policygrad.tasks.levels import SPAN, of_place
-from policygrad.tasks.types import Example
+from policygrad.tasks.base import SPAN, Example, of_place
 
 MOVING = replace(pg.DR_GRPO, filters=(pg.MovingLevel(up=0.75, down=0.25, rollouts=2),))
 

@@ -16,11 +16,11 @@ from doubles.failing import FailingSampler
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.rewards import RewardPool
-from policygrad.rewards.begun import Begun
-from policygrad.rollout import stored
+from policygrad.rewards.workers.pool import Begun
+from policygrad.rollout import serialization
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.samplers.base import Request, Sampler, Sampling
-from policygrad.samplers.local import LocalSampler
+from policygrad.samplers.local.sampler import LocalSampler
 
 SAMPLING = Sampling(max_tokens=6, decode_rows=8)
 
@@ -71,7 +71,7 @@ def collected(rollouter: Rollouter, algorithm: pg.Algorithm = pg.DR_GRPO) -> Rol
 
 def equal(a: Rollout, b: Rollout) -> bool:
     """Everything that a checkpoint holds of it, and what goes to the files."""
-    (tensors, values), (others, said) = (stored.pack((), [rollout]) for rollout in (a, b))
+    (tensors, values), (others, said) = (serialization.pack_rollouts((), [rollout]) for rollout in (a, b))
     same = tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
     return same and values == said and (a.texts, a.prompts, a.lengths) == (b.texts, b.prompts, b.lengths)
 

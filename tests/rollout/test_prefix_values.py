@@ -16,15 +16,14 @@ from doubles.drawing import Context, sample
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer, padding_id
-from policygrad.rewards.types import ProcessScores, RewardScores
-from policygrad.rollout.judging import judge
-from policygrad.rollout.reasoning_steps import Marks, with_steps
+from policygrad.rewards.base import ProcessScores, RewardScores
+from policygrad.rollout.extra_samples import with_values
 from policygrad.rollout.rollouter import Rollouter
-from policygrad.rollout.trajectory import TRAIN, VALUES, Group, Segment, Start, Trajectory
-from policygrad.rollout.values import with_values
+from policygrad.rollout.scoring import judge
+from policygrad.rollout.trajectory import TRAIN, VALUES, Group, Marks, Segment, Start, Trajectory, with_steps
 from policygrad.samplers.base import Generation, Request, Sampling
-from policygrad.samplers.local import LocalSampler
-from policygrad.tasks.types import Example
+from policygrad.samplers.local.sampler import LocalSampler
+from policygrad.tasks.base import Example
 
 VOCABULARY, LONGEST = 3, 3
 ALL = list(itertools.product(range(VOCABULARY), repeat=LONGEST))

@@ -14,12 +14,12 @@ import policygrad as pg
 from doubles.files import rows, untimed, write_rows
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from doubles.trackers import Record
-from policygrad.rewards.types import RewardScores
-from policygrad.rollout.prompts import ALL_SOLVED, PATIENCE, number, upcoming
+from policygrad.rewards.base import RewardScores
+from policygrad.rollout.batching import ALL_SOLVED, PATIENCE, number, upcoming
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import Sampling
+from policygrad.tasks.base import Example
 from policygrad.tasks.rows import RowsTask
-from policygrad.tasks.types import Example
 from policygrad.training.config.run import Evaluation, Run
 from policygrad.training.trainer import train
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
-from policygrad.rewards.types import ProcessScores, RewardScores
-from policygrad.rollout.reasoning_steps import mark, token_at
+from policygrad.rewards.base import ProcessScores, RewardScores
 from policygrad.rollout.rollouter import Rollouter
+from policygrad.rollout.trajectory import mark, token_at
 from policygrad.samplers.base import Sampling
-from policygrad.tasks.types import Example
+from policygrad.tasks.base import Example
 
 
 def decoder(pieces: Sequence[bytes]) -> Any:

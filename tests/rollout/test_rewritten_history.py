@@ -18,16 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import policygrad as pg
 from doubles.scripted_sampler import ScriptedSampler
 from doubles.templates import ENDS, REWRITING, tokenizer
-from policygrad.checkpoint.tree import decode, encode
+from policygrad.checkpoint.manifest import decode, encode
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.chat import render, rewritten
+from policygrad.models.chat_template import render, rewritten
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.rollout import stored
-from policygrad.rollout.batching import measure, to_batch
+from policygrad.rollout import serialization
+from policygrad.rollout.batching import measure, to_batch, with_turns
 from policygrad.rollout.episodes import play
-from policygrad.rollout.reasoning_steps import Marks
-from policygrad.rollout.trajectory import TRAIN, Group, Segment, Start, Trajectory
-from policygrad.rollout.turns import with_turns
+from policygrad.rollout.trajectory import TRAIN, Group, Marks, Segment, Start, Trajectory
 from policygrad.samplers.base import Generation, Request
 
 WORDS = st.text("abc 123+=\n.,é🙂", min_size=1, max_size=12).map(str.strip).filter(bool)
@@ -309,9 +307,9 @@ def test_it_comes_back_from_a_checkpoint() -> None:
     start = Start(pg.Example("9"), (0, 0, 3, 9), 12)
     plain = Trajectory((Segment(torch.tensor([4]), torch.zeros(1), 1),), "4", False)
     group = Group(start, torch.tensor([9, 9]), (made_up(), plain, made_up()))
-    tensors, values = stored.pack([group], [])
+    tensors, values = serialization.pack_rollouts([group], [])
     values = decode(json.loads(json.dumps(encode(values, "carried"))))
-    (found,), _ = stored.unpack(tensors, values, lambda i: pg.Example(str(i)))
+    (found,), _ = serialization.unpack_rollouts(tensors, values, lambda i: pg.Example(str(i)))
     for one, other in zip(group.trajectories, found.trajectories, strict=True):
         assert one.branches == other.branches
         assert torch.equal(one.depth(2), other.depth(2))

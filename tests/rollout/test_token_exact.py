@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import policygrad as pg
 from doubles.scripted_sampler import conversation
 from doubles.templates import ENDS, tokenizer
-from policygrad.models.chat import render
+from policygrad.models.chat_template import render
 from policygrad.rollout.episodes import play
 from policygrad.rollout.trajectory import TRAIN, Start
 

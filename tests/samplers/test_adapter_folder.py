@@ -16,16 +16,13 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.files import weights
 from policygrad.errors import EngineError
-from policygrad.models.adapters import adapt
+from policygrad.models.adapters import adapt, merged
 from policygrad.models.loading import load_model
-from policygrad.models.lora import Lora
-from policygrad.models.merging import merged
+from policygrad.models.lora_config import Lora
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.samplers.local import LocalSampler
-from policygrad.weight_sync.adapter_folder import adapter_writer, unfit
+from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.weight_sync.base import Published
-from policygrad.weight_sync.folder import VersionFolder
-from policygrad.weight_sync.safetensors_folder import safetensors_writer
+from policygrad.weight_sync.folder import VersionFolder, adapter_writer, safetensors_writer, unfit
 
 peft = pytest.importorskip("peft")
 IDS = torch.arange(4, 14)[None]

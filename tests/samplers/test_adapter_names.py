@@ -19,11 +19,11 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers.base import Request, Sampling
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engine import EngineSampler
-from policygrad.samplers.http import Http
-from policygrad.samplers.sglang import Sglang
-from policygrad.samplers.vllm import Vllm
-from policygrad.waiting import Waiter
+from policygrad.samplers.engines.base import EngineSampler
+from policygrad.samplers.engines.http import Http
+from policygrad.samplers.engines.sglang import Sglang
+from policygrad.samplers.engines.vllm import Vllm
+from policygrad.utils.async_runner import Waiter
 from policygrad.weight_sync.base import Published
 
 peft = pytest.importorskip("peft")

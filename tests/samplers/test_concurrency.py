@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policygrad.errors import EngineError
-from policygrad.samplers.concurrency import FULL, MOST, Gauges, Load, Loads, resized, values
-from policygrad.samplers.http import AwayError
-from policygrad.samplers.servers import Server, Servers
-from policygrad.samplers.vllm import Vllm
+from policygrad.samplers.engines.http import AwayError
+from policygrad.samplers.engines.server_pool import FULL, MOST, Gauges, Load, Loads, Server, Servers, resized, values
+from policygrad.samplers.engines.vllm import Vllm
 
 SAID = """# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
 # TYPE vllm:num_requests_waiting gauge

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policygrad.samplers.base import Sampling
-from policygrad.samplers.draw import draw, log_probabilities, uniforms
+from policygrad.samplers.local.sampling import draw, log_probabilities, uniforms
 
 P = torch.tensor([[0.5, 0.25, 0.15, 0.1]], dtype=torch.float64)
 

@@ -22,13 +22,12 @@ from doubles.engine import Bigram, Fault, Standins, refused, whole
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.samplers import servers
-from policygrad.samplers.asking import attended, together
 from policygrad.samplers.base import Request, Sampling, Watchable
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.drawn import Drawn
-from policygrad.samplers.http import AwayError, Http
-from policygrad.waiting import Waiter
+from policygrad.samplers.engines import server_pool
+from policygrad.samplers.engines.base import Drawn, attended, together
+from policygrad.samplers.engines.http import AwayError, Http
+from policygrad.utils.async_runner import Waiter
 from policygrad.weight_sync.base import Published
 from policygrad.weight_sync.folder import VersionFolder
 
@@ -190,7 +189,7 @@ def test_an_answer_drawn_with_the_weights_of_before_is_asked_again(make: Make, w
 
 
 def test_waiting_for_servers_is_said_and_over(make: Make, wait: Waiter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "SILENCE", 0.0)
+    monkeypatch.setattr(server_pool, "SILENCE", 0.0)
     said: list[str] = []
     sampler = make(ONE, TWO, patience=60.0)
     sampler.tell = lambda text, done, total: said.append(text)

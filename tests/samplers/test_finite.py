@@ -19,7 +19,7 @@ from policygrad.learners.config import OptimizerConfig
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.models.loading import load_model
 from policygrad.samplers.base import Sampling
-from policygrad.samplers.finite import check_drawable
+from policygrad.samplers.local.sampling import check_drawable
 
 NAN, INF = math.nan, math.inf
 

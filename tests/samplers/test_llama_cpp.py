@@ -20,17 +20,17 @@ import torch
 import policygrad as pg
 from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
-from policygrad.models.lora import Lora
+from policygrad.models.lora_config import Lora
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import RewardPool
-from policygrad.rewards.begun import Begun
-from policygrad.samplers import probe, servers
+from policygrad.rewards.workers.pool import Begun
 from policygrad.samplers.base import Request, Sampling
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.llama_cpp import LlamaCpp
-from policygrad.training.callbacks import Callback
-from policygrad.training.engines import engine_sampler
-from policygrad.waiting import Waiter
+from policygrad.samplers.engines import probe, server_pool
+from policygrad.samplers.engines.llama_cpp import LlamaCpp
+from policygrad.samplers.engines.registry import engine_sampler
+from policygrad.training.base_trainer import Callback
+from policygrad.utils.async_runner import Waiter
 from policygrad.weight_sync.base import Published
 
 pytest.importorskip("xllamacpp")
@@ -373,7 +373,7 @@ class Phases(pg.Tracker):
 def test_without_a_server_a_run_waits_with_a_message_ends_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "SILENCE", 0.0)
+    monkeypatch.setattr(server_pool, "SILENCE", 0.0)
     run = pg.Run(
         algorithm=pg.algorithm("grpo"),
         sampler=replace(CONFIG, patience=2.0),

@@ -13,8 +13,8 @@ from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer, padding_id
 from policygrad.samplers.base import Generation, Sampling
-from policygrad.samplers.draw import log_probabilities
-from policygrad.samplers.local import LocalSampler
+from policygrad.samplers.local.sampler import LocalSampler
+from policygrad.samplers.local.sampling import log_probabilities
 from policygrad.weight_sync.base import Published
 
 TEXTS = ["What is 7 + 8?\n", "a", "Sort: 3 1 2\nNow, please!\n", "Hello world\n", "7\n"]
@@ -108,7 +108,7 @@ def test_the_cache_takes_more_room_when_it_is_used_up(
 ) -> None:
     sampling = Sampling(max_tokens=16)
     whole = _rows(sample(sampler, prompts, 4, sampling))
-    monkeypatch.setattr("policygrad.samplers.cache.ROOM", 3)
+    monkeypatch.setattr("policygrad.samplers.local.kv_cache.ROOM", 3)
     assert _rows(sample(sampler, prompts, 4, sampling)) == whole
 
 

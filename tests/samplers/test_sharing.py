@@ -14,14 +14,12 @@ import transformers as tf
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from policygrad.models.routing import Routing
-from policygrad.samplers import shared
+from policygrad.models.moe_routing import Routing
 from policygrad.samplers.base import Generation, Request, Sampling
-from policygrad.samplers.contexts import Shared, allows_sharing
-from policygrad.samplers.decoding import Decoding
-from policygrad.samplers.local import LocalSampler
-from policygrad.samplers.memory import Memory, Plain
-from policygrad.samplers.shared import Layout, SharedLayer, UnsupportedError
+from policygrad.samplers.local import shared_prefix
+from policygrad.samplers.local.kv_cache import Memory, Plain
+from policygrad.samplers.local.sampler import Decoding, LocalSampler
+from policygrad.samplers.local.shared_prefix import Layout, Shared, SharedLayer, UnsupportedError, allows_sharing
 from tests.doubles.architectures import BASE, CONFIGS, VOCABULARY
 
 SHARING = ["gpt2", "qwen2 untied", "qwen3", "phi", "gpt-neox", "granite", "falcon"]
@@ -81,7 +79,7 @@ def test_columns_that_nobody_has_filled_yet_change_nothing(monkeypatch: pytest.M
     ]
     never = torch.tensor([-1])
     plain = Decoding(requests, never, 0, None).run(Shared(model, 0), 0)
-    monkeypatch.setattr(shared, "even", lambda keys: 32)
+    monkeypatch.setattr(shared_prefix, "even", lambda keys: 32)
     empty = Tensor.new_empty
 
     def dirty(x: Tensor, *size: Any, **how: Any) -> Tensor:
@@ -122,8 +120,8 @@ def test_the_plain_memory_draws_the_same(name: str) -> None:
         truth = whole(model, request, x.tokens)
         assert torch.allclose(x.logp.to(truth.dtype), truth, rtol=0, atol=2e-6 if name in SHARING else 1e-5)
     if name in SHARING:
-        shared = decoded(Shared(model, 0), requests)
-        assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(plain, shared, strict=True))
+        shared_prefix = decoded(Shared(model, 0), requests)
+        assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(plain, shared_prefix, strict=True))
     sampler = LocalSampler(model, frozenset({1}), 0)
     chosen = asyncio.run(sampler.generate(requests))
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(plain, chosen, strict=True))

@@ -21,14 +21,14 @@ from doubles.wires import SglangTaking, Taking, VllmTaking, Wires
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.samplers import transfer
 from policygrad.samplers.base import Request, Sampling
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.http import AwayError, Http
-from policygrad.samplers.sending import SendingSampler
-from policygrad.samplers.sglang import Sglang
-from policygrad.samplers.vllm import Vllm
-from policygrad.waiting import Waiter
+from policygrad.samplers.engines import nccl_transfer
+from policygrad.samplers.engines.http import AwayError, Http
+from policygrad.samplers.engines.nccl_transfer import SendingSampler
+from policygrad.samplers.engines.sglang import Sglang
+from policygrad.samplers.engines.vllm import Vllm
+from policygrad.utils.async_runner import Waiter
 from policygrad.weight_sync.base import Published
 
 KINDS: dict[str, tuple[type[SendingSampler], type[Taking]]] = {
@@ -263,7 +263,7 @@ def test_a_transfer_that_is_broken_off_is_whole_all_the_same(
 def test_one_that_hangs_is_not_waited_for_by_whoever_breaks_it_off(
     make: Callable[..., Made], wait: Waiter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "ASKS", 0.1)
+    monkeypatch.setattr(nccl_transfer, "ASKS", 0.1)
     sampler, [server], wires = make("sglang")
     server.hangs = True
     publication = sampler.transfer.publish(publish(sampler, 1))  # type: ignore[union-attr]

@@ -26,11 +26,11 @@ from doubles.wires import SglangTaking, Taking, VllmTaking, WireGroup, Wires
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.http import Http
-from policygrad.samplers.sending import SendingSampler
-from policygrad.samplers.sglang import Sglang
-from policygrad.samplers.vllm import Vllm
-from policygrad.waiting import Waiter
+from policygrad.samplers.engines.http import Http
+from policygrad.samplers.engines.nccl_transfer import SendingSampler
+from policygrad.samplers.engines.sglang import Sglang
+from policygrad.samplers.engines.vllm import Vllm
+from policygrad.utils.async_runner import Waiter
 from policygrad.weight_sync.base import Published
 
 pytestmark = pytest.mark.slow

@@ -19,10 +19,10 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.samplers.base import Request, Sampling
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.vllm import Vllm
-from policygrad.waiting import Waiter
+from policygrad.samplers.engines.vllm import Vllm
+from policygrad.utils.async_runner import Waiter
 from policygrad.weight_sync.base import Published
-from policygrad.weight_sync.safetensors_folder import safetensors_writer
+from policygrad.weight_sync.folder import safetensors_writer
 from vllm_server import START, serving
 
 VENV = os.environ.get("POLICYGRAD_VLLM", "")

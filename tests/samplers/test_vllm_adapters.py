@@ -18,12 +18,12 @@ import torch
 import policygrad as pg
 from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
-from policygrad.models.lora import Lora
+from policygrad.models.lora_config import Lora
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.samplers.base import Request, Sampling
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.vllm import Vllm
-from policygrad.waiting import Waiter
+from policygrad.samplers.engines.vllm import Vllm
+from policygrad.utils.async_runner import Waiter
 from policygrad.weight_sync.base import Published
 from vllm_server import START, serving
 

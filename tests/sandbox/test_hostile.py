@@ -7,8 +7,19 @@ import threading
 import pytest
 
 from policygrad.errors import ConfigError
-from policygrad.sandbox import WALLS, Dialogue, Examination, Limits, WallError, converse, examine, run, standing, walls
-from policygrad.sandbox.session import Confined, follow
+from policygrad.sandbox import (
+    WALLS,
+    Dialogue,
+    Examination,
+    Limits,
+    WallError,
+    backends,
+    converse,
+    examine,
+    run,
+    standing,
+)
+from policygrad.sandbox.process import Confined, follow
 
 
 def stands(name):
@@ -296,7 +307,7 @@ attempt("shadow", lambda: open("/etc/shadow").read())
 attempt("memory", lambda: open(f"/proc/{{parent}}/mem", "rb"))
 attempt("open", lambda: os.listdir(f"/proc/{{parent}}/fd"))
 attempt("system", lambda: open("/usr/policygrad-test", "w"))
-attempt("package", lambda: open({walls.__file__!r}, "a"))
+attempt("package", lambda: open({backends.__file__!r}, "a"))
 attempt("signal", lambda: os.kill(parent, signal.SIGTERM))
 attempt("everybody", lambda: os.kill(-1, signal.SIGTERM))
 attempt("above", lambda: os.kill(os.getppid(), signal.SIGTERM))
@@ -477,7 +488,7 @@ def test_walls_of_two_programs_at_once(wall):
 
 
 def test_where_no_wall_stands_nothing_runs(monkeypatch):
-    monkeypatch.setattr("policygrad.sandbox.bubblewrap.program", lambda: None)
+    monkeypatch.setattr("policygrad.sandbox.backends.program", lambda: None)
     monkeypatch.setattr("policygrad.sandbox.landlock.version", lambda: 0)
     standing.cache_clear()
     try:
@@ -498,7 +509,7 @@ def test_a_wall_that_falls_is_no_verdict(monkeypatch, tmp_path):
     broken = tmp_path / "bwrap"
     broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setattr("policygrad.sandbox.bubblewrap.program", lambda: str(broken))
+    monkeypatch.setattr("policygrad.sandbox.backends.program", lambda: str(broken))
     with pytest.raises(WallError, match="No permissions to create new namespace"):
         run("print(1)", wall=WALLS["bubblewrap"])
     standing.cache_clear()

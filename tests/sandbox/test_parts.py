@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from policygrad.errors import ConfigError
 from policygrad.sandbox import WALLS, Examination, PythonTool, examine, landlock, seccomp, standing
-from policygrad.sandbox.examination import same_lines
-from policygrad.sandbox.values import Errors, Gone, pack, pack_error, unpack
+from policygrad.sandbox.function_tests import Errors, Gone, pack, pack_error, unpack
+from policygrad.sandbox.program_tests import same_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "sandbox.md"
 X86, ARM = 0xC000003E, 0xC00000B7

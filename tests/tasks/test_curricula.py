@@ -7,9 +7,8 @@ import re
 import pytest
 
 import policygrad as pg
-from policygrad.tasks.curricula import CurriculumTask
-from policygrad.tasks.levels import SPAN, of_place, placed
-from policygrad.tasks.split import is_held_out
+from policygrad.tasks.base import SPAN, is_held_out, of_place, placed
+from policygrad.tasks.reasoning_gym import CurriculumTask
 
 NAME = "curriculum:chain_sum"
 

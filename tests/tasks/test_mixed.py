@@ -16,11 +16,10 @@ from doubles.files import rows, same, untimed, weights, write_rows
 from policygrad.errors import DataError, RunError
 from policygrad.rewards.builtin import exact_match
 from policygrad.tasks import load_task
-from policygrad.tasks.mixed import BLOCK, short_names
-from policygrad.tasks.overlap import Overlap
-from policygrad.tasks.reading import Reading
-from policygrad.tasks.source import digest, mixture
-from policygrad.tasks.types import Task
+from policygrad.tasks.base import Task
+from policygrad.tasks.mixtures import BLOCK, short_names
+from policygrad.tasks.rows import Overlap, Reading
+from policygrad.tasks.sources import digest, mixture
 
 
 def sums(count: int, letter: str = "") -> list[dict[str, Any]]:

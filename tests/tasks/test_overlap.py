@@ -11,8 +11,7 @@ import policygrad as pg
 from doubles.files import write_rows
 from policygrad.errors import ConfigError, DataError
 from policygrad.tasks import load_task
-from policygrad.tasks.overlap import Overlap
-from policygrad.tasks.reading import Reading
+from policygrad.tasks.rows import Overlap, Reading
 
 ASKS = "Solve this problem and put the answer into a box please: "
 

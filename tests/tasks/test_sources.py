@@ -12,11 +12,10 @@ import pytest
 
 from doubles.files import write_rows
 from policygrad.errors import ConfigError, DataError
-from policygrad.tasks import hub, jsonl, load_task
-from policygrad.tasks.conversations import read_demonstrations
-from policygrad.tasks.preferences import read_pairs
-from policygrad.tasks.reading import Fetched, Reading, read_examples
-from policygrad.tasks.source import Table, digest, open_source
+from policygrad.tasks import load_task, sources
+from policygrad.tasks.preferences import read_demonstrations, read_pairs
+from policygrad.tasks.rows import Fetched, Reading, read_examples
+from policygrad.tasks.sources import Table, digest, open_source
 
 pa = pytest.importorskip("pyarrow")
 datasets = pytest.importorskip("datasets")
@@ -92,7 +91,7 @@ def test_rows_of_large_data_are_fetched_when_they_are_asked_for(
 ) -> None:
     name = write_rows(tmp_path / "lines.jsonl", ROWS)
     held = load_task(name)
-    monkeypatch.setattr(jsonl, "HELD", 100)
+    monkeypatch.setattr(sources, "HELD", 100)
     rows = read_examples(name)
     assert isinstance(rows, Fetched)
     assert rows[5] is not rows[5]
@@ -100,8 +99,8 @@ def test_rows_of_large_data_are_fetched_when_they_are_asked_for(
     found = load_task(name)
     assert [found.train(i) for i in range(300)] == [held.train(i) for i in range(300)]
     read: list[int] = []
-    parse = jsonl._parse_object
-    monkeypatch.setattr(jsonl, "_parse_object", lambda *args: (read.append(1), parse(*args))[1])
+    parse = sources._parse_object
+    monkeypatch.setattr(sources, "_parse_object", lambda *args: (read.append(1), parse(*args))[1])
     found.train(400)
     assert len(read) == 1
 
@@ -196,7 +195,7 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         load_task("embedded", reading=Reading(skip_bad=True))
     with pytest.raises(DataError, match="is no data: give a file"):
         load_task(ROWS, held_out="embedded")
-    monkeypatch.setattr("policygrad.tasks.arrow.find_spec", lambda name: None)
+    monkeypatch.setattr("policygrad.tasks.sources.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs pyarrow.*pip install '\.\[data\]' in a clone"):
         load_task(str(tmp_path / "a.parquet"))
 
@@ -236,7 +235,7 @@ def test_a_data_set_of_the_hub_by_repository_configuration_and_split(
         return real("json", data_files=files, cache_dir=str(tmp_path / "cache"))
 
     monkeypatch.setattr(datasets, "load_dataset", from_files)
-    hub._loaded.cache_clear()
+    sources._loaded.cache_clear()
     task = load_task("hf:openai/gsm8k:main", held_out="hf:openai/gsm8k:main:test")
     assert asked == [("openai/gsm8k", "main")] * 2
     assert [dict(row.columns) for row in task.rows] == [
@@ -249,8 +248,8 @@ def test_a_data_set_of_the_hub_by_repository_configuration_and_split(
         load_task("hf:nobody/nothing")
     with pytest.raises(DataError, match="is hf:REPOSITORY"):
         load_task("hf:a:b:c:d")
-    hub._loaded.cache_clear()
-    monkeypatch.setattr(hub, "find_spec", lambda name: None)
+    sources._loaded.cache_clear()
+    monkeypatch.setattr(sources, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs datasets.*pip install '\.\[data\]' in a clone"):
         load_task("hf:openai/gsm8k:main")
 

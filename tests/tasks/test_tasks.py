@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from doubles.files import write_rows
 from policygrad.errors import DataError
 from policygrad.tasks import known_tasks, load_task
-from policygrad.tasks.reading import read_examples as read_jsonl
+from policygrad.tasks.base import Example, is_held_out
 from policygrad.tasks.reasoning_gym import PAGE, ReasoningGymTask
 from policygrad.tasks.rows import prompt_key
-from policygrad.tasks.spec import parse_mix
-from policygrad.tasks.split import is_held_out
-from policygrad.tasks.types import Example
+from policygrad.tasks.rows import read_examples as read_jsonl
+from policygrad.tasks.sources import parse_mix
 
 
 def question(example):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policygrad.trackers.curve import horizon, limits, smooth
-from policygrad.trackers.terminal.braille import plot
+from policygrad.trackers.live_view import horizon, limits, smooth
+from policygrad.trackers.rich_display import plot
 
 
 def test_smoothing():

@@ -9,7 +9,7 @@ import pytest
 from doubles import notebook
 from policygrad.trackers import PlainTracker, default_tracker
 from policygrad.trackers.notebook import NotebookTracker
-from policygrad.trackers.terminal.live import TerminalTracker
+from policygrad.trackers.rich_display import TerminalTracker
 
 
 class Terminal(io.StringIO):

@@ -1,7 +1,7 @@
 """How far a run is."""
 
 from policygrad.trackers import RunInfo
-from policygrad.trackers.progress import RunProgress
+from policygrad.trackers.console import RunProgress
 
 
 def test_the_steps_set_the_time_left_when_they_end_first():

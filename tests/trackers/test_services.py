@@ -19,9 +19,7 @@ from policygrad.commands.completion import script
 from policygrad.commands.train import train
 from policygrad.errors import ConfigError
 from policygrad.trackers.base import RunInfo
-from policygrad.trackers.services import SERVICES, services
-from policygrad.trackers.services.base import SHOWN, finite, flat, identity, remember, table
-from policygrad.trackers.services.wandb import _has_key
+from policygrad.trackers.services import SERVICES, SHOWN, _has_key, finite, flat, identity, remember, services, table
 
 CONFIG = {"lr": 1e-3, "algorithm": {"name": "dapo", "psi": ["GroupMean", "GroupStd"]}, "held_out": None}
 ROW = {"prompt": "1 + 1 =", "completion": "2", "reward": 1.0, "advantage": 0.5, "tokens": 1, "truncated": False}

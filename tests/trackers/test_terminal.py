@@ -10,7 +10,7 @@ from rich.text import Text
 
 from doubles.followed import SAMPLE, Clock, budgeted, follow, metrics, row
 from policygrad.trackers import RunInfo
-from policygrad.trackers.terminal.live import TerminalTracker
+from policygrad.trackers.rich_display import TerminalTracker
 
 
 def rich(width: int, height: int = 30) -> tuple[TerminalTracker, Clock, io.StringIO, Console]:

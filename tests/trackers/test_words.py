@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policygrad.trackers import change
-from policygrad.trackers.words import clean, count, duration, number, one_line
+from policygrad.trackers.console import clean, count, duration, number, one_line
 
 
 @pytest.mark.parametrize(

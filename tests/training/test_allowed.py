@@ -12,13 +12,12 @@ import pytest
 
 import policygrad as pg
 from policygrad.errors import ConfigError
-from policygrad.rewards.imports import FILE_MODULE
 from policygrad.rewards.resolve import resolve
 from policygrad.samplers.config import SamplerConfig
-from policygrad.training.config.allowed import Allowed, from_words, not_allowed
-from policygrad.training.config.measured import measured
 from policygrad.training.config.run import Draft
-from policygrad.training.config.toml import load
+from policygrad.training.config.serialization import load, measured
+from policygrad.training.config.trust import Allowed, from_words, not_allowed
+from policygrad.utils.user_code import FILE_MODULE
 
 GATE = """
 from dataclasses import dataclass

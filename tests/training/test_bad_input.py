@@ -17,10 +17,9 @@ from doubles.files import rows, write_rows
 from doubles.models import changed_copy
 from doubles.trackers import Record
 from policygrad.algorithms import ALGORITHMS
-from policygrad.core.baselines import ConstantBaseline
+from policygrad.core.advantages import ConstantBaseline
 from policygrad.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
-from policygrad.models.hub import locate
-from policygrad.models.loading import resolve
+from policygrad.models.loading import locate, resolve
 from policygrad.rewards.config import Rewarding
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.run import Checkpointing, Evaluation, LearnerConfig, Run

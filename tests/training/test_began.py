@@ -15,10 +15,10 @@ from doubles.files import write_rows
 from doubles.judge_server import judging
 from doubles.trackers import Record
 from policygrad.errors import RunError
+from policygrad.report.data import read
 from policygrad.report.page import page
-from policygrad.report.reading import read
-from policygrad.training.began import began, noticed
-from policygrad.training.folder import check_resumable, sealed
+from policygrad.training.provenance import began, noticed
+from policygrad.training.run_folder import check_resumable, sealed
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import policygrad as pg
-from policygrad.training.card import card, of_whole
+from policygrad.training.model_card import card, of_whole
 
 CONFIG = {
     "model": "HuggingFaceTB/SmolLM2-135M",

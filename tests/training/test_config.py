@@ -16,16 +16,14 @@ from torch import Tensor
 import policygrad as pg
 from doubles.algorithms import runnable
 from policygrad.algorithms import ALGORITHMS, DAPO, RLOO
+from policygrad.core.base import Advantage
 from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, WeightCap
 from policygrad.core.metrics import Metrics
-from policygrad.core.protocols import Advantage
 from policygrad.errors import ConfigError
 from policygrad.samplers.base import Sampling
-from policygrad.training.config.checks import LARGEST_LR
-from policygrad.training.config.parts import part_class
-from policygrad.training.config.run import Run
-from policygrad.training.config.toml import algorithm_to_dict, dumps, from_dict, load
+from policygrad.training.config.run import LARGEST_LR, Run
+from policygrad.training.config.serialization import algorithm_to_dict, dumps, from_dict, load, part_class
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def test_round_trip(tmp_path: Path, name: str, resolved: bool) -> None:
 def test_round_trip_of_any_value(lr: float, seed: int, model: str, temperature: float) -> None:
     import tomllib
 
-    from policygrad.training.config.toml import from_dict
+    from policygrad.training.config.serialization import from_dict
 
     run = Run(lr=lr, seed=seed, model=model, sampling=Sampling(temperature=temperature))
     assert from_dict(tomllib.loads(dumps(run)), Run(), "text") == run

@@ -14,8 +14,8 @@ import policygrad as pg
 from doubles.files import rows, same, untimed, weights, write_rows
 from doubles.trackers import Record
 from policygrad.errors import ConfigError, RunError
-from policygrad.training.config.allowed import named
 from policygrad.training.config.supervised import SFTConfig
+from policygrad.training.config.trust import named
 
 pa = pytest.importorskip("pyarrow")
 datasets = pytest.importorskip("datasets")

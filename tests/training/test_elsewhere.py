@@ -14,9 +14,9 @@ import pytest
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights, write_rows
 from policygrad.errors import ConfigError, RunError
-from policygrad.training.config.places import located, options_in, read_from, rewards_of, written_to
+from policygrad.training.config.paths import located, options_in, read_from, rewards_of, written_to
 from policygrad.training.config.run import Draft
-from policygrad.training.config.toml import load
+from policygrad.training.config.serialization import load
 
 Command = Callable[..., tuple[int, str, str]]
 CODE = """

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from policygrad.contents import LARGEST
 from policygrad.errors import ConfigError, DataError
-from policygrad.tasks.reading import read_examples
+from policygrad.tasks.rows import read_examples
 from policygrad.training.config.run import Draft
-from policygrad.training.config.toml import load
+from policygrad.training.config.serialization import load
+from policygrad.utils.filesystem import LARGEST
 
 Command = Callable[..., tuple[int, str, str]]
 endless = pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no /dev/zero")

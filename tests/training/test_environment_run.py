@@ -11,7 +11,7 @@ import pytest
 
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights
-from policygrad.training.config.allowed import named
+from policygrad.training.config.trust import named
 
 MINE = """
 import asyncio

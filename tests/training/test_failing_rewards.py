@@ -11,7 +11,7 @@ import pytest
 import policygrad as pg
 from doubles.files import rows
 from doubles.trackers import Record
-from policygrad.rewards import waits
+from policygrad.rewards.workers import pool
 
 MINE = """
 import os, pathlib, time
@@ -130,9 +130,9 @@ class Phases(pg.Tracker):
 
 
 def test_what_is_waited_for_is_on_the_display(run: pg.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "SILENCE", 0.0)
+    monkeypatch.setattr(pool, "SILENCE", 0.0)
     monkeypatch.setattr(
-        waits, "_EVERY", 0.0
+        pool, "_EVERY", 0.0
     )  # a worker may be slow to load, and then the reward is lost within a second
     display = Phases()
     with pytest.raises(pg.RewardError):

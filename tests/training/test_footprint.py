@@ -15,10 +15,10 @@ import transformers as tf
 import policygrad as pg
 from doubles.architectures import CONFIGS
 from policygrad.commands.train import train
-from policygrad.learners.local import activations
+from policygrad.learners.local import activation_memory
 from policygrad.learners.local.forward import probe
 from policygrad.models.loading import load_model
-from policygrad.training.footprint import Footprint, _models, footprint
+from policygrad.training.cost_estimate import Footprint, _models, footprint
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-neox", "phi"])
@@ -29,10 +29,10 @@ def test_what_a_micro_batch_keeps_is_counted_without_weights(name: str, completi
     model = tf.AutoModelForCausalLM.from_config(config).eval()
     evaluator = probe(model, 1.0)
     assert evaluator.network.branches
-    part, held = activations._made_up(140, 12, completion, 4), dict[int, int]()
-    with activations.counting(held, model):
+    part, held = activation_memory._made_up(140, 12, completion, 4), dict[int, int]()
+    with activation_memory.counting(held, model):
         states = evaluator.network.hidden(part)
-    found = activations.kept_bytes(config, torch.float32, 140, 12, completion, 4)
+    found = activation_memory.kept_bytes(config, torch.float32, 140, 12, completion, 4)
     assert found == pytest.approx(sum(held.values()), rel=0.02)
     assert 100 < len(part.ids) < 200
     assert states.requires_grad
@@ -116,7 +116,7 @@ def test_within_a_fifth_of_what_a_run_was_seen_to_take(tmp_path: Path, tokens: i
     subprocess.run([*command, "--output", str(tmp_path / "run"), "--plain"], check=True, capture_output=True)
     taken = json.loads((tmp_path / "run" / "result.json").read_text())["peak_memory_mib"] * 2**20
     program = (
-        "import sys; from policygrad.commands.train import asked; from policygrad.training.footprint import footprint; "
+        "import sys; from policygrad.commands.train import asked; from policygrad.training.cost_estimate import footprint; "
         "found = footprint(asked(sys.argv[1:])[0].resolved()); print(found.peak, found.most)"
     )
     said = subprocess.run([sys.executable, "-c", program, *options], check=True, capture_output=True, text=True)

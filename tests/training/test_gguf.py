@@ -24,12 +24,12 @@ import policygrad as pg
 from doubles.byte_level import END, TEMPLATE, TEXTS, changed, cuts, tokenizer
 from doubles.models import changed_copy
 from policygrad.errors import ModelError, RunError
-from policygrad.models.byte_pairs import CONTROL, UNUSED, USER_DEFINED, byte_pairs
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.samplers import llama_server
+from policygrad.samplers.engines import llama_server
 from policygrad.tasks import load_task
 from policygrad.training.export import export_gguf
+from policygrad.weight_sync.gguf import CONTROL, UNUSED, USER_DEFINED, byte_pairs
 
 gguf = pytest.importorskip("gguf")
 Command = Callable[..., tuple[int, str, str]]

@@ -12,9 +12,8 @@ import pytest
 
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights, write_rows
-from policygrad.checkpoint.lock import take
-from policygrad.training.copied import copied
-from policygrad.training.folder import LOCK
+from policygrad.training.run_folder import LOCK, copied
+from policygrad.utils.filesystem import take
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -16,8 +16,8 @@ from doubles.files import rows, same, untimed, weights
 from doubles.trackers import Record
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import ConfigError, RunError
-from policygrad.training.config.guard import Guard, RowsGuard
-from policygrad.training.guarding import Verdict, Watched, judge
+from policygrad.training.config.run import Guard, RowsGuard
+from policygrad.training.divergence_guard import Verdict, Watched, judge
 
 GUARD = Guard(window=2)
 

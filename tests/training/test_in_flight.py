@@ -20,7 +20,7 @@ from doubles.in_flight import PIECE, InFlight
 from doubles.stops import AtDecoding, learner_that_sends, send
 from policygrad.checkpoint.format import load_latest
 from policygrad.models.tokenizer import Tokenizer, padding_id
-from policygrad.rollout.ahead import Producer
+from policygrad.rollout.async_producer import Producer
 from policygrad.training.loop import Done
 
 STEPS, PROMPTS, SAMPLES = 5, 4, 8

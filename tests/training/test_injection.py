@@ -17,8 +17,8 @@ from doubles.rewards import digits_first
 from doubles.trackers import Record
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.training.config.toml import load
-from policygrad.waiting import Waiter
+from policygrad.training.config.serialization import load
+from policygrad.utils.async_runner import Waiter
 
 ROWS = [{"prompt": f"{i} + {j} =\n", "answer": str(i + j)} for i in range(4) for j in range(3)]
 

@@ -21,16 +21,16 @@ from doubles.files import rows, same, untimed, weights, write_rows
 from doubles.trackers import Record
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import ConfigError, ModelError, RunError
-from policygrad.learners.local import activations
+from policygrad.learners.local import activation_memory
 from policygrad.learners.local.forward import probe
 from policygrad.models.adapters import adapt, as_in_file
 from policygrad.models.classifier import load_classifier, score
 from policygrad.models.loading import load_model
-from policygrad.models.lora import Lora
+from policygrad.models.lora_config import Lora
 from policygrad.models.replica import own, replica
 from policygrad.training.config.supervised import RewardModelConfig, SFTConfig
+from policygrad.training.cost_estimate import footprint
 from policygrad.training.export import export_merged
-from policygrad.training.footprint import footprint
 
 peft = pytest.importorskip("peft")
 LORA = pg.LearnerConfig(lora="rank=4,alpha=8")
@@ -295,10 +295,10 @@ def test_what_a_micro_batch_keeps_under_adapters_is_counted(name: str) -> None:
     config, lora = CONFIGS[name](), Lora(rank=4)
     model = adapt(tf.AutoModelForCausalLM.from_config(config), lora)
     evaluator = probe(model, 1.0)
-    part, held = activations._made_up(140, 12, 3, 4), dict[int, int]()
-    with activations.counting(held, model):
+    part, held = activation_memory._made_up(140, 12, 3, 4), dict[int, int]()
+    with activation_memory.counting(held, model):
         states = evaluator.network.hidden(part)
-    found = activations.kept_bytes(config, torch.float32, 140, 12, 3, 4, lora)
+    found = activation_memory.kept_bytes(config, torch.float32, 140, 12, 3, 4, lora)
     assert found == pytest.approx(sum(held.values()), rel=0.02)
     assert states.requires_grad
 

@@ -13,8 +13,8 @@ import pytest
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights
 from doubles.stops import AtDecoding
-from policygrad.rewards import pool as pools
-from policygrad.rewards.begun import Begun
+from policygrad.rewards.workers import pool as pools
+from policygrad.rewards.workers.pool import Begun
 
 MINE = """
 import os, zlib

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from policygrad.training.memory import peak_memory
+from policygrad.training.trainer import peak_memory
 
 
 @pytest.mark.skipif(
@@ -15,7 +15,7 @@ from policygrad.training.memory import peak_memory
 )
 def test_what_the_parent_held_is_not_counted() -> None:
     """getrusage counts it: a process begins as a copy of the one that starts it."""
-    program = "from policygrad.training.memory import _most_resident; print(_most_resident())"
+    program = "from policygrad.training.trainer import _most_resident; print(_most_resident())"
     held = bytearray(2**30)
     found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert len(held) == 2**30

@@ -18,18 +18,18 @@ import pytest
 import policygrad as pg
 from doubles.files import rows, write_rows
 from doubles.trackers import Record
-from policygrad.checkpoint import lock
-from policygrad.checkpoint.lock import locked
 from policygrad.errors import ModelError, RunError
-from policygrad.training.folder import LOCK, new_folder
+from policygrad.training.run_folder import LOCK, new_folder
+from policygrad.utils import filesystem
+from policygrad.utils.filesystem import locked
 
-pytestmark = pytest.mark.skipif(not lock.LOCKS, reason="this system has no such locks")
+pytestmark = pytest.mark.skipif(not filesystem.LOCKS, reason="this system has no such locks")
 
 CHILD = """
 import sys
 import policygrad as pg
-from policygrad.training.config.allowed import Allowed
-from policygrad.training.config.toml import load
+from policygrad.training.config.trust import Allowed
+from policygrad.training.config.serialization import load
 from policygrad.training.config.run import Run
 
 class Waiting(pg.Callback):
@@ -73,7 +73,7 @@ def ends(child: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.fixture
 def config(small: pg.Run, tmp_path: Path) -> Callable[[str | None], Path]:
-    from policygrad.training.config.toml import dumps
+    from policygrad.training.config.serialization import dumps
 
     def write(output: str | None = None) -> Path:
         run = replace(small, steps=1, prompts_per_step=2, samples_per_prompt=2, output=output)
@@ -198,7 +198,7 @@ def test_a_file_system_without_locks_is_said_and_the_run_goes_on(
     def none(file: object, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", none)
+    monkeypatch.setattr(filesystem.fcntl, "flock", none)
     display = Record()
     run = replace(small, steps=1, prompts_per_step=2, samples_per_prompt=2, output=str(tmp_path / "run"))
     assert pg.train(run, display=display).steps == 1
@@ -207,7 +207,7 @@ def test_a_file_system_without_locks_is_said_and_the_run_goes_on(
 
 def test_a_lock_on_a_folder_that_was_taken_away_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that never began deletes its lock with its folder; who waited for that file makes a new one."""
-    path, real, calls = tmp_path / LOCK, lock.fcntl.flock, []
+    path, real, calls = tmp_path / LOCK, filesystem.fcntl.flock, []
 
     def deleted_meanwhile(file: object, how: int) -> None:
         calls.append(how)
@@ -215,7 +215,7 @@ def test_a_lock_on_a_folder_that_was_taken_away_is_none(tmp_path: Path, monkeypa
             path.unlink()
         real(file, how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(lock.fcntl, "flock", deleted_meanwhile)
+    monkeypatch.setattr(filesystem.fcntl, "flock", deleted_meanwhile)
     with locked(path):
         assert len(calls) == 2
         assert json.loads(path.read_text())["pid"] == os.getpid()
@@ -226,6 +226,6 @@ def test_without_locks_making_the_folder_is_exclusive_all_the_same(
 ) -> None:
     """As on Windows."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lock, "LOCKS", False)
+    monkeypatch.setattr(filesystem, "LOCKS", False)
     with new_folder(None, "grpo", "run.toml", print) as one, new_folder(None, "grpo", "run.toml", print) as other:
         assert (str(one.path), str(other.path)) == ("runs/grpo-1", "runs/grpo-2")

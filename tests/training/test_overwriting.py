@@ -11,12 +11,11 @@ import pytest
 import policygrad as pg
 from doubles.files import rows, same, weights
 from doubles.trackers import Record
-from policygrad.checkpoint.lock import LOCKS, locked
 from policygrad.errors import ConfigError, ModelError, RunError
-from policygrad.training.folder import LOCK
-from policygrad.training.overwriting import ASIDE, LEFT
-from policygrad.training.stopping import Stop
+from policygrad.training.interrupts import Stop
+from policygrad.training.run_folder import ASIDE, LEFT, LOCK
 from policygrad.training.trainer import Trainer
+from policygrad.utils.filesystem import LOCKS, locked
 
 
 @pytest.fixture

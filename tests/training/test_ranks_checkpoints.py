@@ -21,8 +21,8 @@ from doubles import wrong_ranks
 from doubles.files import rows, same, untimed, weights
 from doubles.trackers import Record
 from policygrad.checkpoint import format as checkpoints
-from policygrad.learners.fsdp.leader import RankedLearner
-from policygrad.training.config.toml import dumps
+from policygrad.learners.fsdp.controller import RankedLearner
+from policygrad.training.config.serialization import dumps
 from policygrad.training.export import export_stopped
 
 LOOSE = 2e-4

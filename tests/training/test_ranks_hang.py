@@ -15,7 +15,7 @@ import policygrad as pg
 from doubles import wrong_ranks
 from policygrad.checkpoint.format import newest
 from policygrad.commands import STOPPED
-from policygrad.training.config.toml import dumps
+from policygrad.training.config.serialization import dumps
 
 SCRIPT = """
 import sys

@@ -16,10 +16,10 @@ import torch
 import policygrad as pg
 from doubles.files import rows, untimed, weights
 from policygrad.errors import NumericsError, PolicygradError
-from policygrad.learners.fsdp.leader import RankedLearner
+from policygrad.learners.fsdp.controller import RankedLearner
 from policygrad.samplers.base import Generation, Request
-from policygrad.training.config.toml import dumps
-from policygrad.training.ranks import _drawn
+from policygrad.training.config.serialization import dumps
+from policygrad.training.distributed import _drawn
 
 LOOSE = 2e-4
 """Sums are taken in another order."""

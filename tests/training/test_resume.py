@@ -22,7 +22,7 @@ from doubles.trackers import Interrupting, Record
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import RunError
 from policygrad.training.config.run import Checkpointing, Evaluation, Run
-from policygrad.training.config.toml import load
+from policygrad.training.config.serialization import load
 from policygrad.training.trainer import Trainer, train
 
 

@@ -23,12 +23,11 @@ from policygrad.errors import DataError, ModelError, PolicygradError, RunError
 from policygrad.models.classifier import encode, forward, load_classifier, load_tokenizer, micro_batches, score
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards import RewardPool, resolve
-from policygrad.rewards.calls import Caller
-from policygrad.rewards.model import ModelReward
+from policygrad.rewards.reward_model import ModelReward
+from policygrad.rewards.workers.messages import Caller
 from policygrad.tasks.preferences import by_prompt, read_pairs
 from policygrad.training.reward_model import Preferences, Texts, bradley_terry, correct, rewards_of
-from policygrad.training.rows import Alone
-from policygrad.training.supervised import Steps
+from policygrad.training.supervised import Alone, Steps
 
 PAIRS = [
     {"prompt": f"{a} + {b} =\n", "chosen": str(a + b), "rejected": str(a + b + wrong)}

@@ -16,7 +16,7 @@ from doubles.files import rows, same, untimed, weights, write_rows
 from doubles.trackers import Record
 from policygrad.checkpoint.format import load
 from policygrad.errors import NumericsError, RunError
-from policygrad.training.config.guard import RowsGuard
+from policygrad.training.config.run import RowsGuard
 
 Train = Callable[..., Any]
 GUARD = RowsGuard(window=2, loss=0)

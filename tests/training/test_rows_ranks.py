@@ -22,14 +22,13 @@ from doubles.files import same, untimed, weights, write_rows
 from doubles.models import changed_copy
 from doubles.ranked import BATCH, SIZES, model, started
 from policygrad.checkpoint import format as checkpoints
-from policygrad.learners.fsdp.blueprint import Blueprint
-from policygrad.learners.fsdp.leader import RankedLearner
-from policygrad.learners.fsdp.ranks import Ranks
+from policygrad.learners.fsdp.controller import RankedLearner
+from policygrad.learners.fsdp.processes import Ranks
+from policygrad.learners.fsdp.sharding import Blueprint
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.training import reward_model, sft
-from policygrad.training.config.guard import RowsGuard
-from policygrad.training.rows import PLAIN, Alone, Share, descend
-from policygrad.training.supervised import SupervisedTrainer
+from policygrad.training.config.run import RowsGuard
+from policygrad.training.supervised import PLAIN, Alone, Share, SupervisedTrainer, descend
 
 LOOSE = 2e-4
 """Sums are taken in another order."""

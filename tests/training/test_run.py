@@ -19,7 +19,7 @@ from policygrad.checkpoint import format as checkpoint
 from policygrad.models.loading import resolve
 from policygrad.samplers.base import Sampling
 from policygrad.training.config.run import Checkpointing, Evaluation, Run
-from policygrad.training.config.toml import load
+from policygrad.training.config.serialization import load
 from policygrad.training.trainer import train
 
 

@@ -25,12 +25,12 @@ def mine(folder: Path, body: str) -> str:
 
 
 def test_run_toml_is_the_first_file_of_a_run_so_that_a_killed_one_can_be_resumed(tmp_path: Path, monkeypatch) -> None:
-    from policygrad.training import lifecycle
+    from policygrad.training import base_trainer
 
     def killed(folder: Path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lifecycle, "JsonlTracker", killed)
+    monkeypatch.setattr(base_trainer, "JsonlTracker", killed)
     with pytest.raises(KeyboardInterrupt):
         pg.train(pg.Run(**SMALL, evaluation=pg.Evaluation(problems=0), output=str(tmp_path / "run")))
     monkeypatch.undo()

@@ -11,8 +11,7 @@ import pytest
 import policygrad as pg
 from doubles.files import rows, same, weights
 from doubles.trackers import Record
-from policygrad.training.config.run import Run
-from policygrad.training.config.schedules import idle
+from policygrad.training.config.run import Run, idle
 from policygrad.training.trainer import train
 
 

@@ -22,12 +22,12 @@ from policygrad.commands.completion import script
 from policygrad.errors import DataError, ModelError, RunError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.tasks.conversations import Demonstration, read_demonstrations
+from policygrad.tasks.preferences import Demonstration, read_demonstrations
 from policygrad.training.config.run import Checkpointing
+from policygrad.training.config.serialization import load
 from policygrad.training.config.supervised import SFTConfig
-from policygrad.training.config.toml import load
-from policygrad.training.rows import Alone
 from policygrad.training.sft import FineTuning, tokenise
+from policygrad.training.supervised import Alone
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": f"{a} + {b} =\n", "completion": f"<answer>{a + b}</answer>"} for a in range(7) for b in range(6)

@@ -21,10 +21,10 @@ from policygrad.core.batch import Batch
 from policygrad.errors import ConfigError
 from policygrad.models.replica import replica
 from policygrad.models.tokenizer import Tokenizer, padding_id
-from policygrad.rollout.ahead import Ahead, Producer
+from policygrad.rollout.async_producer import Ahead, Producer
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import Group
-from policygrad.samplers.local import LocalSampler
+from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.training.config.run import Checkpointing, Run
 from policygrad.training.trainer import train
 from policygrad.weight_sync.base import Published

@@ -23,12 +23,12 @@ import policygrad as pg
 from doubles.files import rows, same, untimed, weights, write_rows
 from doubles.stops import AtDecoding, AtPhase, AtUpdate, learner_that_sends, send
 from doubles.trackers import Record
-from policygrad import signals
 from policygrad.checkpoint.format import newest
 from policygrad.commands import STOPPED
-from policygrad.trackers.plain import PlainTracker
-from policygrad.training.config.toml import dumps
-from policygrad.training.stopping import Stop, Stopping, seconds
+from policygrad.trackers.console import PlainTracker
+from policygrad.training.config.serialization import dumps
+from policygrad.training.interrupts import Stop, Stopping, seconds
+from policygrad.utils import signals
 
 ALL = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -224,7 +224,7 @@ def signalled() -> Iterator[Stopping]:
 
 
 def test_signals_at_once_are_one_and_another_one_later_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from policygrad.training import stopping as module
+    from policygrad.training import interrupts as module
 
     with signalled():
         send(signal.SIGTERM)  # the group's, or the shell's
@@ -289,7 +289,7 @@ def test_a_second_signal_does_not_wait_for_an_import(tmp_path: Path, monkeypatch
 def test_a_program_that_is_itself_imported_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = """
 import os, signal
-from policygrad.training.stopping import Stop, Stopping
+from policygrad.training.interrupts import Stop, Stopping
 
 try:
     with Stopping() as stopping, stopping.breakable():
@@ -442,7 +442,7 @@ def test_a_full_standard_output_never_ends_the_run(
 def test_a_terminal_that_has_gone_never_ends_the_run() -> None:
     """rich's own console ends the program."""
     from policygrad.trackers import RunInfo, Trackers
-    from policygrad.trackers.terminal.live import TerminalTracker
+    from policygrad.trackers.rich_display import TerminalTracker
 
     reader, writer = os.pipe()
     os.close(reader)
@@ -485,14 +485,14 @@ def test_a_signal_while_the_model_is_saved_comes_too_late(
     run: pg.Run, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is done, and says so."""
-    from policygrad.training import lifecycle
+    from policygrad.training import base_trainer
 
     def save(*args: Any) -> Path:
         send(signal.SIGTERM)
         return original(*args)
 
-    original = lifecycle.save_model
-    monkeypatch.setattr(lifecycle, "save_model", save)
+    original = base_trainer.save_model
+    monkeypatch.setattr(base_trainer, "save_model", save)
     result = pg.train(replace(run, output=str(tmp_path / "run")), display=False)
     assert (result.steps, result.interrupted) == (4, False)
     assert same(weights(whole), weights(tmp_path / "run"))

@@ -12,9 +12,9 @@ import policygrad as pg
 from doubles.files import rows, write_rows
 from doubles.trackers import Record
 from policygrad.commands.train import flags
-from policygrad.trackers.words import described, number
+from policygrad.trackers.console import described, number
 from policygrad.training.config.run import Run
-from policygrad.training.config.toml import load
+from policygrad.training.config.serialization import load
 from policygrad.training.trainer import train
 
 Command = Callable[..., tuple[int, str, str]]

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from doubles.empty_rollouts import empty
-from policygrad.rollout.ahead import Ahead, Producer
+from policygrad.rollout.async_producer import Ahead, Producer
 from policygrad.rollout.rollouter import Rollout
-from policygrad.training.threads import SMALL, few_threads
-from policygrad.waiting import Waiter
+from policygrad.training.trainer import SMALL, few_threads
+from policygrad.utils.async_runner import Waiter
 
 
 def test_one_thread_for_a_small_model_and_as_it_was_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,10 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.rewards import Reward, resolve
 from policygrad.rewards.config import Rewarding
-from policygrad.tasks import jsonl
-from policygrad.tasks.reading import read_examples
-from policygrad.training.config.own import load_own
-from policygrad.training.resources import pick_device
+from policygrad.tasks import sources
+from policygrad.tasks.rows import read_examples
+from policygrad.training.setup import pick_device
+from policygrad.utils.user_code import load_own
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -230,7 +230,7 @@ def test_json_that_is_none(tmp_path: Path, line: str, says: str) -> None:
 
 def test_a_line_that_never_ends_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_bytes(b'{"prompt": "' + b"x" * jsonl.LONGEST + b'"}\n')
+    file.write_bytes(b'{"prompt": "' + b"x" * sources.LONGEST + b'"}\n')
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
     with pytest.raises(DataError, match=r"rows\.jsonl:1: a line of 16 MiB, more than 16 MiB"):
         read_examples(str(file))

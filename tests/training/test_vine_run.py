@@ -10,12 +10,12 @@ import pytest
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights
 from doubles.trackers import Record
-from policygrad.lab.control.presets import check
+from policygrad.lab.control.train import check
 from policygrad.lab.measurement import measure
 from policygrad.lab.setting import measurable
 from policygrad.lab.worlds import one_prompt
-from policygrad.training.config.parts import check_place, part_names
 from policygrad.training.config.run import Run
+from policygrad.training.config.serialization import check_place, part_names
 from policygrad.training.trainer import train
 
 

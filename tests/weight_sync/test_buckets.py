@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policygrad.weight_sync.buckets import buckets
+from policygrad.weight_sync.base import buckets
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=12), st.integers(1, 40))

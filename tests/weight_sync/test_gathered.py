@@ -13,18 +13,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import policygrad as pg
-from policygrad.learners.fsdp.blueprint import without_numbers
-from policygrad.models.adapters import adapt, adapters_of
+from policygrad.learners.fsdp.sharding import without_numbers
+from policygrad.models.adapters import adapt, adapters_of, merged_tensors
 from policygrad.models.loading import load_model
-from policygrad.models.lora import Lora
-from policygrad.models.merging import merged_tensors
+from policygrad.models.lora_config import Lora
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.weight_sync.adapter_folder import adapter_writer
-from policygrad.weight_sync.buckets import buckets, portions
-from policygrad.weight_sync.gathered import Gathered, with_another
-from policygrad.weight_sync.in_process import put_weights
-from policygrad.weight_sync.merged import merged_one_by_one
-from policygrad.weight_sync.safetensors_folder import INDEX, safetensors_writer, save_gathered, write_weights
+from policygrad.weight_sync.base import Gathered, buckets, merged_one_by_one, portions, put_weights, with_another
+from policygrad.weight_sync.folder import INDEX, adapter_writer, safetensors_writer, save_gathered, write_weights
 
 
 class Source:

@@ -13,8 +13,16 @@ import torch
 from torch.distributed import TCPStore
 
 from policygrad.errors import EngineError
-from policygrad.weight_sync.nccl import IdGroup, StoreGroup, check_device, own_address, within
-from policygrad.weight_sync.nccl_library import LIBRARY, GroupError, Nccl
+from policygrad.weight_sync.nccl import (
+    LIBRARY,
+    GroupError,
+    IdGroup,
+    Nccl,
+    StoreGroup,
+    check_device,
+    own_address,
+    within,
+)
 
 
 class Library:

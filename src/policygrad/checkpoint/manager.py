@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from policygrad.checkpoint import format as checkpoints
-from policygrad.checkpoint.spread import Pending, Saved, Spread
+from policygrad.checkpoint.shards import Pending, Saved, Spread
 from policygrad.errors import CheckpointError, NumericsError
 
 

@@ -2,8 +2,8 @@
 
 COMMANDS = {  # the function of each, as module:name
     "train": "policygrad.commands.train:train",
-    "sft": "policygrad.commands.sft:sft",
-    "reward-model": "policygrad.commands.reward_model:reward_model",
+    "sft": "policygrad.commands.supervised:sft",
+    "reward-model": "policygrad.commands.supervised:reward_model",
     "eval": "policygrad.commands.evaluate:evaluate",
     "engine": "policygrad.commands.engine:engine",
     "export": "policygrad.commands.export:export",

@@ -3,33 +3,304 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from policygrad.commands import STOPPED
-from policygrad.commands import describe as words
-from policygrad.commands.compare_rows import check_plan, permission, rows_of
-from policygrad.commands.describe import paragraphs
-from policygrad.commands.options import write
-from policygrad.commands.words import refuse_cluster, refuse_empty
-from policygrad.compare.counts import counted
-from policygrad.compare.ladders import LADDERS
-from policygrad.compare.plan import TUNING, Plan, next_folder, open_folder, read
+from policygrad.commands import render as words
+from policygrad.commands.options import refuse_cluster, refuse_empty, write
+from policygrad.commands.render import HEAD, NAME, QUIET, Line, paragraphs, wrapped
+from policygrad.compare.plan import (
+    FILE,
+    KNOBS,
+    LABEL,
+    LADDERS,
+    OVERRIDES,
+    TUNING,
+    Ladder,
+    Plan,
+    Row,
+    layered,
+    names,
+    next_folder,
+    open_folder,
+    read,
+    values,
+)
+from policygrad.compare.report import Kind, Report, RowReport, counted, rate
+from policygrad.compare.runner import AXES
+from policygrad.compare.statistics import Estimate
+from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
-from policygrad.models.trust import FLAG
-from policygrad.training.config.allowed import Allowed
-from policygrad.training.config.run import optional
+from policygrad.models.loading import FLAG
+from policygrad.samplers.base import Sampling
+from policygrad.training.config.run import Options, Run, optional
+from policygrad.training.config.trust import Allowed, check_missing, from_words, need_permission, outside
 
 if TYPE_CHECKING:
     from policygrad.compare.report import Report
+
+
+# What `policygrad compare` was asked for, as rows: each one's words layered, tried by a dry run, and its facts noted.
+
+OURS = ("--seed", "--output", "--resume", "--tokens", "--stop-after", "--dry-run", "--plain")
+"""Options of train that a comparison sets itself."""
+PROBLEMS, SAMPLES = 256, 2
+EVALUATED = 0.25
+"""Completions drawn for the curve, as a share of those that are trained on at least: some tenth of a run's seconds, for evaluating
+samples and does not train."""
+USUAL = (
+    "--evaluation.problems",
+    f"{PROBLEMS}",
+    "--evaluation.samples",
+    f"{SAMPLES}",
+    "--checkpoint.every",
+    "10",
+    "--checkpoint.keep",
+    "1",
+)
+STEPS = 1000
+ALLOW, SENT_TO = "--allow", "--sampler.folder"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A row as it was spelled."""
+
+    label: str
+    words: tuple[str, ...]
+    change: str = ""
+
+
+def rows_of(
+    specs: Sequence[str],
+    ladder: Ladder | None,
+    common: Sequence[str],
+    options: Sequence[str],
+    *,
+    lr_grid: tuple[float, ...],
+    delta_grid: tuple[float, ...],
+    tokens: int,
+    overrides: bool,
+) -> tuple[Row, ...]:
+    """The rows of a plan. Later layers win: the ladder's setting, an override, what all rows are given, the row, its options.
+
+    Raises:
+        ConfigError: what train would refuse, with the row's name; a label twice; options for a row that there is not.
+    """
+    asked = [Asked(*rung) for rung in ladder.rows()] if ladder else []
+    asked += [_asked(spec) for spec in specs]
+    labels = [row.label for row in asked]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        raise ConfigError(f"two rows are called {twice[0]!r}: give one another name, 'LABEL={twice[0]} …'")
+    own = _own(options, labels)
+    setting = ladder.setting if ladder else ()
+    if "--lr" in names(common) and lr_grid:
+        raise ConfigError("--lr for all rows leaves nothing to choose from --lr-grid: leave one of the two out")
+    rows = []
+    for row in asked:
+        override = (
+            OVERRIDES.get(row.words[0])
+            if overrides and not {"--task", "--model"} & names([*common, *setting])
+            else None
+        )
+        layers = (setting, override.options if override else (), common, row.words[1:], own.get(row.label, ()))
+        for layer in layers:
+            if layer and not layer[0].startswith("--"):
+                raise ConfigError(
+                    f"the row {row.label}: {layer[0]!r} is no option; another row is another word of its own"
+                )
+        words = layered(row.words[:1], *layers)
+        _check(row.label, words)
+        rows.append(_row(row, words, override.reason if override else "", lr_grid, delta_grid, tokens))
+    return tuple(rows)
+
+
+def _row(
+    asked: Asked,
+    words: tuple[str, ...],
+    reason: str,
+    lr_grid: tuple[float, ...],
+    delta_grid: tuple[float, ...],
+    tokens: int,
+) -> Row:
+    """The row with its knob, how often it is evaluated, and its facts."""
+    words = layered(words[:1], USUAL, words[1:])
+    run = resolved(asked.label, words)
+    if not run.evaluation.problems:
+        raise ConfigError(
+            f"the row {asked.label} has no held-out problems to be compared on: --evaluation.problems above 0"
+        )
+    answers = run.prompts_per_step * run.group_size
+    every = math.ceil(run.evaluation.problems * run.evaluation.samples / (EVALUATED * answers))
+    steps = max(STEPS, tokens // answers + 1)  # the tokens end a run, not its steps
+    words = layered(words[:1], ("--evaluation.every", str(every), "--steps", str(steps)), words[1:])
+    knob, grid = _knob(run, words, lr_grid, delta_grid)
+    tried = resolved(asked.label, (*words, knob, f"{grid[0]:g}") if grid else words)
+    return Row(
+        label=asked.label,
+        words=words,
+        algorithm=run.algorithm.name,
+        knob=knob,
+        grid=grid,
+        measure=measure(tried),
+        settings={name: value for name, value in settings(tried).items() if f"--{name}" != knob},
+        change=asked.change,
+        reason=reason,
+    )
+
+
+def _knob(
+    run: Run, words: Sequence[str], lr_grid: tuple[float, ...], delta_grid: tuple[float, ...]
+) -> tuple[str, tuple[float, ...]]:
+    """What is tuned of a row: its learning rate, or how far its trust region reaches; nothing that its words set."""
+    step, set_, (lr, delta) = run.algorithm.step, names(words), KNOBS
+    if step.uses_lr:
+        return (lr, lr_grid) if lr not in set_ else ("", ())
+    return (delta, delta_grid) if isinstance(step, TrustRegion) and delta not in set_ else ("", ())
+
+
+def resolved(label: str, words: Sequence[str]) -> Run:
+    """The run that `policygrad train WORDS` would be.
+
+    Raises:
+        ConfigError: it is refused; with the row's name.
+    """
+    from policygrad.commands.train import asked
+
+    try:
+        run, _ = asked([*words])
+    except ConfigError as error:
+        raise ConfigError(f"the row {label}: {error}") from error
+    return run.resolved()
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """What a held-out score of the run is of."""
+    return {
+        "model": run.model,
+        "task": run.task,
+        "held_out": run.held_out or "",
+        "reward": ", ".join(run.reward),
+        "max_tokens": run.sampling.max_tokens,
+        "temperature": run.sampling.temperature,
+        "problems": run.evaluation.problems,
+        "samples": run.evaluation.samples,
+    }
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """What a reader has to know of the run besides its equation."""
+    return {
+        "updates_per_rollout": run.algorithm.step.updates,
+        "samples_per_prompt": run.group_size,
+        "prompts_per_step": run.prompts_per_step,
+        "evaluated_every": run.evaluation.every,
+        "lr": run.lr,
+    }
+
+
+def check_plan(plan: Plan, folder: Path, allowed: Allowed) -> None:
+    """Refuse a plan read from `folder` whose rows have options that no row may have, or run code without permission.
+
+    What a row says was typed on a command line once, but by whom a file cannot tell.
+
+    Raises:
+        ConfigError: with what permits it.
+    """
+    for row in plan.rows:
+        _check(row.label, row.words)
+        refuse_cluster(row.words, "compare", "has runs side by side on this machine")
+        if unknown := {name for name in names(row.words) if name.partition(".")[0][2:] not in _options()}:
+            raise ConfigError(
+                f"{folder / FILE}: the row {row.label} has {min(unknown)}, which train has not: take it out"
+            )
+    for job in plan.jobs():
+        if not (folder / job.folder).resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"{folder / job.folder} is a link that leads out of {folder}: remove the link")
+    words = [word for row in plan.rows for word in row.words]
+    check_missing(_missing(plan, folder, allowed), FLAG in names(words), folder / FILE, allowed)
+
+
+def permission(plan: Plan, folder: Path) -> list[str]:
+    """The words that let `policygrad compare --resume` run what a plan in `folder` names; none where it needs no permission."""
+    missing = _missing(plan, folder, Allowed(), elsewhere=True)
+    asks = any(FLAG in names(row.words) for row in plan.rows)
+    return [*([ALLOW, *missing] if missing else []), *([FLAG] if asks else [])]
+
+
+def _missing(plan: Plan, folder: Path, allowed: Allowed, *, elsewhere: bool = False) -> list[str]:
+    """What the rows name and may not have, row by row, as a row's `--directory` is its own. A row's --allow allows nothing by
+    itself."""
+    found = set[str]()
+    for row in plan.rows:
+        found |= set(values(row.words, ALLOW)) - set(allowed.names)
+        found |= set(need_permission(from_words(row.words), folder / FILE, allowed, elsewhere=elsewhere))
+        for place in values(row.words, SENT_TO):
+            found |= set(outside({"sampler": {"folder": place}}, folder / FILE, allowed))
+    return sorted(found)
+
+
+def _options() -> set[str]:
+    """The first words of train's options."""
+    from policygrad.commands.train import TrainOptions
+
+    return {f.name.replace("_", "-") for kind in (Options, Sampling, TrainOptions) for f in fields(kind)}
+
+
+def _asked(spec: str) -> Asked:
+    """`grpo`, `LABEL=grpo`, `LABEL=grpo --options`, `mine.py:ALGORITHM`."""
+    words = _split(spec, f"the row {spec!r}")
+    if not words or words[0].startswith("-"):
+        raise ConfigError(f"a row is an algorithm's name or 'LABEL=ALGORITHM --options', not {spec!r}")
+    label, equals, first = words[0].partition("=")
+    if not equals:
+        label, first = words[0].rpartition(":")[2], words[0]
+    if not LABEL.fullmatch(label):
+        raise ConfigError(
+            f"the label {label!r} of the row {spec!r} names a folder: letters, digits and . _ + - make one"
+        )
+    return Asked(label, (first, *words[1:]))
+
+
+def _split(text: str, what: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{what}: {error}: close the quotation, or write \\ before a quote that stands alone"
+        ) from error
+
+
+def _own(options: Sequence[str], labels: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    """Options of single rows, by label."""
+    found: dict[str, tuple[str, ...]] = {}
+    for spec in options:
+        label, equals, text = spec.partition("=")
+        if not equals or label not in labels:
+            raise ConfigError(
+                f"--options {spec!r}: write LABEL='--option value', with a label among {', '.join(labels)}"
+            )
+        found[label] = layered(found.get(label, ()), _split(text, f"--options {spec!r}"))
+    return found
+
+
+def _check(label: str, words: Sequence[str]) -> None:
+    if taken := [option for option in OURS if option in names(words)]:
+        ways = {"--seed": "--seeds", "--tokens": "--tokens of compare", "--output": "--output of compare"}
+        raise ConfigError(
+            f"the row {label} has {taken[0]}, which the comparison sets for every run: {ways.get(taken[0], 'leave it out')}"
+        )
+
 
 TOKENS = 250_000
 HELP = (
@@ -129,12 +400,10 @@ def compare(args: list[str]) -> int:
 
 def run(plan: Plan, folder: Path, options: CompareOptions) -> int:
     """Runs what is missing, and reports."""
-    from policygrad.checkpoint.lock import locked
-    from policygrad.compare.page.page import page
-    from policygrad.compare.report import report
-    from policygrad.compare.runner import Processes
-    from policygrad.compare.statements import too_few_seeds
-    from policygrad.compare.work import Work
+    from policygrad.compare.page import page
+    from policygrad.compare.report import report, too_few_seeds
+    from policygrad.compare.runner import Processes, Work
+    from policygrad.utils.filesystem import locked
 
     plan = open_folder(folder, plan)
     threads = options.threads or max(1, _cores() // options.jobs)
@@ -163,7 +432,7 @@ def run(plan: Plan, folder: Path, options: CompareOptions) -> int:
 
 def dry_run(plan: Plan) -> str:
     """Every run's command; those that are reported at what the tuning runs choose have the grid in the rate's place."""
-    from policygrad.compare.statements import too_few_seeds
+    from policygrad.compare.report import too_few_seeds
 
     lines = (
         [f"# {len(plan.tuning())} runs to choose by, {len(plan.rows) * len(plan.seeds)} to report"]
@@ -223,7 +492,7 @@ def _planned(options: CompareOptions, common: Sequence[str], command: str) -> tu
         version=__version__,
         ladder=ladder.to_dict() if ladder else {},
     )
-    from policygrad.training.config.checks import check_folders
+    from policygrad.training.config.run import check_folders
 
     check_folders(options.output)
     named = None if options.output is None else Path(options.output)
@@ -258,7 +527,6 @@ def _say(text: str) -> None:
 
 def _show(found: Report, as_json: bool, text: str) -> None:
     """On standard output the table, or the JSON where it was asked for."""
-    from policygrad.commands.compare_table import table
 
     if as_json:
         print(text, end="")
@@ -268,3 +536,177 @@ def _show(found: Report, as_json: bool, text: str) -> None:
 
 if __name__ == "__main__":
     sys.exit(compare(sys.argv[1:]))
+
+
+# A comparison in the terminal: one row per algorithm, then what it is about, then what cannot be concluded.
+
+Column = tuple[str, Callable[[RowReport], str]]
+NONE = "–"
+
+
+def table(found: Report, width: int) -> list[Line]:
+    """The whole report, no line longer than `width` where its columns allow."""
+    text = max(40, min(width, 110))
+    lines: list[Line] = []
+    for number, kind in enumerate(found.kinds):
+        rows = [row for row in found.rows if row.kind == number]
+        lines += [*_heading(found, kind, width), *_columns(rows, _figures(found, rows), width), ()]
+        lines += [*_reach(found, kind, rows, width), *_above(found, rows, width)]
+    lines += _tuning(found, width)
+    for title, sentences in (
+        ("What it says", found.says),
+        ("What differs besides the algorithm", found.differs),
+        ("What cannot be concluded", found.limits),
+    ):
+        if not sentences:
+            continue
+        lines.append(((title, HEAD),))
+        for sentence in sentences:
+            lines += wrapped((("  · ", QUIET),), sentence, text)
+        lines.append(())
+    for row in found.rows:
+        for failure in row.failed:
+            at = "" if failure["value"] is None else f" at {failure['value']:g}"
+            lines += wrapped(
+                (("failed  ", HEAD),),
+                f"{row.label}{at}, seed {failure['seed']}: {failure['error'].splitlines()[-1]}",
+                text,
+            )
+    return lines
+
+
+def _heading(found: Report, kind: Kind, width: int) -> list[Line]:
+    task, model = kind.measure.get("task", ""), kind.measure.get("model", "")
+    head = f"{task}, {model}: {found.tokens:,} tokens a run, {counted(len(found.seeds), 'seeds')}"
+    says = (
+        "interquartile mean of held-out scores [95 % bootstrap interval over seeds]; * = at the edge of its grid; entropy, KL to "
+        "the reference (nats a token), length and share cut off: means over the last fifth of the steps"
+    )
+    return [*wrapped((), head, width, HEAD), *wrapped((), says, width, QUIET)]
+
+
+def _figures(found: Report, rows: Sequence[RowReport]) -> list[Column]:
+    """Columns of the table; a value, its interval and what it cost."""
+
+    def equal(axis: str) -> Callable[[RowReport], str]:
+        return lambda row: _estimate(row.summary.equal[axis]) if row.summary else NONE
+
+    columns: list[Column] = [("", lambda row: row.label)]
+    columns.append(("lr", lambda row: rate(row) + "*" * (bool(row.edge) and row.knob == "--lr")))
+    if any(row.value is not None and row.knob != "--lr" for row in rows):
+        columns.append(("tuned", lambda row: NONE if row.value is None else f"{row.value:g}" + "*" * bool(row.edge)))
+    columns += [(f"equal {axis}", equal(axis)) for axis in AXES]
+    columns += [("area", lambda row: _estimate(row.summary.area) if row.summary else NONE)]
+    columns += [("entropy", _mean("entropy", _fine)), ("KL", _mean("kl", _fine))]
+    columns += [("length", _mean("length")), ("cut off", _percent("truncated"))]
+    columns += [(name, _mean(name)) for name in ("updates", "tokens", "seconds")]
+    columns.append(("seeds", lambda row: str(len(row.runs))))
+    return columns
+
+
+def _mean(name: str, told: Callable[[float], str] | None = None) -> Callable[[RowReport], str]:
+    told = told or _short
+    return lambda row: told(row.summary.means[name]) if row.summary and name in row.summary.means else NONE
+
+
+def _percent(name: str) -> Callable[[RowReport], str]:
+    return lambda row: f"{row.summary.means[name]:.0%}" if row.summary and name in row.summary.means else NONE
+
+
+def _reach(found: Report, kind: Kind, rows: Sequence[RowReport], width: int) -> list[Line]:
+    """Tokens, updates and seconds to the threshold."""
+    if not any(row.summary for row in rows):
+        return []
+    if kind.threshold is None:
+        return [*wrapped((), "No row's score rose: there is no threshold to reach.", width), ()]
+
+    def cell(axis: str) -> Callable[[RowReport], str]:
+        def told(row: RowReport) -> str:
+            reach = row.summary.reach[axis] if row.summary else None
+            if reach is None:
+                return NONE
+            return "not reached" if reach.median is None else _short(reach.median)
+
+        return told
+
+    columns: list[Column] = [("", lambda row: row.label), *((axis, cell(axis)) for axis in AXES)]
+    columns.append(("runs that reach it", lambda row: _share(row)))
+    head = f"To a score of {kind.threshold:.3f}, {found.share:.0%} of the way: median over seeds"
+    return [*wrapped((), head, width, HEAD), *_columns(rows, columns, width), ()]
+
+
+def _share(row: RowReport) -> str:
+    if row.summary is None:
+        return NONE
+    reach = row.summary.reach["tokens"]
+    return f"{reach.reached} of {len(reach.each)}"
+
+
+def _above(found: Report, rows: Sequence[RowReport], width: int) -> list[Line]:
+    """P(row above column) at equal tokens; a star where the interval leaves ½ out."""
+    labels = [row.label for row in rows if row.summary]
+    if len(labels) < 2:
+        return []
+    cells: dict[tuple[str, str], str] = {}
+    for pair in found.pairs:
+        p = pair.probability["tokens"]
+        star = "*" * pair.apart["tokens"]
+        cells[pair.first, pair.second] = f"{p.value:.2f}{star}"
+        cells[pair.second, pair.first] = f"{1 - p.value:.2f}{star}"
+    columns: list[Column] = [("", lambda row: row.label)]
+    columns += [(label, lambda row, label=label: cells.get((row.label, label), NONE)) for label in labels]  # type: ignore[misc]
+    head = "P(row above column) at equal tokens; * = told apart, the 95 % interval leaves ½ out"
+    return [*wrapped((), head, width, HEAD), *_columns([row for row in rows if row.summary], columns, width), ()]
+
+
+def _tuning(found: Report, width: int) -> list[Line]:
+    """Mean final score of every value on the tuning seeds."""
+    rows = [row for row in found.rows if row.tuning]
+    if not rows:
+        return []
+    values = sorted({tried.value for row in rows for tried in row.tuning})
+
+    def cell(value: float) -> Callable[[RowReport], str]:
+        def told(row: RowReport) -> str:
+            mean = next((tried.mean for tried in row.tuning if tried.value == value), None)
+            return NONE if mean is None else f"{mean:.3f}{'*' * (value == row.value)}"
+
+        return told
+
+    columns: list[Column] = [("", lambda row: row.label), *((f"{value:g}", cell(value)) for value in values)]
+    head = f"Mean final score by value, seeds {', '.join(map(str, found.tuning_seeds))}; * = chosen"
+    return [*wrapped((), head, width, HEAD), *_columns(rows, columns, width), ()]
+
+
+def _columns(rows: Sequence[RowReport], columns: Sequence[Column], width: int) -> list[Line]:
+    """Rows in aligned columns; those that do not fit come below, each block with the labels."""
+    cells = [[cell(row) for row in rows] for _, cell in columns]
+    widths = [max(map(len, [head, *column])) for (head, _), column in zip(columns, cells, strict=True)]
+    lines: list[Line] = []
+    rest = list(range(1, len(columns)))
+    while rest:
+        block = [rest.pop(0)]
+        while rest and widths[0] + sum(widths[i] + 2 for i in [*block, rest[0]]) <= width:
+            block.append(rest.pop(0))
+        head = " " * widths[0] + "".join("  " + columns[i][0].rjust(widths[i]) for i in block)
+        lines.append(((head, HEAD),))
+        for number in range(len(rows)):
+            told = "".join("  " + cells[i][number].rjust(widths[i]) for i in block)
+            lines.append(((cells[0][number].ljust(widths[0]), NAME), (told, "")))
+    return lines
+
+
+def _estimate(x: Estimate) -> str:
+    return f"{x.value:.3f} [{x.low:.3f} {x.high:.3f}]"
+
+
+def _fine(x: float) -> str:
+    """0.56, 0.0031: nats a token."""
+    return f"{x:.2g}"
+
+
+def _short(x: float) -> str:
+    """38, 1.2k, 250k."""
+    if x < 1000:
+        return f"{x:.0f}" if x >= 10 else f"{x:.1f}"
+    return f"{x / 1000:.3g}k" if x < 1e6 else f"{x / 1e6:.3g}M"

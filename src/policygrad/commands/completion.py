@@ -13,25 +13,25 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.cluster.config import ADDRESSES
 from policygrad.commands import COMMANDS
 from policygrad.commands.compare import CompareOptions
-from policygrad.commands.describe import paragraphs
 from policygrad.commands.engine import EngineOptions
 from policygrad.commands.evaluate import flags as evaluate_flags
 from policygrad.commands.export import ExportOptions
 from policygrad.commands.lab import LabOptions
 from policygrad.commands.options import option_type, part_flags
 from policygrad.commands.plan import PlanOptions
+from policygrad.commands.render import paragraphs
 from policygrad.commands.report import ReportOptions
 from policygrad.commands.supervised import flags as supervised_flags
 from policygrad.commands.train import flags
-from policygrad.compare.ladders import LADDERS
+from policygrad.compare.plan import LADDERS
 from policygrad.core.algorithm import Algorithm
-from policygrad.lab.experiments import EXPERIMENTS
-from policygrad.planning.devices import DEVICES
+from policygrad.lab.report import EXPERIMENTS
+from policygrad.planning.hardware import DEVICES
 from policygrad.rewards import known_rewards
 from policygrad.samplers.config import ADAPTER, AUTO, BY_FOLDER, ENGINES, LOCAL, NCCL, WHOLE
 from policygrad.tasks import EMBEDDED
 from policygrad.trackers.services import SERVICES
-from policygrad.training.config.parts import part_names
+from policygrad.training.config.serialization import part_names
 from policygrad.training.config.supervised import SFTConfig
 
 SCRIPT = """# tab completion of policygrad; written by `policygrad completion {shell}`

@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from policygrad.commands.describe import paragraphs
+from policygrad.commands.render import paragraphs
 from policygrad.errors import ConfigError, EngineError
-from policygrad.models.lora import base_of, described, parse
+from policygrad.models.lora_config import base_of, described, parse
 from policygrad.samplers.config import TAKE_ADAPTERS, SamplerConfig
 
 HELP = (
@@ -110,7 +110,7 @@ def engine(args: list[str]) -> int:
 def command(options: EngineOptions) -> tuple[dict[str, str], list[str]]:
     """The environment and the words that start a server."""
     from policygrad.models.loading import resolve
-    from policygrad.samplers.start import COMMANDS, Start
+    from policygrad.samplers.engines.launch import COMMANDS, Start
 
     model, lora = resolve(options.model), parse(options.lora)
     base = base_of(model)
@@ -136,7 +136,7 @@ def _reads(model: str) -> int | None:
     """Tokens that a model reads at most, as its configuration says."""
     from transformers import AutoConfig
 
-    from policygrad.models.trust import cannot_load, checked_config, reading
+    from policygrad.models.loading import cannot_load, checked_config, reading
 
     checked_config(model, f"the model {model!r}")
     try:
@@ -149,7 +149,7 @@ def _reads(model: str) -> int | None:
 def _check(options: EngineOptions) -> int:
     from policygrad.models.loading import load_model, resolve
     from policygrad.models.tokenizer import load_tokenizer
-    from policygrad.training.engines import engine_sampler, recognised
+    from policygrad.samplers.engines.registry import engine_sampler, recognised
 
     url = str(options.url).rstrip("/")
     name = asyncio.run(recognised(url))

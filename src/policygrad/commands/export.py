@@ -10,10 +10,10 @@ from typing import Annotated
 
 import tyro
 
-from policygrad.commands.describe import paragraphs
+from policygrad.commands.render import paragraphs
 from policygrad.errors import ConfigError
-from policygrad.models.hub import check_repo, push
-from policygrad.models.lora import holds_model
+from policygrad.models.loading import check_repo, push
+from policygrad.models.lora_config import holds_model
 from policygrad.training.config.run import optional
 
 HELP = (

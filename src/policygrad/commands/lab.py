@@ -2,32 +2,206 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import re
 import shutil
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands import describe as words
-from policygrad.commands.describe import HEAD, NAME, QUIET, Line
-from policygrad.commands.lab_parts import Trial, named, tried, with_part
+from policygrad.commands import render as words
 from policygrad.commands.options import gathered, writable, write
+from policygrad.commands.render import HEAD, NAME, QUIET, Line, about_command
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.update_rules import FirstOrder
-from policygrad.errors import ConfigError
-from policygrad.training.config.checks import check_seed
-from policygrad.training.config.parts import find_algorithm
-from policygrad.training.config.run import optional
+from policygrad.core.updates import FirstOrder
+from policygrad.core.validation import ROLES
+from policygrad.errors import ConfigError, PolicygradError
+from policygrad.lab.control.train import Settings, preset, with_gamma
+from policygrad.trackers import RunInfo, Tracker, Trackers
+from policygrad.training.config.run import check_seed, optional
+from policygrad.training.config.run_name import composed
+from policygrad.training.config.serialization import check_place, find_algorithm, part_class, read_part
 
 if TYPE_CHECKING:
+    from policygrad.lab.control.train import FreshEpisodes, Update
     from policygrad.lab.measurement import Figures, Measured
     from policygrad.lab.report import LabReport
+
+
+# What `policygrad lab` measures beside the named algorithms: algorithms and parts of one's own.
+
+FIELDS = ("gate", "psi", "ratio", "aggregate", "terms", "shaping", "filters", "corrections")
+"""Where a part is measured: what makes one gradient."""
+
+
+def named(names: Sequence[str]) -> dict[str, Algorithm]:
+    """By the name that each goes by; one's own under what it is composed of, numbered by its words where two are alike."""
+    found: dict[str, Algorithm] = {}
+    for name in names:
+        a = find_algorithm(name)
+        label = composed(a).name
+        found[name if label in found else label] = a
+    return found
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A part, or a chain of parts, in an algorithm."""
+
+    label: str
+    """What its row is called: the parts' names, with the settings that were given."""
+    algorithm: Algorithm
+    base: str
+    """The name of the algorithm that it was put into."""
+    place: str
+    """The field that holds it."""
+    replaced: tuple[str, ...]
+    """The parts that stood there."""
+
+    @property
+    def sentence(self) -> str:
+        """Which algorithm it is in, and in the place of what."""
+        instead = f"in place of {' and '.join(self.replaced)}" if self.replaced else "where there was none"
+        return f"{self.label} is {self.base} with {self.place} = {self.label}, {instead}"
+
+
+def with_part(base: Algorithm, spec: str) -> Trial:
+    """Put a part, `mine:Gate(width=0.3)`, or a chain of them, `psi=GroupMean,mine:Asym`, into an algorithm.
+
+    Raises:
+        ConfigError: no such class, or one that cannot be built with these settings, or a field that there is not.
+    """
+    place, items = _parsed(spec)
+    path = ",".join(name for name, _ in items)
+    dotted = f"algorithm.{place or 'gate'}" if ":" in path else "part"
+    kinds = [part_class(name, "command line", dotted) for name, _ in items]
+    place = place or _field(kinds[0])
+    if not place:
+        raise ConfigError(
+            f"--part {spec}: {kinds[0].__name__} is no gate (weight and value) and no advantage (it is not called): name "
+            f"its field, FIELD={path}"
+        )
+    if place not in FIELDS:
+        raise ConfigError(
+            f"--part {spec}: no field {place!r} takes a part here: psi, ratio, gate, aggregate, terms, shaping, …"
+        )
+    before = getattr(base, place)
+    several = isinstance(before, tuple)
+    if len(kinds) > 1 and not several:
+        raise ConfigError(
+            f"--part {spec}: {place} holds one part, not {len(kinds)}; several rows are --part A --part B"
+        )
+    for kind in kinds:
+        check_place(kind, "command line", f"algorithm.{place}")
+    parts, labels = list[Any](), list[str]()
+    for kind, (name, source) in zip(kinds, items, strict=True):
+        settings = _settings(kind, source, spec)
+        taken = {k: "none" if v is None else list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+        parts.append(read_part(None, {"part": name, **taken}, f"--part {spec}", f"algorithm.{place}"))
+        given = ", ".join(f"{k}={v!r}" for k, v in settings.items())
+        labels.append(f"{kind.__name__}({given})" if given else kind.__name__)
+    changes: dict[str, Any] = {place: tuple(parts) if several else parts[0]}
+    if place == "gate" and getattr(parts[0], "on_policy", False):  # of no role yet
+        changes["ratio"] = None
+    label = "+".join(labels)
+    replaced = tuple(type(part).__name__ for part in (before if several else (before,)) if part is not None)
+    return Trial(label, replace(base, name=label, **changes), composed(base).name, place, replaced)
+
+
+def _parsed(spec: str) -> tuple[str, list[tuple[str, str]]]:
+    """(the field, "" where none is named; each part's name and the text of its settings)."""
+    place, path = match.groups() if (match := re.fullmatch(r"(?:(\w+)=)?(.*)", spec, re.DOTALL)) else ("", spec)
+    items, depth = [""], 0
+    for letter in path:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            items.append("")
+        else:
+            items[-1] += letter
+    found = [re.fullmatch(r"(.*?\w)\s*(?:\((.*)\))?", item.strip(), re.DOTALL) for item in items]
+    if not all(found):
+        raise ConfigError(
+            f"--part {spec!r} cannot be read: write [FIELD=]PART[,PART], each with its settings in brackets where it has some, "
+            "mine:Gate(width=0.3)"
+        )
+    return place or "", [(item[1], item[2] or "") for item in found if item]
+
+
+def _settings(kind: type, source: str, spec: str) -> dict[str, Any]:
+    """The settings `eps=1, mode='all'` by name: literals alone, so that nothing of the text is run.
+
+    Raises:
+        ConfigError: what is no literal, more than the part has, or less than it needs.
+    """
+    names = [f.name for f in fields(kind) if f.init]
+    try:
+        call = ast.parse(f"part({source})", mode="eval").body
+        if not isinstance(call, ast.Call) or any(word.arg is None for word in call.keywords):
+            raise ValueError(source)
+        by_place = [ast.literal_eval(value) for value in call.args]
+        by_name = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise ConfigError(
+            f"--part {spec}: {kind.__name__}({source}) has settings that are no literals: write numbers, text in quotes, True, "
+            f"False or None, as in {kind.__name__}({names[0] if names else 'name'}=1)"
+        ) from error
+    if len(by_place) > len(names):
+        raise ConfigError(f"--part {spec}: {kind.__name__} takes {len(names)} settings, not {len(by_place)}")
+    given = dict(zip(names, by_place, strict=False))
+    if twice := given.keys() & by_name.keys():
+        raise ConfigError(f"--part {spec}: {kind.__name__} is given {', '.join(sorted(twice))} twice")
+    given |= by_name
+    needed = [p.name for p in inspect.signature(kind).parameters.values() if p.default is p.empty]
+    if missing := [name for name in needed if name not in given]:
+        raise ConfigError(
+            f"--part {spec}: {kind.__name__} needs {', '.join(missing)}: give it, {kind.__name__}({missing[0]}=…), or give its "
+            "fields defaults"
+        )
+    return given
+
+
+def _field(kind: type) -> str:
+    """The field that a class goes into by its role; of one without a role by what it has, "" where that says nothing."""
+    for place in FIELDS:
+        if issubclass(kind, ROLES[place].bases):
+            return place
+    called = any("__call__" in base.__dict__ for base in kind.__mro__)
+    return "gate" if callable(getattr(kind, "weight", None)) else "psi" if called else ""
+
+
+def tried(trial: Trial, spec: str, size: int) -> None:
+    """Measures it in a world of seven completions, so that a part that fails is named with its line, before the work.
+
+    Raises:
+        ConfigError: what the part raised that is no refusal in words.
+    """
+    from policygrad.lab.estimators import all_steps
+    from policygrad.lab.measurement import measure
+    from policygrad.lab.worlds import one_prompt
+
+    own, setting = trial.algorithm, one_prompt(2)
+    try:
+        measure(own, replace(setting, old=setting.theta), all_steps(setting, min(size, 4)))
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)
+        kinds = [type(part) for _, part in own.parts()]
+        files = {inspect.getfile(kind) for kind in kinds if not kind.__module__.startswith("policygrad.")}
+        mine = [frame for frame in at if frame.filename in files]
+        if isinstance(error, PolicygradError) and not mine:
+            raise  # the library's own refusal
+        where = (mine or at)[-1]
+        raise ConfigError(
+            f"--part {spec}: {type(error).__name__}: {error} ({where.filename}, line {where.lineno}, in {where.name})"
+        ) from error
+
 
 COLUMNS = ("scale", "bias", "cosine", "variance", "MSE", "SNR", "best")
 LEGEND = (
@@ -90,8 +264,6 @@ class LabOptions:
 def lab(args: list[str]) -> int:
     """`policygrad lab`, and `policygrad lab control`."""
     if args[:1] == ["control"]:
-        from policygrad.commands.control import control
-
         return control(args[1:])
     args = gathered(args, "--algorithm", "--part", "--experiment")
     options = tyro.cli(LabOptions, args=args, prog="policygrad lab", config=(tyro.conf.FlagCreatePairsOff,))
@@ -130,7 +302,7 @@ def lab(args: list[str]) -> int:
 
 def _experiments(width: int) -> list[Line]:
     """Each experiment's name, and what it measures."""
-    from policygrad.lab.experiments import EXPERIMENTS
+    from policygrad.lab.report import EXPERIMENTS
 
     longest = max(map(len, EXPERIMENTS))
     return [
@@ -155,7 +327,7 @@ def _all(group_size: int) -> dict[str, Algorithm]:
 
 def html(found: LabReport, algorithms: Mapping[str, Algorithm]) -> str:
     """The report as one page."""
-    from policygrad.lab.page.page import page
+    from policygrad.lab.page import page
 
     return page(found, algorithms, {name: _parts(a) for name, a in algorithms.items()})
 
@@ -298,3 +470,160 @@ def _row(cells: Sequence[str], width: int) -> str:
 
 if __name__ == "__main__":
     sys.exit(lab(sys.argv[1:]))
+
+
+# `policygrad lab control`: the library's algorithms on Gymnasium environments.
+
+LINES = 150
+"""Progress lines of a run, at most."""
+
+
+@dataclass(frozen=True)
+class ControlOptions:
+    """Trains a small policy on a Gymnasium environment with the library's own gates, advantages, critic and steps."""
+
+    env: str = "CartPole-v1"
+    """The environment's name in Gymnasium's registry; MODULE:NAME imports the module first."""
+    algorithm: str = "ppo"
+    """ppo, trpo, a2c or reinforce; also ppo_penalty and natural."""
+    steps: int = 150_000
+    """Environment steps, of all environments together."""
+    seed: int = 0
+    """Of weights, actions and environments: the same seed, the same run."""
+    num_envs: Annotated[int | None, optional("N", "the algorithm's own: 8")] = None
+    """Environments stepped together."""
+    rollout: Annotated[int | None, optional("STEPS", "the algorithm's own")] = None
+    """Steps of each environment per rollout."""
+    lr: Annotated[float | None, optional("RATE", "the algorithm's own")] = None
+    """The policy's learning rate to begin with; it falls to 0 along a line."""
+    gamma: Annotated[float | None, optional("GAMMA", "the algorithm's own: 0.99")] = None
+    """The discount γ of advantages and of the critic's targets."""
+    normalise: bool = False
+    """Normalise observations by the mean and standard deviation of what was seen so far."""
+    max_episode_steps: Annotated[int | None, optional("STEPS", "the environment's own")] = None
+    """Another time limit."""
+    episodes: int = 100
+    """Fresh episodes of the final evaluation."""
+    greedy: bool = False
+    """Evaluate the most probable actions; without it, actions drawn from the policy."""
+    json: bool = False
+    """Print one JSON object instead of lines: settings, training curve and evaluation."""
+    output: Annotated[Path | None, optional("FILE", "not written")] = None
+    """Write that object to a file."""
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        for name in ("steps", "episodes", "num_envs", "rollout", "max_episode_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+
+
+def control(args: list[str]) -> int:
+    """`policygrad lab control`."""
+    options = tyro.cli(
+        ControlOptions,
+        args=args,
+        prog="policygrad lab control",
+        description=about_command(ControlOptions),
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    algorithm, settings = chosen(options)
+    if options.output is not None:
+        writable(options.output, "--output")
+    from policygrad.lab.control.environments import GymEnvironments
+    from policygrad.lab.control.train import evaluate, train
+
+    environments = GymEnvironments(options.env, settings.environments, options.max_episode_steps)
+    title = f"{algorithm.name} on {options.env}: {options.steps} steps in {settings.environments} environments"
+    with Trackers([] if options.json else [ControlLines()]) as trackers:
+        trackers.start(
+            RunInfo(title, algorithm.equation(), options.steps, unit="environment step", config=asdict(settings))
+        )
+        watch = lambda update: trackers.log(update.steps, measured(update))  # noqa: E731
+        trained = train(environments, algorithm, settings, steps=options.steps, seed=options.seed, watch=watch)
+        fresh = GymEnvironments(options.env, min(10, options.episodes), options.max_episode_steps)
+        found = evaluate(trained.learner, fresh, options.episodes, seed=options.seed + 1_000_003, greedy=options.greedy)
+        trackers.finish({f"mean return of {len(found.returns)} fresh episodes": _evaluated(found)})
+    record: dict[str, Any] = {
+        "env": options.env,
+        "algorithm": algorithm.name,
+        "equation": dict(algorithm.equation()),
+        "settings": asdict(settings),
+        "seed": options.seed,
+        "steps": options.steps,
+        "curve": [asdict(update) for update in trained.curve],
+        "evaluation": found.to_dict(),
+    }
+    if options.json:
+        print(json.dumps(record, ensure_ascii=False))
+    if options.output is not None:
+        write(options.output, json.dumps(record, ensure_ascii=False) + "\n", "--output")
+    return 0
+
+
+def chosen(options: ControlOptions) -> tuple[Algorithm, Settings]:
+    """The algorithm's preset with what the options change.
+
+    Raises:
+        ConfigError: a learning rate where none is used; an algorithm that is not one of those here; a γ where nothing discounts.
+    """
+    found = preset(options.algorithm)
+    algorithm, settings = found.algorithm, found.settings
+    if options.lr is not None and not algorithm.step.uses_lr:
+        raise ConfigError(
+            f"--lr: {algorithm.name} sets its step's length by a KL, not by a learning rate: leave it out"
+        )
+    changes: dict[str, Any] = {"environments": options.num_envs, "rollout": options.rollout, "lr": options.lr}
+    settings = replace(settings, normalise=options.normalise, **{n: v for n, v in changes.items() if v is not None})
+    return algorithm if options.gamma is None else with_gamma(algorithm, options.gamma), settings
+
+
+def measured(u: Update) -> dict[str, float]:
+    """An update as metrics, for trackers."""
+    values = {
+        "return": u.mean_return,
+        "entropy": u.entropy,
+        "kl": u.kl,
+        "explained_variance": u.explained_variance,
+        "steps_per_second": u.steps / max(u.seconds, 1e-9),
+        "updates/taken": None if u.accepted is None else float(u.accepted),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+class ControlLines(Tracker):
+    """A line per update, or per so many of them that there are not too many."""
+
+    def start(self, info: RunInfo) -> None:
+        self.steps, self.next_line = info.steps, 0.0
+        for line in (info.title, *(f"  {symbol:6} {formula}" for symbol, formula in info.facts.items())):
+            print(line, flush=True)
+
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
+        if step < min(self.next_line, self.steps):
+            return
+        self.next_line = step + self.steps / LINES * 0.99
+        found = f"return {metrics['return']:8.2f}" if "return" in metrics else "no episode yet"
+        said = f"{step:8d}  {found}  entropy {metrics['entropy']:6.3f}  kl {metrics['kl']:.5f}"
+        if "explained_variance" in metrics:
+            said += f"  explained {metrics['explained_variance']:6.3f}"
+        refused = "  no step taken" * (metrics.get("updates/taken") == 0)
+        print(f"{said}  {metrics['steps_per_second']:6.0f} steps/s{refused}", flush=True)
+
+    def note(self, text: str) -> None:
+        print(f"note: {text}", flush=True)
+
+    def finish(self, summary: Mapping[str, str]) -> None:
+        for name, value in summary.items():
+            print(f"{name}: {value}", flush=True)
+
+
+def _evaluated(found: FreshEpisodes) -> str:
+    error = "" if found.error is None else f" ± {found.error:.2f} (standard error)"
+    policy = "the most probable actions" if found.greedy else "actions drawn from the policy"
+    return f"{found.mean:.2f}{error}, {policy}"
+
+
+if __name__ == "__main__":
+    sys.exit(control(sys.argv[1:]))

@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -14,16 +14,16 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.citations import summary
+from policygrad.commands.render import summary
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.protocols import Additive, Part
+from policygrad.core.base import Additive, Part
 from policygrad.errors import ConfigError, RunError
-from policygrad.models.trust import FLAG
+from policygrad.models.loading import FLAG
 from policygrad.training.config.run import Draft, optional
+from policygrad.training.config.serialization import from_dict
 from policygrad.training.config.supervised import Supervised
-from policygrad.training.config.toml import from_dict
-from policygrad.training.overwriting import check_no_run_file
-from policygrad.training.stopping import seconds
+from policygrad.training.interrupts import seconds
+from policygrad.training.run_folder import check_no_run_file
 
 SWITCHES = (
     "--dry-run",
@@ -265,3 +265,23 @@ def _named(parts: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
 
 def _has_fields(value: Any) -> bool:
     return value is not None and bool(fields(value))
+
+
+# What is wrong with a command line before its options are read.
+
+
+def refuse_empty(args: Sequence[str], *flags: str) -> None:
+    """Raises ConfigError for a flag of several values that has none: it would be taken for one that was not given."""
+    for word, after in zip(args, [*args[1:], "-"], strict=False):
+        flag, equals, value = word.partition("=")
+        if flag in flags and not (value.strip() if equals else after.strip() and not after.startswith("-")):
+            raise ConfigError(f"{flag} needs a value, or several: leave it away for the default")
+
+
+def refuse_cluster(args: Sequence[str], command: str, way_out: str) -> None:
+    """Raises ConfigError for `--cluster` and what belongs to it, which `policygrad train` alone has."""
+    if odd := [word for word in args if word.partition("=")[0].partition(".")[0] == "--cluster"]:
+        raise ConfigError(
+            f"{odd[0].partition('=')[0]} is of `policygrad train`, whose work a Ray cluster can do; `policygrad {command}` "
+            f"{way_out}"
+        )

@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from policygrad.commands import describe as words
-from policygrad.commands.describe import paragraphs
+from policygrad.commands import render as words
 from policygrad.commands.options import writable, write
+from policygrad.commands.render import HEAD, NAME, QUIET, Line, paragraphs, wrapped
 from policygrad.errors import ConfigError
-from policygrad.planning.devices import fleet
-from policygrad.planning.layout import MICRO, MICRO_CPU, WEIGHT, Layout
-from policygrad.planning.plan import Plan, Question, best, counts, curve
-from policygrad.planning.reached import Reached, load
-from policygrad.planning.remedies import Remedy, remedies
-from policygrad.planning.shapes import shape
-from policygrad.planning.work import Work
-from policygrad.training.config.hints import optional
+from policygrad.planning.cost_model import MICRO, MICRO_CPU, WEIGHT, Layout, Work
+from policygrad.planning.hardware import Reached, fleet, load
+from policygrad.planning.model_shapes import shape
+from policygrad.planning.planner import Plan, Question, Remedy, best, counts, curve, remedies
+from policygrad.planning.render import Table, assumptions, summary, tables, title
+from policygrad.training.config.run import optional
 
 HELP = (
     "Memory, seconds and money of a run, from the shape of its model, a device's published figures and stated assumptions; no "
@@ -114,14 +113,13 @@ def plan(args: list[str]) -> int:
     others = [found if other.layout.gpus == found.layout.gpus else other for other in others]
     ways = remedies(found)
     if options.output is not None:
-        from policygrad.planning.page import page
+        from policygrad.planning.render import page
 
         write(options.output, page(found, others, ways, options.steps, options.price), "--output")
         print(options.output, file=sys.stderr)
     if options.json:
         print(json.dumps(as_dict(found, others, ways, options), ensure_ascii=False))
         return 0
-    from policygrad.commands.plan_table import table
 
     width = shutil.get_terminal_size((100, 24)).columns
     words.emit(table(found, others, ways, options.steps, options.price, width))
@@ -134,9 +132,9 @@ def planned(options: PlanOptions) -> Plan:
     Raises:
         ConfigError: what cannot be planned, with the way out.
     """
-    from policygrad.training.asks import planned as asked
-    from policygrad.training.config.checks import check_answers
-    from policygrad.training.config.parts import find_algorithm
+    from policygrad.training.config.run import check_answers
+    from policygrad.training.config.serialization import find_algorithm
+    from policygrad.training.cost_estimate import planned as asked
 
     measured = None if options.calibration is None else load(options.calibration)
     device, gpus = fleet(options.gpus, None if measured is None else measured.device)
@@ -218,3 +216,42 @@ def _calibrate(options: PlanOptions) -> int:
     found.write(path)
     print(path)
     return 0
+
+
+# A plan in the terminal.
+
+
+def table(
+    plan: Plan, others: Sequence[Plan], ways: Sequence[Remedy], steps: int, price: float | None, width: int
+) -> list[Line]:
+    """The whole plan, running text within `width`."""
+    text = max(40, min(width, 100))
+    lines: list[Line] = [*wrapped((), title(plan), text, HEAD), *wrapped((), summary(plan, steps, price), text), ()]
+    for part in tables(plan, others, ways, steps, price):
+        lines += [*_table(part, text), ()]
+    lines.append((("Assumed", HEAD),))
+    for sentence in assumptions(plan):
+        lines += wrapped((("  · ", QUIET),), sentence, text)
+    return lines
+
+
+def _table(part: Table, width: int) -> Iterator[Line]:
+    """Names to the left, figures to the right."""
+    yield ((part.title, HEAD),)
+    cells = [part.head, *part.rows] if any(part.head) else list(part.rows)
+    widths = [max(len(row[i]) for row in cells) for i in range(len(part.head))]
+    for number, row in enumerate(cells):
+        style = QUIET if any(part.head) and number == 0 else ""
+        first, *rest = row
+        figures = [
+            cell.ljust(w) if _is_text(part, i) else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(rest, widths[1:], strict=True), 1)
+        ]
+        yield ((f"  {first.ljust(widths[0])}", style or NAME), ("  " + "  ".join(figures), style))
+    if part.note:
+        yield from wrapped((("  ", ""),), part.note, width, QUIET)
+
+
+def _is_text(part: Table, column: int) -> bool:
+    """Whether a column has no figures, by its first row."""
+    return bool(part.rows) and not any(c.isdigit() or c == "–" for c in part.rows[0][column]) and not part.head[column]

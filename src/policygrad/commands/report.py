@@ -11,8 +11,8 @@ from typing import Annotated
 
 import tyro
 
-from policygrad.commands.describe import paragraphs
 from policygrad.commands.options import writable, write
+from policygrad.commands.render import paragraphs
 from policygrad.compare.plan import FILE as PLAN
 from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.run import optional
@@ -60,8 +60,8 @@ def report(args: list[str]) -> int:
     folders = run_folders(named)
     if options.watch:
         return _watch(folders, options)
+    from policygrad.report.data import read
     from policygrad.report.page import page
-    from policygrad.report.reading import read
 
     runs = [read(folder, empty=len(folders) > 1) for folder in folders]
     if not any(run.metrics for run in runs):
@@ -86,7 +86,7 @@ def run_folders(named: Sequence[Path]) -> tuple[Path, ...]:
     Raises:
         RunError: none of several is a run; a comparison without any run yet, or whose plan cannot be read.
     """
-    from policygrad.report.reading import is_run
+    from policygrad.report.data import is_run
 
     found, left_out = list[Path](), list[str]()
     for folder in named:
@@ -108,7 +108,7 @@ def run_folders(named: Sequence[Path]) -> tuple[Path, ...]:
 def _compared(folder: Path) -> list[Path]:
     """The runs of a comparison that it reports; not those that its learning rates were chosen by."""
     from policygrad.compare.plan import read
-    from policygrad.report.reading import is_run
+    from policygrad.report.data import is_run
 
     plan = read(folder)
     places = [place for row in plan.rows for place in sorted((folder / "runs" / row.label).glob("*"))]
@@ -122,7 +122,7 @@ def _compared(folder: Path) -> list[Path]:
 
 def _watch(folders: tuple[Path, ...], options: ReportOptions) -> int:
     """Until Ctrl-C."""
-    from policygrad.report.serve import HERE, server
+    from policygrad.report.server import HERE, server
 
     with server(folders, options.host or HERE, options.port or 0) as serving:
         print(serving.url, flush=True)

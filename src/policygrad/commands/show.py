@@ -2,28 +2,291 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import re
 import shutil
 import sys
-from dataclasses import dataclass, is_dataclass
-from typing import Annotated
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from itertools import pairwise
+from typing import Annotated, Any
 
 import tyro
 
+import policygrad
 from policygrad.algorithms import ALGORITHMS, algorithm
-from policygrad.commands import describe as words
-from policygrad.commands.describe import HEAD, NAME, QUIET, Line
-from policygrad.commands.matrix import matrix
-from policygrad.commands.part_page import describe_part, index
-from policygrad.core.algorithm import Algorithm
-from policygrad.core.roles import not_frozen
+from policygrad.catalog import PAPERS
+from policygrad.commands import render as words
+from policygrad.commands.render import COLUMNS, HEAD, NAME, QUIET, Line, number, part_name, summary, wrapped
+from policygrad.core.algorithm import Algorithm, linked
+from policygrad.core.base import Part
+from policygrad.core.gates import Clip
+from policygrad.core.ratios import Token
+from policygrad.core.validation import ROLES, not_frozen
+from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
-from policygrad.papers import PAPERS
 from policygrad.trackers.glossary import Meaning, meaning
-from policygrad.training.config.own import assigned, is_own, load_own
-from policygrad.training.config.parts import find_algorithm, nearest, part_class, part_names
 from policygrad.training.config.run import optional
-from policygrad.training.config.toml import algorithm_to_dict
+from policygrad.training.config.serialization import algorithm_to_dict, find_algorithm, nearest, part_class, part_names
+from policygrad.utils.user_code import address, assigned, is_own, load_own, location
+
+# The rows of the matrix by kind, so that many can be read: what they learn credit from, and how they look at old samples.
+
+FAMILIES = (
+    "one sample at a time",
+    "values of every token: a critic, or sampled",
+    "samples of one prompt compared, on-policy",
+    "samples of one prompt compared, a ratio per token, clipped",
+    "samples of one prompt compared, a ratio per token, another gate",
+    "samples of one prompt compared, a ratio per completion",
+)
+
+
+def family(a: Algorithm) -> str:
+    """Which of them, by what it is composed of."""
+    single, values, group, clipped, gated, completion = FAMILIES
+    if a.critic is not None or any(link.samples_values or isinstance(link, Vine) for link in a.psi):
+        return values
+    if not any(link.group_statistic for link in a.psi):
+        return single
+    if a.ratio is None:
+        return group
+    if not isinstance(a.ratio, Token):
+        return completion
+    return clipped if isinstance(a.gate, Clip) else gated
+
+
+def families() -> dict[str, list[str]]:
+    """Family -> names of the matrix, in its order; none is empty."""
+    found: dict[str, list[str]] = {name: [] for name in FAMILIES}
+    for name, a in ALGORITHMS.items():
+        found[family(a)].append(name)
+    return {name: members for name, members in found.items() if members}
+
+
+# The matrix for a terminal: one line per algorithm where there is room, else a few labelled lines each.
+
+_TIED = "\u00a0"
+"""Between words of one part, which stay on a line where they can."""
+Cells = dict[str, tuple[str, ...]]
+"""Column -> the cell's parts."""
+
+
+def matrix(width: int | None) -> list[Line]:
+    """The table in the most telling form that fits: one line per algorithm, then without values that are a part's defaults, then
+    one line per part, then a few lines per algorithm with each cell named. Algorithms of one family stand together.
+
+    width None: one line per algorithm however long, for grep and spreadsheets.
+    """
+    grouped = families()
+    names = [name for members in grouped.values() for name in members]
+    full = {name: words.matrix_row(ALGORITHMS[name]) for name in names}
+    short = {name: words.matrix_row(ALGORITHMS[name], changed=True) for name in names}
+    if width is None:
+        return _table(_joined(full), {})
+    for rows in (_joined(full), _joined(short), short):
+        if _size(rows) <= width:
+            return _table(rows, grouped)
+    return _blocks(short, grouped, width)
+
+
+def _blocks(rows: dict[str, Cells], grouped: dict[str, list[str]], width: int) -> list[Line]:
+    """`grpo  Ψ GroupMean GroupStd   r Token   w Clip …`, broken between cells; empty cells are left out."""
+    lead = max(map(len, rows)) + 2 if width >= 72 else 4
+    labels = [column.split() for column in next(iter(rows.values()))]
+    legend = ", ".join(f"{symbol} {' '.join(name)}" for symbol, *name in labels if name)
+    lines = [*words.wrapped((("", ""),), legend, width, QUIET)]
+    for family, names in grouped.items():
+        lines += [(), *words.wrapped((("", ""),), family, width, HEAD)]
+        for name in names:
+            named = [(column.split()[0], parts) for column, parts in rows[name].items() if parts]
+            cells = [
+                " ".join([f"{symbol} {parts[0]}".replace(" ", _TIED), *_tied(parts[1:])]) for symbol, parts in named
+            ]
+            lines += _packed(name, cells, lead, width)
+    return lines
+
+
+def _packed(name: str, cells: list[str], lead: int, width: int) -> list[Line]:
+    """Cells one after the other, as many on a line as fit; one that is longer than a line breaks between parts, then words."""
+    first = max(lead, len(name) + 2)
+    lines, row, indent = list[Line](), "", first
+    for cell in cells:
+        if row and indent + len(row) + 3 + len(cell) > width:
+            lines.append(_line(name if not lines else "", indent, row))
+            row, indent = "", lead
+        row = f"{row}   {cell}" if row else cell
+        while indent + len(row) > width and (cut := _cut(row[: width - indent + 1])) > 0:
+            lines.append(_line(name if not lines else "", indent, row[:cut]))
+            row, indent = row[cut + 1 :], lead + 2
+    return [*lines, _line(name if not lines else "", indent, row)]
+
+
+def _cut(row: str) -> int:
+    """Where a row that is too long ends: between parts, else between words; -1 where there is one word."""
+    return found if (found := row.rfind(" ")) > 0 else row.rfind(_TIED)
+
+
+def _tied(parts: tuple[str, ...]) -> list[str]:
+    return [part.replace(" ", _TIED) for part in parts]
+
+
+def _line(name: str, indent: int, text: str) -> Line:
+    return ((name.ljust(indent), NAME), (text.replace(_TIED, " ").rstrip(), ""))
+
+
+def _joined(rows: dict[str, Cells]) -> dict[str, Cells]:
+    """Each cell on one line."""
+    return {name: {k: (" ".join(v),) if v else () for k, v in row.items()} for name, row in rows.items()}
+
+
+def _widths(rows: dict[str, Cells]) -> list[int]:
+    columns = next(iter(rows.values()))
+    parts = [[len(part) for row in rows.values() for part in row[column]] for column in columns]
+    return [max(map(len, rows)), *(max([len(column), *sizes]) for column, sizes in zip(columns, parts, strict=True))]
+
+
+def _size(rows: dict[str, Cells]) -> int:
+    widths = _widths(rows)
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _table(rows: dict[str, Cells], grouped: dict[str, list[str]]) -> list[Line]:
+    """Columns; a family's name above its first row."""
+    widths = _widths(rows)
+    columns = ["", *next(iter(rows.values()))]
+    heads = {names[0]: family for family, names in grouped.items()}
+    lines: list[Line] = [_row(columns, widths, HEAD)]
+    for name, row in rows.items():
+        if name in heads:
+            lines += [(), ((heads[name], HEAD),)]
+        cells = [(name,), *(parts or ("–",) for parts in row.values())]
+        for i in range(max(map(len, cells))):
+            lines.append(_row([cell[i] if i < len(cell) else "" for cell in cells], widths, ""))
+    return lines
+
+
+def _row(cells: list[str], widths: list[int], style: str) -> Line:
+    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+    return ((padded[0], style or NAME), ("  " + "  ".join(padded[1:]).rstrip(), style))
+
+
+# `policygrad show PART`: one part's settings, equation, text and place in the code; and the list of all of them.
+
+_SYMBOLS = {"ratio": "r", "gate": "w", "corrections": "ρ", "aggregate": "c", "terms": "k", "critic": "V"}
+
+
+def describe_part(part: Any, width: int = 80) -> list[Line]:
+    """A part, or its class: its settings, its equation, its docstring whole, where its code stands and what has it."""
+    kind: type = part if isinstance(part, type) else type(part)
+    built = _built(kind) if isinstance(part, type) else part
+    lines: list[Line] = [((kind.__name__ if built is None else part_name(built, names=True), NAME),)]
+    lines += [*_place(kind, width), ()]
+    if fields(kind):
+        lines += [(("Settings", HEAD),), *_settings(kind, built, width), ()]
+    if built is not None and isinstance(built, Part):
+        lines += [(("Equation", HEAD),), *_equation(built, width), ()]
+    lines += _text(kind, width)
+    users = [n for n, a in ALGORITHMS.items() if any(type(p) is kind for _, p in a.parts())]
+    return [*lines, *wrapped((("Used by  ", HEAD),), ", ".join(users) or "none of the named algorithms", width)]
+
+
+def index(width: int = 80) -> list[Line]:
+    """Every algorithm by family and every part by the field it goes into, with what it does."""
+    lines: list[Line] = [(("Algorithms", HEAD), ("  policygrad show NAME", QUIET))]
+    for family, names in families().items():
+        lines += [((f"  {family}", ""),), *wrapped((("    ", ""),), ", ".join(names), width, NAME)]
+    lines += [(), (("Parts", HEAD), ("  policygrad show PART, policygrad train … --algorithm.FIELD PART", QUIET))]
+    longest = max(map(len, part_names())) + 2
+    for place, role in ROLES.items():
+        symbol = COLUMNS.get(place, ("", place))[0]
+        lines += [((f"  {place}", HEAD), (f"  {role.word}{', ' * bool(symbol)}{symbol}", QUIET))]
+        for name in part_names(place):
+            lines += wrapped(((f"    {name:<{longest}}", NAME),), _first(getattr(policygrad, name)), width)
+    own = "your own: policygrad show mine.py:PART, or mine:PART"
+    return [*lines, (), ((own, QUIET),)]
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """Setting -> the text below it in the class, or in the class that it inherits it from."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError):  # a builtin, or a class without a file
+            continue
+        if not (tree.body and isinstance(tree.body[0], ast.ClassDef)):
+            continue
+        for node, after in pairwise(tree.body[0].body):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                text = after.value if isinstance(after, ast.Expr) else None
+                said = text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
+                found[node.target.id] = " ".join(said.split())
+    return found
+
+
+def _built(kind: type) -> Any:
+    """The part with its defaults; None where a setting has none."""
+    needed = [f for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING]
+    return None if needed else kind()
+
+
+def _place(kind: type, width: int) -> Iterator[Line]:
+    """What it is, how it is named on the command line, and where its code stands."""
+    known = kind.__name__ in part_names() and getattr(policygrad, kind.__name__) is kind
+    name = kind.__name__ if known else address(kind)
+    for place, role in ROLES.items():
+        if issubclass(kind, role.bases):
+            yield from wrapped((("  ", ""),), f"{role.word}: --algorithm.{place} {name}", width)
+    if where := location(kind):
+        yield from wrapped((("  ", ""),), where, width, QUIET)
+
+
+def _settings(kind: type, built: Any, width: int) -> Iterator[Line]:
+    docs, named = field_docs(kind), [(f.name, _signature(f, built)) for f in fields(kind)]
+    name, size = (max(len(pair[i]) for pair in named) for i in (0, 1))
+    for setting, signature in named:
+        lead: Line = ((f"  {setting:<{name}}  ", NAME), (f"{signature:<{size}}  ", ""))
+        yield from wrapped(lead, docs.get(setting, ""), max(width, sum(len(t) for t, _ in lead) + 24))
+
+
+def _signature(f: Field[Any], built: Any) -> str:
+    kind = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
+    if built is None and f.default is MISSING:
+        return kind
+    value = getattr(built, f.name) if built is not None else f.default
+    return f"{kind} = {value!r}" if isinstance(value, str) else f"{kind} = {number(value)}"
+
+
+def _equation(part: Any, width: int) -> Iterator[Line]:
+    places = [place for place, role in ROLES.items() if isinstance(part, role.bases)]
+    place = places[0] if places else ""
+    if place == "psi":
+        lead, formula = "  Ψ ← ", linked("R" if part.starts else "Ψ", part)
+    else:
+        formula, symbol = part.formula, _SYMBOLS.get(place, "")
+        lead = "  " if not symbol or re.match(rf"{symbol}(_\w+)? = ", formula) else f"  {symbol} = "
+    yield from wrapped(((lead, ""),), formula, width)
+
+
+def _text(kind: type, width: int) -> Iterator[Line]:
+    """The docstring, paragraph by paragraph."""
+    for paragraph in re.split(r"\n\n+", inspect.getdoc(kind) or ""):
+        rows = paragraph.split("\n")
+        if any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):  # a table stays a table
+            yield from (((f"  {row}", ""),) for row in rows)
+        else:
+            yield from wrapped((("  ", ""),), " ".join(rows), width)
+        yield ()
+
+
+def _first(kind: type) -> str:
+    """The first sentence of what it does."""
+    text = summary(kind)[0]
+    return re.split(r"(?<=[\w\)\]’”])[.;](?=\s|$)", text)[0].strip().rstrip(".") if text else ""
 
 
 @dataclass(frozen=True)

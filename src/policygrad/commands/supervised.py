@@ -10,18 +10,17 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from policygrad.commands import STOPPED
-from policygrad.commands.describe import paragraphs
-from policygrad.commands.foreign.answers import refuse_foreign
-from policygrad.commands.options import CommandOptions, printed_flags, without_leave
-from policygrad.commands.words import refuse_cluster
+from policygrad.commands.foreign_options import refuse_foreign
+from policygrad.commands.options import CommandOptions, printed_flags, refuse_cluster, without_leave
+from policygrad.commands.render import paragraphs
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.torchrun import launched, ranks_of
-from policygrad.models.trust import FLAG
-from policygrad.training.config.allowed import Allowed, from_words
-from policygrad.training.config.places import changed, written_by_itself
-from policygrad.training.config.supervised import Supervised
-from policygrad.training.config.toml import dumps, load
-from policygrad.training.folder import check_resumable
+from policygrad.models.loading import FLAG
+from policygrad.training.config.paths import changed, written_by_itself
+from policygrad.training.config.serialization import dumps, load
+from policygrad.training.config.supervised import RewardModelConfig, SFTConfig, Supervised
+from policygrad.training.config.trust import Allowed, from_words
+from policygrad.training.run_folder import check_resumable
 
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 _FLAT = tyro.conf.arg(name="")
@@ -66,7 +65,7 @@ def command(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trai
         print(dumps(config).rstrip())
         return 0
     from policygrad.trackers import default_tracker
-    from policygrad.training.copied import going_on
+    from policygrad.training.run_folder import going_on
 
     module, _, function = trainer.partition(":")
     display = default_tracker(plain=options.plain or None)
@@ -83,7 +82,7 @@ def command(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trai
 
 def _follow() -> int:
     """One of torchrun's processes above rank 0, which does what that one says."""
-    from policygrad.learners.fsdp.follower import joined
+    from policygrad.learners.fsdp.worker import joined
 
     return joined()
 
@@ -116,3 +115,29 @@ def _check_resumable(before: Supervised, config: Supervised, folder: str) -> Non
                 f"--{f.name.replace('_', '-')} would not be what the run began with: leave it out, or train anew with "
                 f"--config {folder}/{config.kind}.toml --output DIR"
             )
+
+
+# `policygrad sft`: supervised fine-tuning on demonstrations.
+
+SFT_HELP = (
+    "Fine-tune a causal language model on demonstrations: a .jsonl file whose lines have `prompt` and `completion`, or "
+    "`messages` of a chat, of which the assistant's turns are learnt.",
+)
+
+
+def sft(args: list[str]) -> int:
+    """`policygrad sft --data FILE [options]`."""
+    return command(SFTConfig, args, SFT_HELP, "policygrad.training.sft:sft")
+
+
+# `policygrad reward-model`: a reward model from preferences.
+
+REWARD_MODEL_HELP = (
+    "Train a reward model on preferences: a .jsonl file whose lines have `prompt`, `chosen` and `rejected`.",
+    "`policygrad train --reward model:RUN` then trains a policy against it.",
+)
+
+
+def reward_model(args: list[str]) -> int:
+    """`policygrad reward-model --data FILE [options]`."""
+    return command(RewardModelConfig, args, REWARD_MODEL_HELP, "policygrad.training.reward_model:train_reward_model")

@@ -14,8 +14,7 @@ import tyro
 from policygrad.algorithms import ALGORITHMS
 from policygrad.cluster.config import OPTIONS, ClusterConfig
 from policygrad.commands import STOPPED
-from policygrad.commands.describe import describe, page_width, paragraphs
-from policygrad.commands.foreign.answers import refuse_foreign
+from policygrad.commands.foreign_options import refuse_foreign
 from policygrad.commands.options import (
     REGISTRY,
     CommandOptions,
@@ -25,22 +24,21 @@ from policygrad.commands.options import (
     open_budget,
     option_type,
     printed_flags,
+    refuse_empty,
     take_algorithm,
     without_leave,
 )
-from policygrad.commands.words import refuse_empty
+from policygrad.commands.render import describe, page_width, paragraphs
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.torchrun import launched, ranks_of
-from policygrad.models.trust import FLAG
-from policygrad.training.config.allowed import Allowed, from_words, given_in
-from policygrad.training.config.composed import composed
-from policygrad.training.config.parts import find_algorithm
-from policygrad.training.config.places import changed, written_by_itself
-from policygrad.training.config.run import Draft, Options, Run, optional
-from policygrad.training.config.schedules import idle
-from policygrad.training.config.toml import dumps, load
-from policygrad.training.folder import check_resumable
+from policygrad.models.loading import FLAG
+from policygrad.training.config.paths import changed, written_by_itself
+from policygrad.training.config.run import Draft, Options, Run, idle, optional
+from policygrad.training.config.run_name import composed
+from policygrad.training.config.serialization import dumps, find_algorithm, load
+from policygrad.training.config.trust import Allowed, from_words, given_in
+from policygrad.training.run_folder import check_resumable
 
 HELP = (
     "Train a causal language model by policy gradient.",
@@ -114,7 +112,7 @@ def train(args: list[str]) -> int:
         print(memory(run))
         return 0
     if cluster is not None:
-        from policygrad.cluster.driver import train as on_cluster
+        from policygrad.cluster.launch import train as on_cluster
 
         done = on_cluster(
             run,
@@ -126,7 +124,7 @@ def train(args: list[str]) -> int:
         )
         return STOPPED if done.interrupted else 0
     from policygrad.trackers import default_tracker
-    from policygrad.training.copied import going_on
+    from policygrad.training.run_folder import going_on
     from policygrad.training.trainer import train as start
 
     display = default_tracker(plain=command.plain or None)
@@ -143,8 +141,8 @@ def train(args: list[str]) -> int:
 
 def _follow() -> int:
     """One of torchrun's processes above rank 0, which does what that one says."""
-    from policygrad.learners.fsdp.follower import follow
-    from policygrad.learners.fsdp.ranks import Ranks
+    from policygrad.learners.fsdp.processes import Ranks
+    from policygrad.learners.fsdp.worker import follow
 
     return follow(Ranks.joined())
 
@@ -189,7 +187,7 @@ def dry_run(run: Run) -> str:
 
 def memory(run: Run) -> str:
     """About how much it would take, as a comment; or why that cannot be said."""
-    from policygrad.training.footprint import footprint
+    from policygrad.training.cost_estimate import footprint
 
     try:
         said = str(footprint(run.resolved()))

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from policygrad.checkpoint.disk import write_atomically
-from policygrad.contents import read_json
 from policygrad.errors import RunError
+from policygrad.utils.filesystem import read_json, write_atomically
 
 FILE = "plan.json"
 TUNING = 1000
@@ -228,3 +227,173 @@ def _asks_for_more(there: Plan, plan: Plan) -> bool:
 
 def _pairs(old: Iterable[Row], new: Iterable[Row]) -> Iterable[tuple[Row, Row]]:
     return zip(old, new, strict=True)
+
+
+# Command-line words as layers: what a later layer says of an option replaces what an earlier one said.
+
+
+def options(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(option, its words with the option first) of words that begin with an option; "" for words before the first one."""
+    held: list[str] = []
+    for word in words:
+        if word.startswith("--") and held:
+            yield name(held[0]), tuple(held)
+            held = []
+        held.append(word)
+    if held:
+        yield name(held[0]), tuple(held)
+
+
+def name(word: str) -> str:
+    """`--max_tokens=5` -> `--max-tokens`; "" for a word that is no option."""
+    return word.partition("=")[0].replace("_", "-") if word.startswith("--") else ""
+
+
+def names(words: Sequence[str]) -> set[str]:
+    """Every option that the words set."""
+    return {option for option, _ in options(words) if option}
+
+
+def values(words: Sequence[str], option: str) -> list[str]:
+    """All that the words give an option, wherever they do."""
+    given = [held for name_, held in options(words) if name_ == option]
+    return [word for held in given for word in (held[0].partition("=")[2], *held[1:]) if word]
+
+
+def layered(*layers: Sequence[str]) -> tuple[str, ...]:
+    """All layers as one; an option stands where it was first named, with the last one's words."""
+    found: dict[str, tuple[str, ...]] = {}
+    for layer in layers:
+        for option, words in options(layer):
+            found[option] = words
+    return tuple(word for words in found.values() for word in words)
+
+
+# Ladders: a method taken apart, its parts added one at a time in the order in which its paper did.
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A row of a ladder."""
+
+    label: str
+    change: tuple[str, ...]
+    """Options of `policygrad train` that it adds to the rung below, or sets anew."""
+    says: str
+    """What it adds, in words."""
+    published: str = ""
+    """The figure that the paper gives for it."""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """A method's parts in order."""
+
+    title: str
+    source: str
+    setting: tuple[str, ...]
+    """Options that all rungs share: a task on which the parts matter."""
+    why: str
+    """Why this setting, and in what it differs from the paper's."""
+    base: str
+    """The algorithm that the ladder stands on."""
+    rungs: tuple[Rung, ...]
+
+    def rows(self) -> list[tuple[str, tuple[str, ...], str]]:
+        """(label, words of `policygrad train`, what is added) of every rung, each with all that is below it."""
+        words: tuple[str, ...] = ()
+        found = []
+        for rung in self.rungs:
+            words = layered(words, rung.change)
+            figure = f"; published: {rung.published}" if rung.published else ""
+            found.append((rung.label, (self.base, *words), rung.says + figure))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"title": self.title, "source": self.source, "why": self.why}
+
+
+LADDERS: dict[str, Ladder] = {
+    "dapo": Ladder(
+        title="DAPO, part by part",
+        source="Yu et al. 2025 (DAPO, arXiv:2503.14476), table 1: AIME 2024, avg@32, Qwen2.5-32B",
+        setting=("--task", "embedded_steps", "--max-tokens", "20"),
+        why="Answers that the base model works out take 15 to 24 tokens here, and the budget is 20: the more it works "
+        "out, the more is cut off, so that how cut-off answers count, and how lengths weigh, matters. The paper's "
+        "model is some 45,000 times as large, its budget a thousand times as long. As there (sec. 4.1), a rollout "
+        "feeds 16 updates; an update sees 32 answers of 4 prompts here, 512 answers of 32 prompts there. Naive "
+        "GRPO is without its KL penalty, which DAPO drops before its ladder begins (sec. 2.3).",
+        base="grpo",
+        rungs=(
+            Rung(
+                "naive_grpo",
+                ("--algorithm.terms", "none", "--algorithm.step.minibatches", "16"),
+                "GRPO, symmetric clip, mean per answer, no KL, 16 updates per rollout",
+                "30",
+            ),
+            Rung(
+                "overlong_mask",
+                ("--algorithm.filters", "MaskTruncated"),
+                "answers that were cut off do not move the policy",
+                "36",
+            ),
+            Rung("clip_higher", ("--algorithm.gate.high", "0.28"), "the upper clip bound 0.28 for 0.2", "38"),
+            Rung(
+                "soft_penalty",
+                ("--algorithm.shaping", "SoftOverlong"),
+                "a penalty over the last fifth of the budget",
+                "41",
+            ),
+            Rung("token_mean", ("--algorithm.aggregate", "TokenMean"), "the mean over all tokens of an update", "42"),
+            Rung(
+                "dynamic_sampling",
+                ("--algorithm.filters", "DropNoSpread,MaskTruncated"),
+                "all-right and all-wrong groups are replaced: DAPO",
+                "50",
+            ),
+        ),
+    )
+}
+
+
+# What a named algorithm needs on the embedded task, whose answers are some ten tokens long, and why.
+
+
+@dataclass(frozen=True)
+class Override:
+    """Options of `policygrad train`, and why the row's own do not suit."""
+
+    options: tuple[str, ...]
+    reason: str
+
+
+OVERRIDES: dict[str, Override] = {
+    "distill": Override(
+        ("--teacher", "runs/distill/teacher"),
+        "it needs a teacher: the one that scripts/measure_distill.py makes, the base model with twice its layers, trained by grpo.",
+    ),
+    "vapo": Override(
+        ("--algorithm.psi.length-adaptive-gae.alpha", "0.5"),
+        "λ = max(0, 1 − 1/(α·l)) is 0 up to 20 tokens at the paper's α = 0.05; at 0.5 an answer of 10 tokens has λ = 0.8.",
+    ),
+    "iterative_grpo": Override(
+        ("--algorithm.reference.every", "20"),
+        "a run here has fewer rollouts than the default's 100, so that the reference would never be taken anew.",
+    ),
+    "prorl": Override(
+        ("--algorithm.reference.every", "20"),
+        "a run here has fewer rollouts than the default's 200, so that reference and optimiser would never be reset.",
+    ),
+    "grpo_process": Override(
+        ("--task", "embedded_steps"),
+        "a reward for every step says more only where an answer has several: this task is what of the embedded one does.",
+    ),
+    "vineppo": Override(
+        (
+            *("--task", "embedded_steps", "--prompts-per-step", "16", "--samples-per-prompt", "4"),
+            *("--evaluation.every", "4"),
+        ),
+        "a value per step needs answers of several steps, as above; fresh completions of every step's prefix are most of the "
+        "tokens, so that fewer answers a step leave as many steps as the others take (and evaluations as often).",
+    ),
+}

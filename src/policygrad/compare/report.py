@@ -4,24 +4,220 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import combinations
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations, pairwise
+from typing import TYPE_CHECKING, Any
 
-from policygrad.compare import statements, summary
-from policygrad.compare.outcomes import AXES, Outcome
+from policygrad.compare import summary
 from policygrad.compare.plan import Job, Plan, Row
+from policygrad.compare.runner import AXES, Outcome, Results
 from policygrad.compare.statistics import (
     LEVEL,
     Estimate,
+    fewest_runs,
     interquartile_mean,
     probability_of_improvement,
     separation_by_chance,
 )
 from policygrad.compare.summary import POINTS, Summary, Tried
-from policygrad.compare.work import Results
 from policygrad.errors import ConfigError
+
+if TYPE_CHECKING:
+    from policygrad.compare.plan import Plan
+
+
+# Numbers with their word.
+
+
+def counted(shown: object, words: str) -> str:
+    """`1 second`, `1,200 seconds`: a number as it is shown, and what it counts, which is given in the plural."""
+    return f"{shown} {words.removesuffix('s') if str(shown) == '1' else words}"
+
+
+# What a comparison says, what differs between its rows besides the algorithm, and what it cannot tell, in sentences.
+
+NAMED = 6
+"""Pairs that a sentence names."""
+FEW = 10
+"""Seeds below which a percentile interval is said to be too narrow."""
+SETTINGS = {
+    "updates_per_rollout": "Updates per rollout",
+    "samples_per_prompt": "Samples per prompt",
+    "prompts_per_step": "Prompts per step",
+}
+"""Settings of a row that are told in words, where rows differ."""
+
+
+def said(found: Report) -> Report:
+    """The report with its sentences."""
+    return replace(found, says=tuple(says(found)), differs=tuple(differs(found)), limits=tuple(limits(found)))
+
+
+def says(found: Report) -> Iterable[str]:
+    """Who is highest at equal tokens, updates and seconds, of whom that cannot be told, and whether the axes agree."""
+    for number, kind in enumerate(found.kinds):
+        rows = [row for row in found.rows if row.kind == number and row.summary]
+        where = f" on {kind.measure.get('task')}" if len(found.kinds) > 1 else ""
+        for axis, end in kind.equal.items() if len(rows) > 1 else ():
+            best = max(rows, key=lambda row: row.summary.equal[axis].value if row.summary else 0.0)
+            close = _together(found, best.label, axis)
+            told = f"; not told apart from it: {', '.join(close)}" if close else "; all others are below it"
+            score = best.summary.equal[axis] if best.summary else None
+            at = counted(f"{end:,.0f}" if end >= 10 else f"{end:.2g}", axis)
+            yield f"At {at}{where}, which every run reaches, {best.label} is highest, {score}{told}."
+    both = [pair for pair in found.pairs if pair.apart["tokens"] and pair.apart["updates"]]
+    turned = [p for p in both if (p.probability["tokens"].value > 0.5) != (p.probability["updates"].value > 0.5)]
+    if both:
+        names = ", ".join(f"{p.first} and {p.second}" for p in turned[:NAMED]) + " …" * (len(turned) > NAMED)
+        yield (
+            f"Of {len(both)} pairs that are apart at equal tokens and at equal updates, {len(turned)} "
+            f"{'is' if len(turned) == 1 else 'are'} in the opposite order at equal updates{f' ({names})' if turned else ''}."
+        )
+    if found.ladder:
+        yield from _rungs(found)
+
+
+def _rungs(found: Report) -> Iterable[str]:
+    """Every part of a ladder against the row below it."""
+    rows = [row for row in found.rows if row.change and row.summary]
+    for below, row in pairwise(rows):
+        pair = next((p for p in found.pairs if {p.first, p.second} == {below.label, row.label}), None)
+        if pair is None or row.summary is None or below.summary is None:
+            continue
+        change = row.summary.equal["tokens"].value - below.summary.equal["tokens"].value
+        clear = "apart" if pair.apart["tokens"] else "not told apart"
+        yield f"{row.label} ({row.change}): {change:+.3f} at equal tokens, {clear} from {below.label}."
+
+
+def _together(found: Report, label: str, axis: str) -> list[str]:
+    """Rows that cannot be told from this one."""
+    pairs = [p for p in found.pairs if label in (p.first, p.second) and not p.apart[axis]]
+    return [p.second if p.first == label else p.first for p in pairs]
+
+
+def differs(found: Report) -> Iterable[str]:
+    """What else the rows differ in."""
+    for name, words in SETTINGS.items():
+        if told := _told({row.label: row.settings.get(name) for row in found.rows}):
+            yield f"{words}: {told}."
+    steps = {row.label: round(row.summary.means["updates"]) for row in found.rows if row.summary}
+    if told := _told(steps):
+        yield f"Updates within the budget, on average: {told}. The tables at equal updates compare them at the fewest."
+    if told := _told({row.label: rate(row) for row in found.rows}):
+        chosen = (
+            ", where there was a choice each row's best on the tuning seeds"
+            if any(r.tuning for r in found.rows)
+            else ""
+        )
+        yield f"Learning rates{chosen}: {told}."
+    if own := [row.label for row in found.rows if row.reason]:
+        yield f"Options that are not the algorithm's own, for reasons given with the row: {', '.join(own)}."
+    if len(found.kinds) > 1:
+        groups = "; ".join(f"{', '.join(kind.labels)} ({_measure(kind.measure)})" for kind in found.kinds)
+        yield f"Scores are of different things and are compared only among their own kind: {groups}."
+    if not found.ladder:
+        return
+    yield f"{found.ladder['why']}"
+
+
+def limits(found: Report) -> Iterable[str]:
+    """What must not be read into it."""
+    done = [row for row in found.rows if row.summary]
+    if found.stopped or any(len(row.runs) < len(found.seeds) for row in found.rows):
+        short = ", ".join(f"{row.label} {len(row.runs)}" for row in found.rows if len(row.runs) < len(found.seeds))
+        yield f"It is not whole: of {len(found.seeds)} seeds there are {short}."
+    few = "; with so few the true coverage of a percentile interval is below its 95 %" if len(found.seeds) < FEW else ""
+    yield (
+        f"Intervals are over {counted(len(found.seeds), 'seeds')} of the same held-out problems{few}. They do not "
+        "cover other tasks, models or budgets."
+    )
+    if pairs := found.pairs:
+        open_ = sum(not pair.apart["tokens"] for pair in found.pairs)
+        by_chance = f", and of {len(pairs)} pairs some exclude ½ by chance alone" if len(pairs) > 5 else ""
+        yield (
+            f"At equal tokens {open_} of {counted(len(pairs), 'pairs')} cannot be told apart: the interval of P(above) "
+            f"holds ½{by_chance}.{_few(len(found.seeds))}"
+        )
+    yield (
+        "One task and one small model: rankings of post-training algorithms change with scale and task (Li 2026, arXiv:2603.19335, "
+        "240 runs at 0.5B to 7B), so that an order here is no advice for another model."
+    )
+    yield from _rates(found)
+    if same := _same(done):
+        yield f"The same runs, to the digit, because nothing in which they differ came up: {'; '.join(same)}."
+    yield (
+        "Seconds are those of this machine, with what else ran on it; they leave out evaluations, loading and checkpoints. Between "
+        "evaluations a curve is a straight line."
+    )
+
+
+def too_few_seeds(plan: Plan) -> str:
+    """Say before any run that its seeds cannot tell rows apart, whatever comes; "" where they can."""
+    seeds, least = len(plan.seeds), fewest_runs()
+    if len(plan.rows) < 2 or seeds >= least:
+        return ""
+    return (
+        f"--seeds {seeds} can tell no two rows apart, whatever they score: equal rows are wholly separated in "
+        f"{separation_by_chance(seeds, seeds):.0%} of cases. Take --seeds {least} or more, or read the scores as examples alone"
+    )
+
+
+def _few(seeds: int) -> str:
+    """Where no separation could be more than chance."""
+    chance = separation_by_chance(seeds, seeds)
+    if chance <= 1 - LEVEL:
+        return ""
+    return f" With {seeds} seeds each, equal rows are wholly separated in {chance:.0%} of cases, so that none is called apart."
+
+
+def _rates(found: Report) -> Iterable[str]:
+    """What is to be said of learning rates."""
+    if not any(row.tuning for row in found.rows):
+        yield (
+            "No learning rate was chosen: a row may be behind only because its best one is another (--lr-grid takes each row's "
+            "own)."
+        )
+        return
+    yield (
+        "A learning rate is the best of its grid by the mean final score of "
+        f"{counted(len(found.tuning_seeds), 'tuning seeds')} besides those reported; nothing else was tuned."
+    )
+    if edges := [f"{row.label} ({row.edge})" for row in found.rows if row.edge]:
+        yield f"Best at the edge of its grid, so that a wider one might do better: {', '.join(edges)}."
+    if fixed := [row.label for row in found.rows if not row.tuning]:
+        yield f"Not tuned, for it has no such option or its options set it: {', '.join(fixed)}."
+
+
+def _same(rows: list[RowReport]) -> list[str]:
+    """Rows whose runs are equal, seed by seed."""
+    seen: dict[Any, list[str]] = {}
+    for row in rows:
+        runs = tuple((run["seed"], *run["curve"]["score"], *run["curve"]["tokens"]) for run in row.runs)
+        seen.setdefault((row.kind, runs), []).append(row.label)
+    return [" = ".join(labels) for labels in seen.values() if len(labels) > 1]
+
+
+def rate(row: RowReport) -> str:
+    """The policy's, as it ran."""
+    value = row.value if row.knob == "--lr" and row.value is not None else row.settings.get("lr")
+    return "none" if value is None else f"{value:g}"
+
+
+def _told(values: Mapping[str, Any]) -> str:
+    """`1 (grpo, dapo), 4 (ppo)`; empty where all are equal."""
+    labels: dict[Any, list[str]] = {}
+    for label, value in values.items():
+        labels.setdefault(value, []).append(label)
+    if len(labels) < 2:
+        return ""
+    return ", ".join(f"{value} ({', '.join(names)})" for value, names in labels.items())
+
+
+def _measure(measure: Mapping[str, Any]) -> str:
+    shown = [f"{name} {value}" for name, value in measure.items() if name in ("task", "max_tokens", "model")]
+    return ", ".join(shown)
+
 
 THRESHOLD = 0.8
 """The share of the way from the score before training to the best row's final one."""
@@ -136,7 +332,7 @@ def report(plan: Plan, results: Results, share: float = THRESHOLD) -> Report:
         rows=rows,
         pairs=_pairs(rows),
     )
-    return statements.said(whole)
+    return said(whole)
 
 
 def _reported(plan: Plan, row: Row, results: Results) -> dict[Job, Outcome]:

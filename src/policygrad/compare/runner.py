@@ -3,26 +3,178 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
-from policygrad.checkpoint.disk import write_atomically
-from policygrad.checkpoint.lock import LOCKS, locked
-from policygrad.compare.outcomes import cost, finished
-from policygrad.compare.words import names, values
+from policygrad.compare.plan import Job, Plan, names, values
 from policygrad.errors import RunError
-from policygrad.models.trust import FLAG
-from policygrad.training.config.allowed import from_words
+from policygrad.models.loading import FLAG
+from policygrad.trackers.jsonl import METRICS, read_rows
+from policygrad.training.config.trust import from_words
+from policygrad.training.interrupts import WORDS, Stopping
+from policygrad.utils.filesystem import LOCKS, locked, read_json, write_atomically
+
+# What a finished run's folder says: its learning curve over tokens, updates and seconds, and what it cost.
+
+AXES = {"tokens": "sampled tokens", "updates": "updates", "seconds": "seconds of training"}
+"""What a curve may be drawn over. Seconds are those of rollouts and updates: evaluations, loading and checkpoints are left out."""
+LAST = 0.2
+"""The share of a run's last steps over which what it was like at its end is averaged."""
+SIGNS = {
+    "completions/mean_length": "length",
+    "completions/truncated_ratio": "truncated",
+    "entropy": "entropy",
+    "kl": "kl",
+    "clip_ratio/low": "clipped_low",
+    "clip_ratio/high": "clipped_high",
+}
+"""Metrics of a step -> what they are called at a run's end."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run. The curve's lists go together; their first point is before training."""
+
+    tokens: tuple[float, ...]
+    updates: tuple[float, ...]
+    seconds: tuple[float, ...]
+    score: tuple[float, ...]
+    """Held-out means."""
+    error: float
+    """Standard error of the last one over the held-out problems; 0 where it is not known."""
+    steps: int
+    signs: Mapping[str, float] = field(default_factory=dict)
+    """What its last steps were like: length [tokens], share cut off, entropy [nats], KL to the reference [nats a token],
+    shares clipped."""
+    cost: Mapping[str, float] = field(default_factory=dict)
+    """CPU seconds, seconds on the clock and MiB of the whole command, evaluations included."""
+    gated: float | None = None
+    """Fraction of the tokens at which the gate cut or capped the weight, mean over all steps; None for a gate that does neither."""
+
+    @property
+    def before(self) -> float:
+        return self.score[0]
+
+    @property
+    def after(self) -> float:
+        return self.score[-1]
+
+    def axis(self, name: str) -> tuple[float, ...]:
+        """One of `AXES`."""
+        return getattr(self, name)  # type: ignore[no-any-return]
+
+
+def finished(folder: Path) -> bool:
+    """Whether a run is at its end."""
+    return (folder / "result.json").is_file()
+
+
+def read(folder: Path) -> Outcome:
+    """A finished run.
+
+    Raises:
+        RunError: the run has no held-out scores, or files that are no run's.
+    """
+    try:
+        return _outcome(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the others: values of another kind
+        raise RunError(
+            f"{folder} cannot be read as a finished run: {error}; delete it, and --resume runs it again"
+        ) from error
+
+
+def _outcome(folder: Path) -> Outcome:
+    result = read_json(folder / "result.json")
+    rows = list[dict[str, Any]]()
+    for number, (_, row) in enumerate(read_rows(folder / METRICS), 1):
+        if row is None:
+            raise ValueError(f"line {number} of {METRICS} is no JSON object with a step")
+        rows.append(row)
+    steps = {row["step"]: row for row in rows if "tokens/sampled" in row}
+    scores = {row["step"]: row for row in rows if row.get("held_out") is not None}
+    last = result.get("steps", max(steps, default=0))
+    if 0 not in scores or last not in scores:
+        raise RunError(f"{folder} has no held-out score before or after training: see the notes in {_log(folder)}")
+    at = {0: (0.0, 0.0, 0.0)} | _totals(steps)
+    points = sorted(step for step in scores if step in at)
+    tokens, updates, seconds = zip(*(at[step] for step in points), strict=True)
+    return Outcome(
+        tokens=tokens,
+        updates=updates,
+        seconds=seconds,
+        score=tuple(float(scores[step]["held_out"]) for step in points),
+        error=float(scores[points[-1]].get("held_out_stderr") or 0.0),
+        steps=int(last),
+        signs=_signs([steps[step] for step in sorted(steps)]),
+        cost=cost(folder),
+        gated=_gated(list(steps.values())),
+    )
+
+
+def cost(folder: Path) -> dict[str, float]:
+    """What the run's processes took, as the runner wrote it down; empty where nobody did.
+
+    Raises:
+        RunError: the file is not what a runner writes.
+    """
+    path = folder.with_name(folder.name + ".cost.json")
+    if not path.exists():
+        return {}
+    try:
+        found: dict[str, float] = read_json(path)
+        if not all(isinstance(value, int | float) for value in found.values()):
+            raise ValueError("a value is no number")
+        return found
+    except (OSError, ValueError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunError(f"{path} cannot be read: {reason}; delete it, and the seconds are counted anew") from error
+
+
+def _log(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".log")
+
+
+def _totals(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[float, float, float]]:
+    """Tokens, updates and seconds up to and with every step."""
+    totals, tokens, updates, seconds = {}, 0.0, 0.0, 0.0
+    for step in sorted(steps):
+        row = steps[step]
+        tokens += row["tokens/sampled"]
+        updates += row.get("updates/taken") or 0.0
+        seconds += (row.get("time/rollout") or 0.0) + (row.get("time/update") or 0.0)
+        totals[step] = (tokens, updates, seconds)
+    return totals
+
+
+def _signs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over the last fifth of the steps, of those metrics that they have."""
+    tail = rows[-math.ceil(LAST * len(rows)) :] if rows else ()
+    found = {}
+    for metric, name in SIGNS.items():
+        values = [row[metric] for row in tail if row.get(metric) is not None]
+        if values:
+            found[name] = sum(values) / len(values)
+    return found
+
+
+def _gated(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    values = [row["clip_ratio/low"] + row["clip_ratio/high"] for row in rows if row.get("clip_ratio/low") is not None]
+    return sum(values) / len(values) if values else None
+
 
 PROGRAM = (sys.executable, "-P", "-m", "policygrad")
 """-P: without it modules of the current folder would hide the standard library's, as `python -m` puts that folder first."""
@@ -144,3 +296,146 @@ def tidy(folder: Path, *, tuning: bool) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+# Runs what a plan asks for and is not there yet, some at a time; what is finished is not run again.
+
+LOOK = 0.2
+"""Seconds between looks at whether Ctrl-C was pressed."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What has come of a plan so far."""
+
+    outcomes: Mapping[Job, Outcome]
+    failures: Mapping[Job, str]
+    """What a run that failed said last."""
+    chosen: Mapping[str, float | None]
+    """Each row's value of its knob; a row of whose tuning runs none succeeded is not in it."""
+    stopped: bool = False
+    """By a signal, before everything was done."""
+
+
+@dataclass
+class Work:
+    """A comparison under way."""
+
+    plan: Plan
+    folder: Path
+    runner: Runner
+    jobs: int
+    """Runs at a time."""
+    say: Callable[[str], None]
+    outcomes: dict[Job, Outcome] = field(default_factory=dict)
+    failures: dict[Job, str] = field(default_factory=dict)
+
+    def do(self) -> Results:
+        """The runs that choose, then those that are reported at what was chosen."""
+        with Stopping() as stopping:
+            going = self._all(self.plan.tuning(), stopping)
+            chosen = choose(self.plan, self.outcomes) if going else {}
+            going = going and self._all(self.plan.reported(chosen), stopping)
+        return Results(self.outcomes, self.failures, chosen, stopped=not going)
+
+    def _all(self, jobs: Sequence[Job], stopping: Stopping) -> bool:
+        """False when it was stopped before the end."""
+        todo = [job for job in jobs if not self._known(job)]
+        if jobs:
+            self.say(f"{len(todo)} of {len(jobs)} {'tuning ' if jobs[0].tuning else ''}runs to do")
+        with ThreadPoolExecutor(self.jobs) as pool:
+            left = {pool.submit(self._one, job): job for job in todo}
+            took: list[float] = []
+            told = False
+            try:
+                while left:
+                    done, _ = wait(left, timeout=LOOK, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        self._collect(future, left.pop(future), took, len(left))
+                    if stopping.asked and not told:
+                        told = True
+                        self.say(WORDS)
+                        for future in left:
+                            future.cancel()
+                        self.runner.stop()
+            except KeyboardInterrupt:  # the second Ctrl-C
+                for future in left:
+                    future.cancel()
+                self.runner.stop()
+                raise
+        return not stopping.asked
+
+    def _known(self, job: Job) -> bool:
+        """Whether the run is there already; what it says is then read."""
+        folder = self.folder / job.folder
+        if not finished(folder):
+            return False
+        self._read(job, folder)
+        return True
+
+    def _read(self, job: Job, folder: Path) -> None:
+        try:
+            self.outcomes[job] = read(folder)
+        except RunError as error:
+            self.failures[job] = str(error)
+
+    def _one(self, job: Job) -> float:
+        """Seconds that it took."""
+        folder, began = self.folder / job.folder, time.perf_counter()
+        self.runner(self.plan.train_words(job), folder)
+        if finished(folder):
+            tidy(folder, tuning=job.tuning)
+        return time.perf_counter() - began
+
+    def _collect(self, future: Future[float], job: Job, took: list[float], left: int) -> None:
+        """A run is over, one way or another."""
+        folder = self.folder / job.folder
+        if future.cancelled():
+            return
+        try:
+            seconds = future.result()
+        except RunError as error:
+            self.failures[job] = str(error)
+            self.say(f"{job}: failed\n{error}")
+            return
+        if not finished(folder):  # stopped, and to be gone on with
+            return
+        self._read(job, folder)
+        if job in self.failures:
+            self.say(f"{job}: {self.failures[job]}")
+            return
+        took.append(seconds)
+        found = self.outcomes[job]
+        ahead = f"  {left} left, about {_span(statistics.fmean(took) * left / self.jobs)}" if left else ""
+        score = f"{found.before:.3f} -> {found.after:.3f}"
+        self.say(
+            f"{job}: {score}  {found.tokens[-1]:,.0f} tokens  {found.updates[-1]:.0f} updates  {seconds:.0f} s{ahead}"
+        )
+
+
+def mean_final(plan: Plan, label: str, value: float, found: Mapping[Job, Outcome]) -> float | None:
+    """A value's mean final score over the tuning seeds; None where a run is missing."""
+    jobs = [Job(label, value, seed) for seed in plan.tuning_seeds]
+    return statistics.fmean(found[job].after for job in jobs) if all(job in found for job in jobs) else None
+
+
+def choose(plan: Plan, found: Mapping[Job, Outcome]) -> dict[str, float | None]:
+    """Each row's value: the best mean final score over the tuning seeds; of equals the smaller. A value of which a run failed
+    is out."""
+    chosen: dict[str, float | None] = {}
+    for row in plan.rows:
+        if not row.tuned:
+            chosen[row.label] = row.grid[0] if row.grid else None
+            continue
+        means = {value: mean_final(plan, row.label, value, found) for value in sorted(row.grid)}
+        there = {value: mean for value, mean in means.items() if mean is not None}
+        if there:
+            chosen[row.label] = max(there, key=lambda value: (there[value], -value))
+    return chosen
+
+
+def _span(seconds: float) -> str:
+    """12 s, 3 min, 2.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

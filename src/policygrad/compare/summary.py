@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from policygrad.compare.outcomes import AXES, Outcome
 from policygrad.compare.plan import Job, Plan, Row
+from policygrad.compare.runner import AXES, Outcome, Results, mean_final
 from policygrad.compare.statistics import Estimate, at, band, estimate, first_crossing, mean_height, median_crossing
-from policygrad.compare.work import Results, mean_final
 
 POINTS = 61
 """Of a curve, as it is reported."""

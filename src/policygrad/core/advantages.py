@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import comb, isfinite
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from policygrad.core import ragged
-from policygrad.core.batch import Batch
-from policygrad.core.metrics import Metric
-from policygrad.core.protocols import Advantage, State
-from policygrad.core.ragged import Groups
+from policygrad.core import masked
+from policygrad.core.base import Advantage, State
+from policygrad.core.batch import Batch, required
+from policygrad.core.masked import Groups
+from policygrad.core.metrics import Metric, Metrics, mean_of
 from policygrad.errors import ConfigError
 
 
@@ -26,16 +27,16 @@ def reward_to_go(batch: Batch) -> Tensor:
     """`G_t` [B, T]: where every chain starts. Zero at unsampled positions and for completions without a reward."""
     psi = batch.reward[:, None].expand(batch.mask.shape)
     if batch.token_reward is not None:
-        psi = psi + ragged.to_go(ragged.masked(batch.token_reward, batch.mask))
-    return ragged.masked(psi, batch.mask)
+        psi = psi + masked.to_go(masked.masked(batch.token_reward, batch.mask))
+    return masked.masked(psi, batch.mask)
 
 
 def totals(batch: Batch) -> Tensor:
     """`R_i` [B]: reward plus the sum of token rewards; 0 for completions that do not count."""
     total = batch.reward
     if batch.token_reward is not None:
-        total = total + ragged.masked(batch.token_reward, batch.mask).sum(1)
-    return ragged.masked(total, batch.counted)
+        total = total + masked.masked(batch.token_reward, batch.mask).sum(1)
+    return masked.masked(total, batch.counted)
 
 
 def no_spread(batch: Batch) -> Tensor:
@@ -50,7 +51,7 @@ def _subtract(psi: Tensor, baseline: Tensor, batch: Batch) -> Tensor:
     """
     exact = torch.where(no_spread(batch) & batch.counted, totals(batch), baseline)
     siblings = Groups(batch.group, batch.counted).size - batch.counted.long()
-    return ragged.masked(psi - exact[:, None], batch.mask & (siblings > 0)[:, None])
+    return masked.masked(psi - exact[:, None], batch.mask & (siblings > 0)[:, None])
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class RunningMean(Advantage):
         if not bool(batch.counted.any()):
             return state
         mean, count = state["mean"], state["count"] + 1
-        new = float(ragged.mean(totals(batch), batch.counted))
+        new = float(masked.mean(totals(batch), batch.counted))
         rate = (1 - self.decay) / (1 - self.decay**count)
         return {"mean": mean + rate * (new - mean), "count": count}
 
@@ -89,7 +90,7 @@ class RunningMean(Advantage):
         return Centred(self.decay, state["mean"])
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return ragged.masked(psi, batch.mask)
+        return masked.masked(psi, batch.mask)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Centred(RunningMean):
     baseline: float = 0.0
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return ragged.masked(psi - self.baseline, batch.mask)
+        return masked.masked(psi - self.baseline, batch.mask)
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ class BatchMean(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         total = totals(batch)
-        exact = torch.where(ragged.no_spread(total, batch.counted), total, ragged.mean(total, batch.counted))
-        return ragged.masked(psi - exact[:, None], batch.mask)
+        exact = torch.where(masked.no_spread(total, batch.counted), total, masked.mean(total, batch.counted))
+        return masked.masked(psi - exact[:, None], batch.mask)
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class OptimalBaseline(Advantage):
                 "OptimalBaseline needs Batch.score_norm, ‖∇log π(o)‖² per completion: let a learner fill it "
                 "(learner.evaluate with algorithm.needs), or use OptimalBaseline(norm='length')"
             )
-        return ragged.masked(batch.score_norm.double(), batch.mask.any(1))
+        return masked.masked(batch.score_norm.double(), batch.mask.any(1))
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class GroupStd(Advantage):
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         scale = Groups(batch.group, batch.counted).std(totals(batch), self.ddof) + self.eps
         scale = torch.where(no_spread(batch), torch.ones_like(scale), scale)  # rounding is not spread
-        return ragged.masked(psi / scale[:, None], batch.mask)
+        return masked.masked(psi / scale[:, None], batch.mask)
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,280 @@ class BatchStd(Advantage):
         if self.of == "rewards":
             x, keep = totals(batch), batch.counted
         else:
-            x, keep = ragged.first(psi, batch.mask), batch.mask.any(1)
-        scale = ragged.std(x, keep, self.ddof) + self.eps
-        scale = torch.where(ragged.no_spread(x, keep), torch.ones_like(scale), scale)  # rounding is not spread
-        return ragged.masked(psi / scale, batch.mask)
+            x, keep = masked.first(psi, batch.mask), batch.mask.any(1)
+        scale = masked.std(x, keep, self.ddof) + self.eps
+        scale = torch.where(masked.no_spread(x, keep), torch.ones_like(scale), scale)  # rounding is not spread
+        return masked.masked(psi / scale, batch.mask)
+
+
+# LEVER 1: baselines that come from outside the group: a constant, and the reward of the greedy completion.
+
+
+@dataclass(frozen=True)
+class GreedyBaseline(Advantage):
+    """Ψ = R_i − R(ō), ō the greedy completion of the same prompt, argmax token by token: independent of o_i, so unbiased.
+
+    It is one more generation for each prompt, scored by the same rewards and not trained on. Where its reward failed (NaN)
+    there is nothing to compare with: Ψ = 0. Source: Li et al. 2023 (ReMax), arXiv:2310.10505, algorithm 1.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"baseline"})
+
+    @property
+    def formula(self) -> str:
+        return "R − R(ō),  ō the greedy completion"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        baseline = required(batch.baseline, self, "baseline").to(psi.dtype)[:, None]
+        return masked.masked(psi - baseline, batch.mask & baseline.isfinite())
+
+
+@dataclass(frozen=True)
+class ConstantBaseline(Advantage):
+    """Ψ ← Ψ − value. On-policy any constant leaves the gradient's mean as it is; off-policy it decides how much is learnt from
+    success and how much from failure, and below the mean reward of what sampled success prevails.
+
+    After `GroupMean`, value = δV: Ψ = R_i − (mean_g + δV), Arnal et al. 2025 (AsymRE), arXiv:2506.20520. Alone, R_i − c: the
+    baseline of Le Roux et al. 2025 (TOPR), arXiv:2503.14286, whose rewards of ±1 are those of 0 and 1 about ½.
+    """
+
+    value: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not isfinite(self.value):
+            raise ConfigError(f"ConstantBaseline.value must be a finite number, not {self.value}")
+
+    @property
+    def formula(self) -> str:
+        return f"− {self.value:g}" if self.value >= 0 else f"+ {-self.value:g}"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        return masked.masked(psi - self.value, batch.mask & batch.counted[:, None])
+
+
+# LEVER 1 for other objectives than the mean reward: the likelihood of success, pass@k, the likelihood of what is accepted.
+
+
+@dataclass(frozen=True)
+class OverGroupMean(Advantage):
+    """Ψ ← Ψ/mean_g. After `GroupMean`: (R_i − mean_g)/mean_g, maximum likelihood of success.
+
+    For rewards of 0 and 1 and p the probability of success, log p = −Σ_k (1 − p)^k/k, so ∇log p = Σ_k 1/k ∇pass@k. The mean
+    score of the right ones among G samples is an unbiased estimate of the first G terms; less the mean score of all, and 0
+    where none is right (Ψ = 0 where mean_g ≤ 0), of the first G − 1. A reward of 0 or more weighs a success; below 0 there is no
+    likelihood of it, and a group's mean near 0 would multiply what it divides. Source: Tajwar et al. 2026 (MaxRL),
+    arXiv:2602.02710.
+
+    Raises:
+        ConfigError: a reward below 0, of a completion that counts.
+    """
+
+    group_statistic: ClassVar[bool] = True
+
+    @property
+    def formula(self) -> str:
+        return "/mean_g,  0 where mean_g ≤ 0"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        total = totals(batch)
+        if bool((below := total < 0).any()):
+            row = int(below.nonzero()[0])
+            raise ConfigError(
+                f"OverGroupMean follows the likelihood of success, and the reward of row {row} is {float(total[row]):g}: give a "
+                "reward of 0 or more, such as 1 for what is right and else 0, or take an algorithm for any reward, such as grpo"
+            )
+        mean = Groups(batch.group, batch.counted).mean(total)
+        some = mean > 0
+        return masked.masked(psi / torch.where(some, mean, 1)[:, None], batch.mask & some[:, None])
+
+
+@dataclass(frozen=True)
+class PassAtK(Advantage):
+    """Ψ_i = (E[max of k | i among them] − R̄)/(σ + eps): the advantage of pass@k, exact over all k-subsets of the group.
+
+    R̄ and σ are mean and standard deviation of a k-subset's largest reward. With c of G rewards 1 and the others 0,
+    R̄ = 1 − C(G−c, k)/C(G, k), σ = √(R̄(1 − R̄)), and Ψσ is 1 − R̄ for the right ones, 1 − R̄ − C(G−c−1, k−1)/C(G−1, k−1) for the
+    wrong ones; k = 1 is the z-score with ddof 0. Other rewards go by their order. Ψ = 0 where all k-subsets have one maximum,
+    and in a group of which fewer than k completions count.
+    Source: Chen et al. 2025 (pass@k training), arXiv:2508.10751, the analytical derivation.
+    """
+
+    k: int = 4
+    eps: float = 1e-6
+    normalise: bool = True
+    """Over σ. False: the difference alone, G/k times the unbiased gradient of pass@k less a baseline of the group itself.
+    That one is of Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201."""
+    group_statistic: ClassVar[bool] = True
+    starts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigError(f"PassAtK.k must be at least 1, not {self.k}: pass@1 is the mean reward")
+
+    @property
+    def formula(self) -> str:
+        over = f"/(σ + {self.eps:g})" if self.normalise else ""
+        return f"(E[max of {self.k} | i among them] − R̄){over},  R̄, σ of the max of {self.k} of the group"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        total, counted = totals(batch), batch.counted
+        size = Groups(batch.group, counted).size
+        out = torch.zeros_like(total)
+        for n in sorted({n for n in size[counted].tolist() if n >= self.k}):
+            rows = (counted & (size == n)).nonzero().squeeze(1)
+            rows = rows[total[rows].argsort(stable=True)]
+            rows = rows[batch.group[rows].argsort(stable=True)].view(-1, n)  # [groups, n], rewards ascending
+            out[rows] = self._of(total[rows])
+        return masked.masked(out[:, None], batch.mask)
+
+    def _of(self, reward: Tensor) -> Tensor:
+        """[groups, n], rewards ascending along a row: the j-th is the largest of C(j−1, k−1) of the C(n, k) subsets."""
+        n, k = reward.shape[1], self.k
+
+        def shares(place: int, among: int, whole: int) -> Tensor:
+            """[n] C(j − place, among)/whole, j = 1 … n."""
+            return reward.new_tensor([comb(j - place, among) / whole if j >= place else 0.0 for j in range(1, n + 1)])
+
+        largest, with_i = shares(1, k - 1, comb(n, k)), comb(n - 1, k - 1)
+        mean = (reward @ largest)[:, None]
+        own = reward * shares(1, k - 1, with_i)
+        above = reward * shares(2, k - 2, with_i) if k > 1 else torch.zeros_like(reward)
+        psi = own + masked.to_go(above) - above - mean
+        if self.normalise:
+            psi = psi / (((reward - mean) ** 2 @ largest).sqrt()[:, None] + self.eps)
+        one_maximum = reward[:, k - 1] >= reward[:, -1]
+        return masked.masked(psi, ~one_maximum[:, None])
+
+
+Keep = Literal["right", "best"]
+
+
+@dataclass(frozen=True)
+class Accepted(Advantage):
+    """Ψ = 1 for a completion that is kept, else 0: rejection sampling, the likelihood of what was accepted.
+
+    Source: Xiong et al. 2025, arXiv:2504.11343 (right ones); Dong et al. 2023 (RAFT), arXiv:2304.06767 (the best of each prompt).
+    """
+
+    keep: Keep = "right"
+    """right: R_i ≥ threshold; best: R_i ≥ max_g R, all of them where several are."""
+    threshold: float = 1.0
+    starts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.keep not in get_args(Keep):
+            raise ConfigError(
+                f"Accepted.keep must be 'right' (R_i ≥ threshold) or 'best' (the best of each prompt), not {self.keep!r}"
+            )
+
+    @property
+    def group_statistic(self) -> bool:  # type: ignore[override]
+        """The best of one prompt's samples is a comparison of them."""
+        return self.keep == "best"
+
+    @property
+    def formula(self) -> str:
+        return f"1 where R ≥ {f'{self.threshold:g}' if self.keep == 'right' else 'max_g R'}, else 0"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        total, counted = totals(batch), batch.counted
+        enough: float | Tensor = self.threshold if self.keep == "right" else Groups(batch.group, counted).max(total)
+        return masked.masked(((total >= enough) & counted).to(total.dtype)[:, None], batch.mask)
+
+
+# LEVER 1 with several rewards: each compared within its group before they are added up.
+
+
+@dataclass(frozen=True)
+class RewardZScores(Advantage):
+    """Ψ_i = Σ_k w_k (r_{k,i} − mean_g r_k)/(std_g r_k + eps) over the reward functions k, w_k their weights.
+
+    Two answers with the same sum of rewards, one right and long, the other wrong and short, are no longer the same. A reward
+    that is equal all over its group adds 0 exactly; one that a completion has no number for (NaN) leaves that completion out
+    of its statistics and adds 0 to it. `BatchStd` behind it is the paper's normalisation over the batch, whose mean is 0
+    already. Source: Liu et al. 2026 (GDPO), arXiv:2601.05242.
+
+    Raises:
+        ConfigError: a batch without rewards per function, or with token rewards, which would be left out.
+    """
+
+    eps: float = 1e-4
+    ddof: int = 1
+    needs: ClassVar[frozenset[str]] = frozenset({"rewards"})
+    starts: ClassVar[bool] = True
+    group_statistic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.eps >= 0:
+            raise ConfigError(f"RewardZScores.eps must be at least 0, not {self.eps}")
+        if self.ddof not in (0, 1):
+            raise ConfigError(f"RewardZScores.ddof must be 0 or 1, not {self.ddof}")
+
+    @property
+    def formula(self) -> str:
+        return f"Σ_k w_k (r_k − mean_g r_k)/(std_g r_k + {self.eps:g})"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        rewards = required(batch.rewards, self, "rewards")
+        if batch.token_reward is not None:
+            raise ConfigError(
+                "RewardZScores reads one number per completion and reward function, and Batch.token_reward would be left out: "
+                "drop the process rewards, or take grpo_process"
+            )
+        weights = batch.reward_weights or (1.0,) * rewards.shape[1]
+        total = torch.zeros_like(batch.reward)
+        for k, weight in enumerate(weights):
+            total = total + weight * self._zscore(rewards[:, k], batch).to(total.dtype)
+        return masked.masked(total[:, None].expand(batch.mask.shape), batch.mask)
+
+    def _zscore(self, r: Tensor, batch: Batch) -> Tensor:
+        known = batch.counted & ~r.isnan()
+        groups = Groups(batch.group, known)
+        scaled = (r - groups.mean(r)) / (groups.std(r, self.ddof) + self.eps)
+        return masked.masked(scaled, known & ~groups.no_spread(r))
+
+
+# Learning from a teacher: what another model says of the tokens that the policy sampled.
+
+
+@dataclass(frozen=True)
+class TeacherLogRatio(Advantage):
+    """Ψ_t = coefficient·Σ_{s≥t} discount^{s−t}·log(π_T/π_old)_s over sampled tokens: minus the reverse KL that they show.
+
+    π_T is the reference, a teacher, at the sampling temperature. discount 0: each token answers for itself, and E Ψ_t ∇log π is
+    −∇KL(π_θ‖π_T) of each state, the visitation frozen (which `ExactKLToReference` takes over the whole vocabulary). discount 1:
+    that of whole completions. Rewards are not read. Source: Lu & Thinking Machines Lab 2025 (on-policy distillation), "Loss
+    function: reverse KL"; Gu et al. 2024 (MiniLLM), sec. 2.2, for whole completions.
+    """
+
+    coefficient: float = 1.0
+    """0 = nothing is taken from the samples, where an exact term says it all."""
+    discount: float = 0.0
+    """In [0, 1]; how much of the KL to come a token answers for."""
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "logp_old"})
+    starts: ClassVar[bool] = True
+    reads_reward: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not self.coefficient >= 0:
+            raise ConfigError(f"TeacherLogRatio.coefficient must be at least 0, not {self.coefficient}")
+        if not 0 <= self.discount <= 1:
+            raise ConfigError(f"TeacherLogRatio.discount must be in [0, 1], not {self.discount}")
+
+    @property
+    def formula(self) -> str:
+        scale = "" if self.coefficient == 1 else f"{self.coefficient:g}·"
+        if self.discount == 0:
+            return f"{scale}log(π_ref/π_old)_t"
+        return f"{scale}Σ_{{s≥t}} {self.discount:g}^{{s−t}}·log(π_ref/π_old)_s"
+
+    def _log_ratio(self, batch: Batch) -> Tensor:
+        teacher, old = (required(getattr(batch, name), self, name) for name in ("logp_ref", "logp_old"))
+        return (masked.masked(teacher, batch.mask) - masked.masked(old, batch.mask)).to(batch.reward.dtype)
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        return self.coefficient * masked.discounted(self._log_ratio(batch), batch.mask, self.discount)
+
+    def report(self, batch: Batch) -> Metrics:
+        """teacher/kl: KL(π_old‖π_T) in nats a token, from the samples."""
+        return {"teacher/kl": mean_of(-self._log_ratio(batch), batch.mask)} if bool(batch.mask.any()) else {}

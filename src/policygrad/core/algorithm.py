@@ -8,21 +8,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from policygrad.core import ragged
+from policygrad.core import masked
 from policygrad.core.advantages import reward_to_go
-from policygrad.core.aggregates import SequenceSum
-from policygrad.core.batch import Batch, Coefficients
-from policygrad.core.checks import check
-from policygrad.core.coefficients import coefficients, of_term, taken
-from policygrad.core.critic import Critic
-from policygrad.core.data_checks import check_demonstrations
-from policygrad.core.equation import written
-from policygrad.core.filters import applied, reweight
-from policygrad.core.gates import OnPolicy
-from policygrad.core.metrics import Metric, Metrics, merge
-from policygrad.core.mixing import mixed
-from policygrad.core.outputs import blame, is_finite, per_token, same_batch
-from policygrad.core.protocols import (
+from policygrad.core.aggregation import SequenceSum
+from policygrad.core.auxiliary import Critic, ImplicitReward, Reference
+from policygrad.core.base import (
     Advantage,
     Aggregation,
     Correction,
@@ -36,12 +26,75 @@ from policygrad.core.protocols import (
     Term,
     UpdateRule,
 )
-from policygrad.core.reference import Reference
-from policygrad.core.reward_model import ImplicitReward
-from policygrad.core.roles import ROLES
-from policygrad.core.run_checks import check_rewards
-from policygrad.core.update_rules import FirstOrder
+from policygrad.core.batch import Batch, Coefficients
+from policygrad.core.composition import Composition
+from policygrad.core.filters import applied, reweight
+from policygrad.core.gates import OnPolicy
+from policygrad.core.metrics import Metric, Metrics, merge
+from policygrad.core.outputs import blame, is_finite, per_token, same_batch
+from policygrad.core.terms import mixed, told
+from policygrad.core.updates import FirstOrder
+from policygrad.core.validation import ROLES, check, check_demonstrations, check_rewards
 from policygrad.errors import ConfigError, NumericsError
+
+# c: what each token weighs, over one whole update: an aggregation of the tokens that count, times `Batch.weight`.
+
+
+def coefficients(batch: Batch, aggregate: Aggregation, mask: Tensor) -> Tensor:
+    """c [B, T] of the tokens that `mask` [B, T] counts, in it and in its denominators."""
+    c = per_token(aggregate(mask, batch.group), aggregate, mask).to(batch.reward.dtype)
+    return c if batch.weight is None else c * masked.masked(batch.weight, batch.mask)
+
+
+def of_term(batch: Batch, term: Term | LossTerm, aggregate: Aggregation, gate: Gate, policy: Tensor) -> Tensor:
+    """c^m [B, T] of a term: the policy's, unless it has an aggregation or tokens of its own."""
+    where, mask = term.where(batch), taken(batch, term)
+    alike = batch.demonstration is None or ("demonstration" in term.needs) is ("demonstration" in gate.needs)
+    if where is None and term.aggregate is None and alike:
+        return policy
+    return coefficients(batch, term.aggregate or aggregate, mask if where is None else mask & where)
+
+
+def taken(batch: Batch, part: Part) -> Tensor:
+    """[B, T] bool; the tokens that a gate or a term averages over: demonstrations only where it says that it takes them."""
+    return batch.mask if "demonstration" in part.needs else batch.own
+
+
+# The equation of an algorithm in words: each symbol with what is put in.
+
+
+def written(a: Composition) -> dict[str, str]:
+    """Symbol -> formula."""
+    chain = "R"
+    for link in a.psi:
+        chain = linked(chain, link)
+    lines = {"Ψ": chain + told(a.terms), "w": a.gate.formula, "c": a.aggregate.formula}
+    if a.ratio is not None:
+        lines["r"] = a.ratio.formula
+    if a.behaviour == "sampler":
+        lines["π_old"] = "μ, as the sampler says"
+    if a.critic is not None:
+        lines["V"] = a.critic.formula
+    if a.reward_model is not None:
+        lines["r_φ"] = a.reward_model.formula
+    for name, label in (("corrections", "ρ"), ("terms", "k"), ("shaping", "reward"), ("filters", "filter")):
+        for part in getattr(a, name):
+            key = "mask" if name == "corrections" and not part.weighs_sampler else label
+            lines[key] = f"{lines[key]};  {part.formula}" if key in lines else part.formula
+    lines["step"] = a.step.formula
+    return lines
+
+
+def linked(chain: str, link: Advantage) -> str:
+    """The chain so far with one link more."""
+    formula = link.formula
+    if formula == type(link).__name__ and not link.starts:  # a part of one's own that does not say
+        return f"{formula}({chain})"
+    if formula.startswith("/"):
+        return f"({chain}){formula}"
+    if formula.startswith(("− ", "+ ")):
+        return f"{chain} {formula}"
+    return chain * formula.startswith(";") + formula
 
 
 @dataclass(frozen=True)
@@ -179,7 +232,7 @@ class Algorithm:
         psi = reward_to_go(shaped := shaped or self.shaped(batch))
         for link in self.psi:
             psi = per_token(link(psi, shaped), link, shaped.mask)
-        psi = ragged.masked(mixed(psi, self.terms), batch.mask)
+        psi = masked.masked(mixed(psi, self.terms), batch.mask)
         if not is_finite(psi, batch.mask):
             raise self._not_finite(batch, shaped)
         return psi

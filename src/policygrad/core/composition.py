@@ -7,9 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from policygrad.core.batch import Batch, Coefficients
-from policygrad.core.critic import Critic
-from policygrad.core.protocols import (
+from policygrad.core.auxiliary import Critic, ImplicitReward, Reference
+from policygrad.core.base import (
     Advantage,
     Aggregation,
     Correction,
@@ -22,8 +21,7 @@ from policygrad.core.protocols import (
     Term,
     UpdateRule,
 )
-from policygrad.core.reference import Reference
-from policygrad.core.reward_model import ImplicitReward
+from policygrad.core.batch import Batch, Coefficients
 
 
 class Composition(Protocol):

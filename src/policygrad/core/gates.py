@@ -7,15 +7,19 @@ and Ψ at r = 1.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from policygrad.core.batch import Batch
-from policygrad.core.protocols import Gate
-from policygrad.core.ranges import not_negative, positive
+from policygrad.core import masked
+from policygrad.core.base import Gate
+from policygrad.core.batch import Batch, Forward, required
+from policygrad.core.masked import not_negative, positive
+from policygrad.core.ratios import SELECTED, bounded_exp, check_share, chosen, covariance, policy_now
+from policygrad.core.terms import log_ratio, shown
 from policygrad.errors import ConfigError
 
 
@@ -163,3 +167,382 @@ class SoftGate(Gate):
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         tau = self._tau(psi)
         return torch.sigmoid(tau * (ratio - 1)) * 4 / tau * psi
+
+
+# LEVER 2, second half, for samples that are another policy's: gates that do not weigh by the ratio, or on one side alone.
+
+
+@dataclass(frozen=True)
+class Unweighted(Gate):
+    """w = 1 whatever the ratio: the likelihood of what another policy sampled, weighed by Ψ; on-policy, REINFORCE.
+
+    Unlike `OnPolicy` it is meant for several updates per rollout and for old samples: ∇E_{o∼μ}[Ψ log π_θ(o)] is its own
+    objective's gradient, not an estimate of ∇E_{o∼π_θ}[Ψ]. Source: Arnal et al. 2025 (AsymRE), arXiv:2506.20520.
+    """
+
+    @property
+    def formula(self) -> str:
+        return "1, whatever r"
+
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return torch.ones_like(ratio)
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return psi * (1 + ratio.log())
+
+
+@dataclass(frozen=True)
+class Taper(Gate):
+    """w = 1 where Ψ ≥ 0, min(r, 1) where Ψ < 0: what is right is imitated, what is wrong fades as the policy leaves it.
+
+    The value is Ψ(1 + log r), and Ψr where Ψ < 0 and r ≤ 1: bounded above, where unweighted failures drive log π to −∞.
+    Published with the ratio of whole completions (`SequenceProduct`). Source: Le Roux et al. 2025 (TOPR), arXiv:2503.14286, eq. 8.
+    """
+
+    @property
+    def formula(self) -> str:
+        return "1 where Ψ≥0, min(r, 1) where Ψ<0"
+
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return torch.where(psi < 0, ratio.clamp(max=1), torch.ones_like(ratio))
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        tapered = (psi < 0) & (ratio <= 1)
+        return torch.where(tapered, ratio, 1 + ratio.log()) * psi
+
+    def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Where it caps: (below, above), both [B, T] bool; a capped token keeps its gradient at the weight 1."""
+        return torch.zeros_like(psi, dtype=torch.bool), (psi < 0) & (ratio > 1)
+
+
+# LEVER 2 for completions that somebody else wrote: a gate on π_θ itself beside the clip of what the policy sampled.
+
+
+@dataclass(frozen=True)
+class PolicyShaping(Clip):
+    """Clip for what the policy sampled, and for demonstrations f(x)Ψ, f(x) = x/(x + γ), x = π_θ/π_φ, π_φ whoever wrote them.
+
+    So w = γx/(x + γ)²: of a token that π_θ finds unlikely it is about x/γ, more than the x of a plain importance weight, and
+    nothing clips it. Where nobody has said π_φ (`Batch.logp_sampler` is 0) it is 1. The ratio is `Token()`.
+    Source: Yan et al. 2025 (LUFFY), arXiv:2504.14945, policy shaping.
+    """
+
+    gamma: float = 0.1
+    token_ratio: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"demonstration", "logp_old", "logp_sampler"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.gamma > 0:
+            raise ConfigError(f"PolicyShaping.gamma must be greater than 0, not {self.gamma}: at 0, f is 1 for all x")
+
+    @property
+    def formula(self) -> str:
+        return f"{super().formula}; demonstrations: {self.gamma:g}x/(x + {self.gamma:g})², x = π_θ/π_φ"
+
+    def _logit(self, ratio: Tensor, batch: Batch) -> Tensor:
+        """log(x/γ), whose logistic function is f(x)."""
+        old = masked.masked(required(batch.logp_old, self, "logp_old"), batch.mask)
+        wrote = masked.masked(required(batch.logp_sampler, self, "logp_sampler"), batch.mask)
+        return ratio.log() + (old - wrote) - math.log(self.gamma)
+
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        own, where = super().weight(ratio, psi, batch), shown(batch, self)
+        if not bool(where.any()):
+            return own
+        z = self._logit(ratio, batch)
+        return torch.where(where, torch.sigmoid(z) * torch.sigmoid(-z), own)
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        own, where = super().value(ratio, psi, batch), shown(batch, self)
+        if not bool(where.any()):
+            return own
+        return torch.where(where, torch.sigmoid(self._logit(ratio, batch)) * psi, own)
+
+    def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Where it cuts, among what the policy sampled."""
+        below, above = super().clipped(ratio, psi, batch)
+        return below & ~shown(batch, self), above & ~shown(batch, self)
+
+
+# Gates that hold the policy near by another measure than the token's ratio: its divergence, its log, a completion's mean.
+#
+# As in `gates.py`, each knows its `weight` w, 1 at r = 1, and its `value`, whose derivative in log π_θ is w·Ψ.
+
+Divergence = Literal["tv", "kl"]
+_NEVER_ZERO = 1e-8
+"""Added to 1 − π in the binary KL, as the authors' code has it: a token that is certain has no rest to compare."""
+
+
+@dataclass(frozen=True)
+class GeometricMean(Gate):
+    """w = g_i, or 0 for a token whose own log-ratio has left [−low, high] in Ψ's direction; g_i = exp(mean_t ℓ_t), ℓ_t that
+    log-ratio, held at the bound it has left.
+
+    The value of a completion is g_i·Ψ: its ratios' geometric mean, each clipped before the mean is taken, where GSPO clips
+    after. It is exact where Ψ is one number per completion; a Ψ per token is weighed as GSPO-token weighs it. `low` and `high`
+    are nats. Source: Zhao et al. 2025 (GMPO), sec. 3 and 4.
+    """
+
+    low: float = 0.4
+    high: float = 0.4
+    token_ratio: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        positive(self, low=self.low, high=self.high)
+
+    @property
+    def formula(self) -> str:
+        bounds = f"{self.high:g} where Ψ>0, at −{self.low:g} where Ψ<0, and w = 0 there"
+        return f"exp(mean_t ℓ_t), ℓ_t = log r_t held at {bounds}"
+
+    def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Tokens that move the mean no further: (below, above), both [B, T] bool."""
+        change = ratio.log()
+        return (psi < 0) & (change < -self.low), (psi > 0) & (change > self.high)
+
+    def _mean(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(g_i at each token, where a token is clipped)."""
+        below, above = self.clipped(ratio, psi, batch)
+        change = torch.where(below, -self.low, torch.where(above, self.high, ratio.log()))
+        mean = masked.masked(change, batch.mask).sum(1) / batch.lengths.clamp(min=1)
+        return bounded_exp(mean)[:, None].expand(ratio.shape), below | above
+
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        mean, cut = self._mean(ratio, psi, batch)
+        return masked.masked(mean, ~cut)
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return self._mean(ratio, psi, batch)[0] * psi
+
+
+@dataclass(frozen=True)
+class DivergenceClip(Gate):
+    """w = r, or 0 where π_θ has gone from π_old in Ψ's direction and D(π_old‖π_θ) of the state is above δ.
+
+    D is taken of what the token's own probability shows, a draw of it against all others: the binary total variation
+    |π_θ − π_old|, or the binary KL in nats. Both are lower bounds of the vocabulary's. A rare token may multiply, a common one
+    may not move far: a bound on the ratio does the opposite. Source: Qi et al. 2026 (DPPO), eq. 13 and 14.
+    """
+
+    measure: Divergence = "tv"
+    delta: float = 0.15
+    """0.15 of total variation; the authors give the binary KL 0.05."""
+    token_ratio: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.measure not in get_args(Divergence):
+            raise ConfigError(
+                f"DivergenceClip.measure must be 'tv' (|π_θ − π_old|) or 'kl' (binary, in nats), not {self.measure!r}"
+            )
+        positive(self, delta=self.delta)
+        if self.measure == "tv" and self.delta >= 1:
+            raise ConfigError(
+                f"DivergenceClip.delta must be below 1 for 'tv', not {self.delta}: no total variation is more"
+            )
+
+    @property
+    def formula(self) -> str:
+        d = "|π_θ − π_old|" if self.measure == "tv" else "binary KL(π_old‖π_θ)"
+        return f"r, or 0 where D>{self.delta:g} and Ψ>0, r>1 or Ψ<0, r<1;  D = {d}"
+
+    def divergence(self, ratio: Tensor, batch: Batch) -> Tensor:
+        """D [B, T]; 0 where π_old is the policy itself."""
+        if batch.logp_old is None:
+            return torch.zeros_like(ratio)
+        old = masked.masked(batch.logp_old, batch.mask).to(ratio.dtype)
+        now = (old + ratio.log()).clamp(max=0)  # rounding must not make a probability of more than 1
+        q, p = old.exp(), now.exp()
+        if self.measure == "tv":
+            return (p - q).abs()
+        return q * (old - now) + (1 - q) * ((1 - q + _NEVER_ZERO) / (1 - p + _NEVER_ZERO)).log()
+
+    def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Where it cuts: (below, above), both [B, T] bool."""
+        far = self.divergence(ratio, batch) > self.delta
+        return far & (psi < 0) & (ratio < 1), far & (psi > 0) & (ratio > 1)
+
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        below, above = self.clipped(ratio, psi, batch)
+        return masked.masked(ratio, ~(below | above))
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        """M·r·Ψ with the mask M under stop-gradient: a masked token counts 0."""
+        return self.weight(ratio, psi, batch) * psi
+
+
+@dataclass(frozen=True)
+class GammaKernel(Gate):
+    """w = r^k·e^{λ(1 − r)}, with k and λ of Ψ's sign: largest at r = k/λ, and 0 far away on either side.
+
+    With `SequenceProduct`, the ratio of whole completions, it is VESPO's kernel: what an importance weight becomes when the
+    proposal is to stay between the sampler and the policy and the weights' variance is bounded.
+    Source: Shen et al. 2026 (VESPO), sec. 3.4.
+    """
+
+    k_pos: float = 2.0
+    lambda_pos: float = 3.0
+    k_neg: float = 3.0
+    lambda_neg: float = 2.0
+
+    def __post_init__(self) -> None:
+        positive(self, k_pos=self.k_pos, lambda_pos=self.lambda_pos, k_neg=self.k_neg, lambda_neg=self.lambda_neg)
+
+    @property
+    def formula(self) -> str:
+        return (
+            f"r^k·e^{{λ(1−r)}}, (k, λ) = ({self.k_pos:g}, {self.lambda_pos:g}) where Ψ≥0, ({self.k_neg:g}, {self.lambda_neg:g})"
+            " where Ψ<0"
+        )
+
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        def by_sign(up: float, down: float) -> Tensor:
+            return torch.where(psi >= 0, ratio.new_tensor(up), ratio.new_tensor(down))
+
+        k, decay = by_sign(self.k_pos, self.k_neg), by_sign(self.lambda_pos, self.lambda_neg)
+        return (k * ratio.log() + decay * (1 - ratio)).exp()
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return self.weight(ratio.detach(), psi, batch) * psi * (1 + ratio.log())
+
+
+@dataclass(frozen=True)
+class LogClip(Gate):
+    """w = 1, or 0 once r has left [1 − low, 1 + high] in Ψ's direction: Ψ·log π_θ, clipped, and no ratio to multiply with.
+
+    The value is min(Ψ·log r, Ψ·clip(log r, log(1 − low), log(1 + high))) + Ψ. Source: Liu et al. 2025 (CPGD), arXiv:2505.12504.
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+
+    def __post_init__(self) -> None:
+        positive(self, low=self.low, high=self.high)
+        if self.low >= 1:
+            raise ConfigError(f"LogClip.low must be below 1, not {self.low}: log(1 − low) is the lower bound of log r")
+
+    @property
+    def formula(self) -> str:
+        return f"1, or 0 where Ψ>0 and r>{1 + self.high:g}, or Ψ<0 and r<{1 - self.low:g}"
+
+    def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Where it cuts: (below, above), both [B, T] bool."""
+        return (psi < 0) & (ratio < 1 - self.low), (psi > 0) & (ratio > 1 + self.high)
+
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        below, above = self.clipped(ratio, psi, batch)
+        return (~(below | above)).to(ratio.dtype)
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        change = ratio.log()
+        held = change.clamp(math.log1p(-self.low), math.log1p(self.high))
+        return torch.minimum(psi * change, psi * held) + psi
+
+
+# Gates that choose among all tokens of an update: the fewest to leave out, or some of those that cost most entropy.
+
+
+@dataclass(frozen=True)
+class SecondMoment(Gate):
+    """w = r, or 0 for the fewest tokens whose leaving brings the mean of (log r)² down to τ.
+
+    Only tokens whose ratio has moved as Ψ pushes (Ψ > 0 and r > 1, Ψ < 0 and r < 1) are counted in that mean and can be left
+    out, the furthest first; nothing is clipped otherwise. Source: Zheng et al. 2025 (M2PO), arXiv:2510.01161, algorithm 1.
+    """
+
+    threshold: float = 0.04
+    """τ, nats²."""
+    token_ratio: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = SELECTED
+    select_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold < math.inf:
+            raise ConfigError(f"SecondMoment.threshold must be at least 0 nats² and finite, not {self.threshold}")
+
+    @property
+    def formula(self) -> str:
+        return (
+            f"r, or 0 for the fewest tokens with mean (log r)² ≤ {self.threshold:g} over the others that moved with Ψ"
+        )
+
+    def select(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
+        """The tokens that are left out."""
+        change = log_ratio(policy_now(out, self), batch.logp_old, batch.mask).double()
+        pushed = batch.mask & (((psi > 0) & (change > 0)) | ((psi < 0) & (change < 0)))
+        square = change**2
+        ordered = square[pushed].sort().values
+        means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+        beyond = ordered[means > self.threshold]  # the means grow, so that these are the largest
+        return pushed & (square >= beyond[0]) if len(beyond) else torch.zeros_like(pushed)
+
+    def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What is left out: (below, above) r = 1, both [B, T] bool."""
+        cut = chosen(batch, self)
+        return cut & (psi < 0), cut & (psi > 0)
+
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return masked.masked(ratio, ~chosen(batch, self))
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return self.weight(ratio, psi, batch) * psi
+
+
+@dataclass(frozen=True)
+class ClipCov(Gate):
+    """As `Clip`, and 0 for a small share of the tokens whose covariance of log π_θ with Ψ is in (least, most).
+
+    The authors draw the share at random from that band. Here it is every so manieth of the band in order of covariance, a
+    draw without chance: the same for any order of the tokens, for any split, and in a run that is resumed.
+    Source: Cui et al. 2025 (Clip-Cov), arXiv:2505.22617, sec. 4.
+    """
+
+    low: float = 1.0
+    """As published the ratio is not clipped from below: 1 − low = 0."""
+    high: float = 1.0
+    share: float = 2e-4
+    """Of all tokens of the update; at least one, where the band has one."""
+    least: float = 1.0
+    most: float = 5.0
+    token_ratio: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = SELECTED
+    select_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
+
+    def __post_init__(self) -> None:
+        Clip(self.low, self.high)
+        check_share(self, self.share)
+        if not self.least < self.most:
+            raise ConfigError(f"ClipCov needs least < most, not {self.least} and {self.most}: the band of covariances")
+
+    @property
+    def formula(self) -> str:
+        band = f"{self.least:g}<cov(log π_θ, Ψ)<{self.most:g}"
+        return f"{self._clip.formula}, or at {self.share:g} of all tokens, some of those with {band}"
+
+    @property
+    def _clip(self) -> Clip:
+        return Clip(self.low, self.high)
+
+    def select(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
+        """The tokens that are left out; those that the ratio leaves out already are not drawn."""
+        logp = masked.masked(policy_now(out, self), batch.mask)
+        ratio = bounded_exp(log_ratio(logp, batch.logp_old, batch.mask))
+        below, above = self._clip.clipped(ratio, psi, batch)
+        cov = covariance(logp, psi, batch.mask)
+        band = batch.mask & (cov > self.least) & (cov < self.most) & ~(below | above)
+        ordered, count = cov[band].sort().values, max(1, int(self.share * int(batch.mask.sum())))
+        every = torch.arange(min(count, len(ordered)), device=cov.device, dtype=torch.float64) + 0.5
+        drawn = ordered[(every * (len(ordered) / max(1, len(every)))).long()]
+        return band & torch.isin(cov, drawn)
+
+    def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Where the ratio or the choice cuts, by Ψ's sign: (below, above), both [B, T] bool."""
+        below, above = self._clip.clipped(ratio, psi, batch)
+        cut = chosen(batch, self)
+        return below | (cut & (psi < 0)), above | (cut & (psi > 0))
+
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return masked.masked(self._clip.weight(ratio, psi, batch), ~chosen(batch, self))
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return masked.masked(self._clip.value(ratio, psi, batch), ~chosen(batch, self))

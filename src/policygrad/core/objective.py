@@ -14,13 +14,13 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from policygrad.core import ragged
+from policygrad.core import masked
+from policygrad.core.base import Gate, LossTerm, Term
 from policygrad.core.batch import Batch, Coefficients, Forward
 from policygrad.core.composition import Composition
-from policygrad.core.controllers import betas
+from policygrad.core.kl_controllers import betas
 from policygrad.core.metrics import Max, Metrics, Sum, effective_size, mean_of
 from policygrad.core.outputs import is_finite, per_token
-from policygrad.core.protocols import Gate, LossTerm, Term
 from policygrad.core.ratios import bounded_exp, bounded_expm1
 from policygrad.core.terms import log_ratio
 from policygrad.errors import ConfigError
@@ -68,7 +68,7 @@ def with_selected(out: Forward | None, batch: Batch, psi: Tensor, algorithm: Com
     now = (
         None if out is None else Forward(out.logp.detach(), *(_still(x) for x in (out.entropy, out.values, out.kl_old)))
     )
-    chosen = per_token(part.select(now, batch, ragged.masked(psi, batch.mask)), part, batch.mask, "select")
+    chosen = per_token(part.select(now, batch, masked.masked(psi, batch.mask)), part, batch.mask, "select")
     return replace(batch, selected=chosen & batch.mask)
 
 
@@ -77,7 +77,7 @@ def _masked(psi: Tensor, out: Forward, batch: Batch) -> Tensor:
     for name, value in (("psi", psi), *((f"out.{f.name}", getattr(out, f.name)) for f in fields(Forward))):
         if value is not None:
             _check_shape(name, value, batch)
-    return ragged.masked(psi, batch.mask)
+    return masked.masked(psi, batch.mask)
 
 
 def _check_shape(name: str, value: Tensor, batch: Batch) -> None:
@@ -155,11 +155,11 @@ def surrogate(
         for term, c in zip(algorithm.terms, per_term, strict=True):
             if not isinstance(term, LossTerm):
                 score = score + c * _score(term, out, batch, psi)
-        score = ragged.masked(score, batch.mask)
-    loss = -(score * ragged.masked(out.logp, batch.mask)).sum()
+        score = masked.masked(score, batch.mask)
+    loss = -(score * masked.masked(out.logp, batch.mask)).sum()
     for term, c in zip(algorithm.terms, per_term, strict=True):
         if isinstance(term, LossTerm):
-            loss = loss - (c * ragged.masked(_of_term(term, out, batch, psi), batch.mask)).sum()
+            loss = loss - (c * masked.masked(_of_term(term, out, batch, psi), batch.mask)).sum()
     return loss
 
 
@@ -179,9 +179,9 @@ def objective(
     value = algorithm.corrected(_value(algorithm.gate, ratio, psi, batch), batch, psi)
     if algorithm.ratio is not None and algorithm.ratio.joint:  # each token holds 1/|o| of the completion's value
         value = value / batch.lengths.clamp(min=1)[:, None]
-    total = ragged.masked(policy * value, batch.mask).sum()
+    total = masked.masked(policy * value, batch.mask).sum()
     for term, c in zip(algorithm.terms, per_term, strict=True):
-        total = total + ragged.masked(c * _of_term(term, out, batch, psi), batch.mask).sum()
+        total = total + masked.masked(c * _of_term(term, out, batch, psi), batch.mask).sum()
     return total
 
 
@@ -210,7 +210,7 @@ def _gradient_of(term: Term | LossTerm, out: Forward, batch: Batch, psi: Tensor)
         value = _of_term(term, Forward(**leaves), batch, psi)
         if not value.requires_grad:
             return [value]
-        found = torch.autograd.grad(ragged.masked(value, batch.mask).sum(), list(leaves.values()), allow_unused=True)
+        found = torch.autograd.grad(masked.masked(value, batch.mask).sum(), list(leaves.values()), allow_unused=True)
     return [value, *(x for x in found if x is not None)]
 
 
@@ -236,10 +236,10 @@ def measure(
     """
     mask, own, psi = batch.mask, batch.own, _masked(psi, out, batch)
     ratio = _ratio(out, batch, algorithm)
-    logp = ragged.masked(out.logp.detach(), mask)
+    logp = masked.masked(out.logp.detach(), mask)
     metrics: Metrics = betas(part for _, part in algorithm.parts()) | {
         "objective": Sum(objective(out, batch, psi, algorithm, coef).double()),
-        "ratio/max": Max(ragged.masked(ratio, mask).max() if mask.any() else 1.0),
+        "ratio/max": Max(masked.masked(ratio, mask).max() if mask.any() else 1.0),
     }
     clipped = algorithm.gate.clipped(ratio, psi, batch)
     if clipped is not None:
@@ -247,19 +247,19 @@ def measure(
             where = per_token(where, algorithm.gate, mask, "clipped")
             metrics[f"clip_ratio/{name}"] = mean_of(where.double(), mask)
     if batch.logp_ref is not None:
-        u = logp - ragged.masked(batch.logp_ref, mask)
+        u = logp - masked.masked(batch.logp_ref, mask)
         r = bounded_exp(
             log_ratio(out.logp, batch.logp_old, mask)
         )  # without it a token that π_θ has given up on counts e^9
         metrics["kl"] = mean_of(r * (bounded_expm1(-u) + u), own)
     if batch.logp_old is not None:
-        change = logp - ragged.masked(batch.logp_old, mask)
+        change = logp - masked.masked(batch.logp_old, mask)
         metrics["kl_old"] = mean_of(bounded_expm1(change) - change, own)
     if out.kl_old is not None:
         metrics["kl_old"] = mean_of(out.kl_old, own)
     if batch.logp_sampler is not None and algorithm.behaviour != "sampler":  # that has it for π_old
-        old = logp if batch.logp_old is None else ragged.masked(batch.logp_old, mask)
-        gap = ragged.masked(old - ragged.masked(batch.logp_sampler, mask), own)
+        old = logp if batch.logp_old is None else masked.masked(batch.logp_old, mask)
+        gap = masked.masked(old - masked.masked(batch.logp_sampler, mask), own)
         metrics["mismatch/logp_max"] = Max(gap.abs().max() if gap.numel() else 0.0)
         metrics["mismatch/logp_mean"] = mean_of(gap.abs(), own)
         metrics["mismatch/ess"] = effective_size(bounded_exp(gap), own)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from policygrad.core import ragged
+from policygrad.core import masked
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
 from policygrad.errors import ConfigError
 
@@ -67,7 +67,7 @@ def _kind(value: object) -> str:
 
 def is_finite(value: Tensor, mask: Tensor) -> bool:
     """Whether every number [B, T] on the mask is finite. Waits for the device."""
-    return bool(ragged.masked(value, mask).isfinite().all())
+    return bool(masked.masked(value, mask).isfinite().all())
 
 
 def blame(part: object, place: str, batch: Batch, reads: Iterable[str]) -> str:

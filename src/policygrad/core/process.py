@@ -12,11 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policygrad.core import ragged
+from policygrad.core import masked
+from policygrad.core.base import Advantage
 from policygrad.core.batch import Batch, required
-from policygrad.core.protocols import Advantage
-from policygrad.core.ragged import Groups
-from policygrad.core.values import Packed
+from policygrad.core.gae import Packed
+from policygrad.core.masked import Groups
 from policygrad.errors import ConfigError
 
 
@@ -62,13 +62,13 @@ class ProcessReward(Advantage):
         siblings = Groups(batch.group, end.any(1)).size[completion] - 1
         scaled = torch.where(steps.no_spread(r) | (siblings == 0), torch.zeros_like(r), scaled)
         normalised = torch.zeros_like(reward).masked_scatter(end, scaled)
-        return ragged.masked(ragged.to_go(normalised), batch.mask)
+        return masked.masked(masked.to_go(normalised), batch.mask)
 
     def _rewards(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(step ends of the completions that count [B, T], rewards there [B, T])."""
         counts = (batch.counted & batch.mask.any(1))[:, None]
         end = required(batch.step_end, self, "step_end") & batch.mask & counts
-        dense = ragged.masked(required(batch.token_reward, self, "token_reward"), batch.mask & counts)
+        dense = masked.masked(required(batch.token_reward, self, "token_reward"), batch.mask & counts)
         for row in (counts.squeeze(1) & ~end.any(1)).nonzero().flatten().tolist():
             raise ConfigError(
                 f"ProcessReward: completion {row} counts and has no True in Batch.step_end; end its last step"
@@ -81,7 +81,7 @@ class ProcessReward(Advantage):
         if not self.outcome:
             return end, dense
         last = end & (end.cumsum(1) == end.sum(1, keepdim=True))
-        return end, dense + ragged.masked(batch.reward[:, None].expand(end.shape), last)
+        return end, dense + masked.masked(batch.reward[:, None].expand(end.shape), last)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class PrefixValue(Advantage):
         p = Packed.of(batch, self)
         end = (required(batch.step_end, self, "step_end") & batch.mask).gather(1, p.order)
         step = end.cumsum(1) - end.long()  # steps that ended before this token
-        delta = ragged.masked(p.reward + p.after - p.value, p.mask)  # within a step the values cancel
+        delta = masked.masked(p.reward + p.after - p.value, p.mask)  # within a step the values cancel
         total = torch.zeros_like(delta).scatter_add(1, step, delta)
         return p.back(total.gather(1, step))
 
@@ -141,9 +141,9 @@ class ImplicitProcess(Advantage):
         return f"+ Σ_{{s≥t}} {discount}(r_φ(o_s) − mean_{{j≠i}} r̄_φ(o_j))"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        process = ragged.masked(required(batch.implicit_reward, self, "implicit_reward"), batch.mask).to(psi.dtype)
+        process = masked.masked(required(batch.implicit_reward, self, "implicit_reward"), batch.mask).to(psi.dtype)
         groups = Groups(batch.group, kept := batch.counted & batch.mask.any(1))
         others = groups.size - kept.long()
         baseline = groups.others(process.sum(1) / batch.lengths.clamp(min=1)) / others.clamp(min=1)
-        centred = ragged.masked(process - baseline[:, None], batch.mask & (others > 0)[:, None])
-        return psi + ragged.discounted(centred, batch.mask, self.gamma)
+        centred = masked.masked(process - baseline[:, None], batch.mask & (others > 0)[:, None])
+        return psi + masked.discounted(centred, batch.mask, self.gamma)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from policygrad.core import ragged
-from policygrad.core.protocols import Ratio
+from policygrad.core import masked
+from policygrad.core.base import Correction, Ratio
+from policygrad.core.batch import Batch, Forward, required
+from policygrad.errors import ConfigError
 
 
 def _bounded(x: Tensor) -> Tensor:
@@ -41,7 +43,7 @@ class Token(Ratio):
         return "r_t = π_θ(o_t)/π_old(o_t)"
 
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        return bounded_exp(ragged.masked(log_ratio, mask))
+        return bounded_exp(masked.masked(log_ratio, mask))
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Sequence(Ratio):
         return "s_i = exp(mean_t log r_t)"
 
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        log_ratio = ragged.masked(log_ratio, mask)
+        log_ratio = masked.masked(log_ratio, mask)
         mean = log_ratio.sum(1) / mask.sum(1).clamp(min=1)
         return bounded_exp(mean)[:, None].expand(log_ratio.shape)
 
@@ -73,5 +75,166 @@ class SequenceProduct(Ratio):
         return "Π_t r_t"
 
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        log_ratio = ragged.masked(log_ratio, mask)
+        log_ratio = masked.masked(log_ratio, mask)
         return bounded_exp(log_ratio.sum(1))[:, None].expand(log_ratio.shape)
+
+
+# Corrections for a sampler μ that is not π_old: factors on w from ρ = π_old/μ, per token or per completion (the product).
+
+Level = Literal["token", "sequence"]
+NEEDS = frozenset({"logp_old", "logp_sampler"})
+
+
+def sampler_ratio(batch: Batch, part: object, level: Level) -> Tensor:
+    """ρ [B, T]; at level 'sequence' the product over the completion, at each of its tokens."""
+    old, sampled = required(batch.logp_old, part, "logp_old"), required(batch.logp_sampler, part, "logp_sampler")
+    gap = masked.masked(old - sampled, batch.own)  # what others wrote no sampler of ours drew: ρ = 1
+    return bounded_exp(gap if level == "token" else gap.sum(1, keepdim=True).expand(gap.shape))
+
+
+def _check(part: object, level: str) -> None:
+    if level not in ("token", "sequence"):
+        raise ConfigError(f"{type(part).__name__}.level must be 'token' or 'sequence', not {level!r}")
+
+
+@dataclass(frozen=True)
+class TruncatedIS(Correction):
+    """× min(ρ, cap): bounded, biased where it caps. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with rollout engines)."""
+
+    cap: float = 2.0
+    level: Level = "token"
+    needs: ClassVar[frozenset[str]] = NEEDS
+
+    def __post_init__(self) -> None:
+        _check(self, self.level)
+        if not self.cap >= 1:
+            raise ConfigError(f"TruncatedIS.cap must be at least 1, not {self.cap}: ρ is 1 where the sampler agrees")
+
+    @property
+    def formula(self) -> str:
+        return f"× min(ρ, {self.cap:g}),  ρ = π_old/μ per {self.level}"
+
+    def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
+        return sampler_ratio(batch, self, self.level).clamp(max=self.cap)
+
+
+@dataclass(frozen=True)
+class MaskedIS(Correction):
+    """× ρ where low ≤ ρ ≤ high, × 0 outside: tokens the two engines disagree on teach nothing. Source: IcePop (Ling 2025)."""
+
+    low: float = 0.5
+    high: float = 5.0
+    level: Level = "token"
+    needs: ClassVar[frozenset[str]] = NEEDS
+
+    def __post_init__(self) -> None:
+        _check(self, self.level)
+        if not 0 <= self.low <= 1 <= self.high:
+            raise ConfigError(f"MaskedIS needs 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, high = {self.high}")
+
+    @property
+    def formula(self) -> str:
+        return f"× ρ if {self.low:g} ≤ ρ ≤ {self.high:g} else 0,  ρ = π_old/μ per {self.level}"
+
+    def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
+        rho = sampler_ratio(batch, self, self.level)
+        return torch.where((rho >= self.low) & (rho <= self.high), rho, torch.zeros_like(rho))
+
+
+# Choosing among all tokens of an update: what the parts with a `select` have in common.
+#
+# `select` is asked once per update, under the policy as it is then, and what it says is `Batch.selected`, whatever the update is
+# split into. A choice depends on numbers alone, never on the order of the tokens: what is equal is chosen together,
+# except by `largest`, which takes an exact number.
+
+SELECTED = frozenset({"selected"})
+
+
+def check_share(part: object, share: float) -> None:
+    """Raises ConfigError unless it is a share of something."""
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"{type(part).__name__}.share must be above 0 and at most 1, not {share}: a share of the tokens"
+        )
+
+
+def chosen(batch: Batch, part: object) -> Tensor:
+    """[B, T] bool; what `part` has selected."""
+    return required(batch.selected, part, "selected")
+
+
+def policy_now(out: Forward | None, part: object, name: str = "logp") -> Tensor:
+    """A field of the policy's forward pass as it is now [B, T]."""
+    value = None if out is None else getattr(out, name)
+    if value is None:
+        raise ConfigError(
+            f"{type(part).__name__} chooses by the {name} of the policy as it is now, and the forward pass has none: give "
+            f"`surrogate` a policygrad.Forward with {name} (a learner does)"
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def highest(x: Tensor, mask: Tensor, count: int) -> Tensor:
+    """[B, T] bool; the `count` largest of x on the mask, and what equals the least of them."""
+    if not bool(mask.any()):
+        return mask
+    return mask & (x >= x[mask].topk(min(count, int(mask.sum()))).values[-1])
+
+
+def largest(x: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Choose exactly `count` of the largest x on the mask, or all of it where it has fewer: [B, T] bool. Of equals, the first."""
+    order = x[mask].sort(descending=True, stable=True).indices
+    among = torch.zeros_like(x[mask], dtype=torch.bool)
+    among[order[:count]] = True
+    return torch.zeros_like(mask).masked_scatter(mask, among)
+
+
+def covariance(logp: Tensor, psi: Tensor, mask: Tensor) -> Tensor:
+    """(log π_θ − mean log π_θ)(Ψ − mean Ψ) [B, T], means over all tokens: by how much each makes the entropy fall.
+
+    Source: Cui et al. 2025, arXiv:2505.22617, sec. 4.
+    """
+    return masked.masked((logp - masked.mean(logp, mask)) * (psi - masked.mean(psi, mask)), mask)
+
+
+# Corrections that are masks: which tokens learn. They say nothing of a sampler that is not π_old.
+
+
+@dataclass(frozen=True)
+class HighEntropy(Correction):
+    """× 1 at the share of tokens where the policy's entropy is highest, × 0 at all others; denominators stay those of all.
+
+    The entropies are those of the policy as it is at each update, which costs a forward pass; of='old' takes those of π_old,
+    from when the rollout was evaluated. Source: Wang et al. 2025 (80/20), arXiv:2506.01939, sec. 5.
+    """
+
+    share: float = 0.2
+    of: Literal["current", "old"] = "current"
+    weighs_sampler: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_share(self, self.share)
+        if self.of not in ("current", "old"):
+            raise ConfigError(
+                f"HighEntropy.of must be 'current' (π_θ at each update) or 'old' (π_old), not {self.of!r}"
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return SELECTED | ({"entropy"} if self.of == "old" else frozenset())
+
+    @property
+    def select_needs(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({"entropy"} if self.of == "current" else ())
+
+    @property
+    def formula(self) -> str:
+        return f"× 1 at the {self.share:g} of tokens of highest entropy of {'π_θ' if self.of == 'current' else 'π_old'}, else 0"
+
+    def select(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
+        """The tokens that learn: those at or above the quantile 1 − share."""
+        entropy = required(batch.entropy, self, "entropy") if self.of == "old" else policy_now(out, self, "entropy")
+        return highest(entropy, batch.mask, 1 + int(self.share * (int(batch.mask.sum()) - 1)))
+
+    def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
+        return chosen(batch, self).to(psi.dtype)

@@ -10,11 +10,11 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from policygrad.core import controllers, ragged
+from policygrad.core import kl_controllers, masked
+from policygrad.core.base import Shaping, State
 from policygrad.core.batch import Batch, required
-from policygrad.core.controllers import AdaptiveBeta, Rule, adapted
+from policygrad.core.kl_controllers import AdaptiveBeta, Rule, adapted
 from policygrad.core.metrics import Metric
-from policygrad.core.protocols import Shaping, State
 from policygrad.errors import ConfigError
 
 Level = Literal["token", "sequence"]
@@ -56,12 +56,12 @@ class KLInReward(AdaptiveBeta, Shaping):
                 f"KLInReward.level must be 'token' (at each token the KL to go) or 'sequence' (the completion's whole KL at every "
                 f"token), not {self.level!r}"
             )
-        controllers.check(self)
+        kl_controllers.check(self)
 
     @property
     def formula(self) -> str:
         at = "r_t −= {}·(log π_old − log π_ref)" if self.level == "token" else "R −= {}·Σ_t (log π_old − log π_ref)"
-        return at.format(f"{self.beta:g}") + controllers.told(self)
+        return at.format(f"{self.beta:g}") + kl_controllers.told(self)
 
     def _u(self, batch: Batch) -> Tensor:
         return required(batch.logp_old, self, "logp_old") - required(batch.logp_ref, self, "logp_ref")
@@ -70,10 +70,10 @@ class KLInReward(AdaptiveBeta, Shaping):
         """By the mean of u over the rollout's sampled tokens."""
         if not batch.mask.any():
             return state
-        return adapted(self, state["beta"], float(ragged.mean(self._u(batch), batch.mask)), "proportional")
+        return adapted(self, state["beta"], float(masked.mean(self._u(batch), batch.mask)), "proportional")
 
     def __call__(self, batch: Batch) -> Batch:
-        penalty = ragged.masked(-self.beta * self._u(batch), batch.mask).to(batch.reward.dtype)
+        penalty = masked.masked(-self.beta * self._u(batch), batch.mask).to(batch.reward.dtype)
         if self.level == "sequence":
             return replace(batch, reward=batch.reward + penalty.sum(1))
         return replace(batch, token_reward=penalty if batch.token_reward is None else batch.token_reward + penalty)

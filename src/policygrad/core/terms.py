@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
-from policygrad.core import controllers, ragged
-from policygrad.core.aggregates import TokenMean
+from policygrad.core import kl_controllers, masked
+from policygrad.core.aggregation import TokenMean
+from policygrad.core.base import Additive, Aggregation, LossTerm, State, Term
 from policygrad.core.batch import Batch, Forward, required
-from policygrad.core.controllers import AdaptiveBeta, Rule, adapted
-from policygrad.core.metrics import Metric
-from policygrad.core.protocols import Aggregation, State, Term
-from policygrad.core.ratios import bounded_exp, bounded_expm1
+from policygrad.core.kl_controllers import AdaptiveBeta, Rule, adapted
+from policygrad.core.masked import unit
+from policygrad.core.metrics import Mean, Metric, Metrics
+from policygrad.core.ratios import (
+    SELECTED,
+    bounded_exp,
+    bounded_expm1,
+    check_share,
+    chosen,
+    covariance,
+    largest,
+    policy_now,
+)
 from policygrad.errors import ConfigError
 
 KLForm = Literal["k2", "k3", "r*k1", "r*k3"]
@@ -23,8 +34,8 @@ KLForm = Literal["k2", "k3", "r*k1", "r*k3"]
 
 def log_ratio(logp: Tensor, old: Tensor | None, mask: Tensor) -> Tensor:
     """log(π_θ/π_old) [B, T], without graph; 0 where π_old is the policy itself."""
-    logp = ragged.masked(logp.detach(), mask)
-    return torch.zeros_like(logp) if old is None else logp - ragged.masked(old, mask)
+    logp = masked.masked(logp.detach(), mask)
+    return torch.zeros_like(logp) if old is None else logp - masked.masked(old, mask)
 
 
 @dataclass(frozen=True)
@@ -60,20 +71,20 @@ class KLToReference(AdaptiveBeta, Term):
             )
         if self.form not in get_args(KLForm):
             raise ConfigError(f"KLToReference.form must be one of {', '.join(get_args(KLForm))}, not {self.form!r}")
-        controllers.check(self)
+        kl_controllers.check(self)
 
     @property
     def formula(self) -> str:
         d = {"k2": "u", "k3": "(1 − e^{−u})", "r*k1": "r(u + 1)", "r*k3": "r·u"}[self.form]
-        return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{controllers.told(self)}"
+        return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{kl_controllers.told(self)}"
 
     def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """By the KL that the rollout's updates measured (`kl`)."""
         return adapted(self, state["beta"], metrics["kl"].value, "proportional") if "kl" in metrics else state
 
     def _u_and_r(self, out: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
-        reference = ragged.masked(required(batch.logp_ref, self, "logp_ref"), batch.mask)
-        u = ragged.masked(out.logp.detach(), batch.mask) - reference
+        reference = masked.masked(required(batch.logp_ref, self, "logp_ref"), batch.mask)
+        u = masked.masked(out.logp.detach(), batch.mask) - reference
         return u, bounded_exp(log_ratio(out.logp, batch.logp_old, batch.mask))
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
@@ -107,7 +118,7 @@ class Entropy(Term):
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         r = bounded_exp(log_ratio(out.logp, batch.logp_old, batch.mask))
-        return -self.eta * r * ragged.masked(out.logp.detach(), batch.mask)
+        return -self.eta * r * masked.masked(out.logp.detach(), batch.mask)
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return self.score(out, batch, psi)
@@ -130,11 +141,11 @@ class KLToOld(AdaptiveBeta, Term):
     constrains: ClassVar[str | None] = "kl_old"
 
     def __post_init__(self) -> None:
-        controllers.check(self)
+        kl_controllers.check(self)
 
     @property
     def formula(self) -> str:
-        return f"{self.beta:g}·(1 − r){controllers.told(self)}"
+        return f"{self.beta:g}·(1 − r){kl_controllers.told(self)}"
 
     def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """By the KL at which the updates ended (`kl_old/last`)."""
@@ -153,7 +164,7 @@ def after_updates(part: AdaptiveBeta, state: State, metrics: Mapping[str, Metric
     KL at which the updates ended."""
     if "kl_old/last" not in metrics:
         return state
-    used = metrics.get(f"{controllers.metric_name(part)}/last")
+    used = metrics.get(f"{kl_controllers.metric_name(part)}/last")
     return adapted(part, state["beta"] if used is None else used.value, metrics["kl_old/last"].value, "doubling")
 
 
@@ -180,4 +191,280 @@ class PositiveNLL(Term):
         return self.mu * self.where(batch).expand(batch.mask.shape).to(batch.reward.dtype)
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        return self.score(out, batch, psi) * ragged.masked(out.logp.detach(), batch.mask)
+        return self.score(out, batch, psi) * masked.masked(out.logp.detach(), batch.mask)
+
+
+# Loss terms: what is no multiple of ∇log π_θ at the sampled tokens and so has a graph of its own, exact over the vocabulary.
+#
+# All take the states as the rollout visited them: their gradient is that of each state's distribution, the visitation frozen.
+
+
+def computed(value: Tensor | None, part: object, name: str) -> Tensor:
+    """The field `name` of a forward pass, or an error that says which part asked for it."""
+    if value is None:
+        raise ConfigError(
+            f"{type(part).__name__} needs Forward.{name}, which is None: give `surrogate` a Forward(logp, {name}=…) with graph, "
+            "or drop the part"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class ExactEntropy(LossTerm):
+    """Entropy bonus η·H, H the entropy of π_θ over the whole vocabulary at the sampling temperature, differentiated itself.
+
+    No variance from the sampled token, which `Entropy` has. Source: Williams & Peng 1991; Mnih et al. 2016 (A3C), sec. 4.
+    """
+
+    eta: float = 0.01
+    aggregate: Aggregation | None = None
+    forward_needs: ClassVar[frozenset[str]] = frozenset({"entropy"})
+
+    @property
+    def formula(self) -> str:
+        return f"{self.eta:g}·∇H,  H = −Σ_a π_θ(a)·log π_θ(a)"
+
+    def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        return self.eta * computed(out.entropy, self, "entropy")
+
+
+@dataclass(frozen=True)
+class ExactKLToOld(AdaptiveBeta, LossTerm):
+    """−β·KL(π_old‖π_θ) over the whole vocabulary: Σ_a π_old(a)·log(π_old(a)/π_θ(a)) at each state of the rollout.
+
+    The learner keeps the policy as it was when the updates began. Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
+    """
+
+    beta: float = 1.0
+    target: float | None = None
+    """Nats a sampled token: β is adapted after each rollout so that the KL its updates end at stays near."""
+    rule: Rule | None = None
+    """How β adapts to the target; doubling where it is left open."""
+    aggregate: Aggregation | None = None
+    forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_old"})
+    constrains: ClassVar[str | None] = "kl_old"
+
+    def __post_init__(self) -> None:
+        kl_controllers.check(self)
+
+    @property
+    def formula(self) -> str:
+        return f"−{self.beta:g}·∇KL(π_old‖π_θ) over the vocabulary{kl_controllers.told(self)}"
+
+    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        """By the KL at which the updates ended (`kl_old/last`)."""
+        return after_updates(self, state, metrics)
+
+    def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        return -self.beta * computed(out.kl_old, self, "kl_old")
+
+
+@dataclass(frozen=True)
+class ExactKLToReference(LossTerm):
+    """−β·KL(π_θ‖π_ref) over the whole vocabulary: Σ_a π_θ(a)·log(π_θ(a)/π_ref(a)) at each state of the rollout.
+
+    With a teacher for π_ref the reverse KL of on-policy distillation, without the variance of the sampled token; `KLToReference`
+    and `TeacherLogRatio` take it from the samples. The learner asks π_ref in every update. Source: Agarwal et al. 2024 (GKD),
+    eq. 2 to 4.
+    """
+
+    beta: float = 1.0
+    aggregate: Aggregation | None = None
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
+    forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_ref"})
+
+    def __post_init__(self) -> None:
+        if not self.beta >= 0:
+            raise ConfigError(f"ExactKLToReference.beta must be at least 0, not {self.beta}")
+
+    @property
+    def formula(self) -> str:
+        return f"−{self.beta:g}·∇KL(π_θ‖π_ref) over the vocabulary"
+
+    def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        return -self.beta * computed(out.kl_ref, self, "kl_ref")
+
+
+# Penalties on the policy's drift from π_old: bounded in their pull, or at a few tokens only.
+
+
+@dataclass(frozen=True)
+class PolicyDrift(Term):
+    """−β·KL(π_old‖π_θ) from the sampled tokens, with a pull that is bounded: k = −β·min(r − 1, cap).
+
+    Up to r = 1 + cap it is `KLToOld`, −β(r − 1 − log r); beyond, the objective goes on with the slope it has there, so that no
+    token whose probability has multiplied rules the step. Source: Liu et al. 2025 (CPGD), arXiv:2505.12504.
+    """
+
+    beta: float = 0.001
+    cap: float = 2.0
+    aggregate: Aggregation | None = None
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
+    constrains: ClassVar[str | None] = "kl_old"
+
+    def __post_init__(self) -> None:
+        if not self.cap > 0:
+            raise ConfigError(f"PolicyDrift.cap must be above 0, not {self.cap}: it bounds r − 1 where r has grown")
+
+    @property
+    def formula(self) -> str:
+        return f"−{self.beta:g}·min(r − 1, {self.cap:g})"
+
+    def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        change = log_ratio(out.logp, batch.logp_old, batch.mask)
+        return -self.beta * bounded_expm1(change).clamp(max=self.cap)
+
+    def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        change = log_ratio(out.logp, batch.logp_old, batch.mask)
+        bend = math.log1p(self.cap)
+        near = change.clamp(max=bend)
+        return -self.beta * (bounded_expm1(near) - near + self.cap * (change - near))
+
+
+Penalty = Literal["abs", "k3"]
+
+
+@dataclass(frozen=True)
+class KLCov(Term):
+    """−β·KL(π_old‖π_θ) at the share of tokens of highest covariance of log π_θ with Ψ, and nowhere else.
+
+    form   objective −β·…      k
+    abs    |log r|             −β·sign(log r): what the authors ran
+    k3     r − 1 − log r       β(1 − r): an estimate of the KL that the paper writes
+
+    Source: Cui et al. 2025 (KL-Cov), arXiv:2505.22617, sec. 4.
+    """
+
+    beta: float = 1.0
+    share: float = 2e-3
+    """Of all tokens of the update; at least one."""
+    form: Penalty = "abs"
+    aggregate: Aggregation | None = None
+    needs: ClassVar[frozenset[str]] = SELECTED | {"logp_old"}
+    select_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
+    constrains: ClassVar[str | None] = "kl_old"
+
+    def __post_init__(self) -> None:
+        check_share(self, self.share)
+        if self.form not in get_args(Penalty):
+            raise ConfigError(f"KLCov.form must be 'abs' (|log r|) or 'k3' (r − 1 − log r), not {self.form!r}")
+
+    @property
+    def formula(self) -> str:
+        k = f"−{self.beta:g}·sign(log r)" if self.form == "abs" else f"{self.beta:g}·(1 − r)"
+        return f"{k} at the {self.share:g} of tokens of highest cov(log π_θ, Ψ)"
+
+    def select(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
+        """The tokens that are held; of equal covariances the first, as many tokens are at log π = 0 late in a run."""
+        cov = covariance(masked.masked(policy_now(out, self), batch.mask), psi, batch.mask)
+        return largest(cov, batch.mask, max(1, int(self.share * int(batch.mask.sum()))))
+
+    def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        change = log_ratio(out.logp, batch.logp_old, batch.mask)
+        k = -change.sign() if self.form == "abs" else -bounded_expm1(change)
+        return self.beta * masked.masked(k, chosen(batch, self))
+
+    def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        change = log_ratio(out.logp, batch.logp_old, batch.mask)
+        kl = change.abs() if self.form == "abs" else bounded_expm1(change) - change
+        return -self.beta * masked.masked(kl, chosen(batch, self))
+
+
+# Completions that the policy did not sample (`Batch.demonstration`), and the term that imitates them.
+#
+# A part that names `demonstration` in `needs` takes them; in the others' averages they do not occur, and an algorithm without
+# such a part refuses a batch that has some.
+
+
+def shown(batch: Batch, part: object) -> Tensor:
+    """[B, 1] bool; the demonstrations. Raises ConfigError for a batch that does not say which those are."""
+    return required(batch.demonstration, part, "demonstration")[:, None]
+
+
+@dataclass(frozen=True)
+class DemonstrationNLL(Term):
+    """μ·φ·log π_θ on the tokens of demonstrations, a mean over those tokens; φ = p(1 − p), p = π_θ (`phi`), or 1.
+
+    The objective is a mixture, (1 − μ)·J + μ·this: the policy's Ψ is multiplied with 1 − μ. φ is largest where the policy is in
+    two minds (p = ½) and 0 where it is sure or has given up on a token.
+    Source: Zhang et al. 2025 (CHORD), arXiv:2508.11408; φ = 1 is supervised fine-tuning beside reinforcement learning.
+    """
+
+    mu: float = 0.1
+    """The share of what is shown; of what is sampled there is 1 − μ."""
+    phi: bool = True
+    aggregate: Aggregation | None = field(default_factory=TokenMean)
+    final: float | None = None
+    """Where μ goes from `mu`, along half a cosine; None = it stays."""
+    rollouts: int = 200
+    """After which μ is `final`."""
+    needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
+
+    def __post_init__(self) -> None:
+        unit(self, mu=self.mu)
+        if self.final is not None:
+            unit(self, final=self.final)
+        if self.rollouts < 1:
+            raise ConfigError(f"DemonstrationNLL.rollouts must be at least 1, not {self.rollouts}")
+
+    @property
+    def mixture(self) -> float:  # type: ignore[override]
+        return self.mu
+
+    @property
+    def formula(self) -> str:
+        mu = f"{self.mu:g}" if self.final is None else "μ"
+        where = f"{mu}·{'p(1 − p)' if self.phi else '1'} on demonstrations" + (",  p = π_θ" if self.phi else "")
+        return where + (
+            "" if self.final is None else f",  μ from {self.mu:g} to {self.final:g} in {self.rollouts} rollouts"
+        )
+
+    def init(self) -> State | None:
+        """The rollouts done, where μ moves."""
+        return None if self.final is None else {"rollouts": 0}
+
+    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        return {"rollouts": state["rollouts"] + 1}
+
+    def at(self, state: State) -> Self:
+        assert self.final is not None
+        done = min(1.0, state["rollouts"] / self.rollouts)
+        return replace(self, mu=self.final + (self.mu - self.final) * (1 + math.cos(math.pi * done)) / 2)
+
+    def report(self, batch: Batch) -> Metrics:
+        """demonstrations/mu, where it moves."""
+        return {} if self.final is None else {"demonstrations/mu": Mean(self.mu)}
+
+    def where(self, batch: Batch) -> Tensor:
+        """[B, 1] bool; the demonstrations, in k and in its denominators."""
+        return shown(batch, self)
+
+    def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        p = masked.masked(out.logp.detach(), batch.mask).clamp(max=0).exp()
+        weight = p * (1 - p) if self.phi else torch.ones_like(p)
+        return self.mu * masked.masked(weight, shown(batch, self).expand(p.shape))
+
+    def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        return self.score(out, batch, psi) * masked.masked(out.logp.detach(), batch.mask)
+
+
+# Mixtures: what the terms that take a share of the objective leave to the policy's.
+
+
+def rest(terms: Iterable[Additive]) -> float:
+    """1 − Σ `Additive.mixture`: 1 where no term has one."""
+    return 1 - sum(term.mixture for term in terms)
+
+
+def mixed(psi: Tensor, terms: Iterable[Additive]) -> Tensor:
+    """[B, T] -> [B, T]: Ψ times what the terms leave."""
+    left = rest(terms)
+    return psi if left == 1 else left * psi
+
+
+def told(terms: Iterable[Additive]) -> str:
+    """What Ψ is multiplied with, for the equation; nothing where no term has a share."""
+    shared = [term for term in terms if term.mixture]
+    if any(term.init() is not None for term in shared):
+        return "; × (1 − μ)"
+    return f"; × {rest(shared):g}" if shared else ""

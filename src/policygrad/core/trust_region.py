@@ -10,9 +10,9 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from policygrad.core.base import UpdateRule
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
-from policygrad.core.problems import CurvatureProblem, SpreadProblem, asked
-from policygrad.core.protocols import UpdateRule
+from policygrad.core.updates import CurvatureProblem, SpreadProblem, asked
 from policygrad.errors import ConfigError
 
 Fisher = Literal["exact", "sampled"]

@@ -12,11 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policygrad.core import ragged
+from policygrad.core import masked
 from policygrad.core.advantages import reward_to_go
+from policygrad.core.base import Advantage, Gate, Term
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.protocols import Advantage, Gate, Term
-from policygrad.core.ragged import Groups
+from policygrad.core.masked import Groups
 from policygrad.core.ratios import bounded_exp
 from policygrad.core.terms import log_ratio
 from policygrad.errors import ConfigError
@@ -64,9 +64,9 @@ class Vine(Advantage):
         )
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        q = ragged.masked(reward_to_go(batch), batch.mask)
+        q = masked.masked(reward_to_go(batch), batch.mask)
         state = _State.of(batch, q.dtype)
-        return ragged.masked(q - state.mean(q), batch.mask & ~state.equal(q))
+        return masked.masked(q - state.mean(q), batch.mask & ~state.equal(q))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class SelfNormalisation(Term):
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         state = _State.of(batch, psi.dtype)
         share = state.normalised(bounded_exp(log_ratio(out.logp, batch.logp_old, batch.mask)))
-        return -share * state.mean(share * ragged.masked(psi, batch.mask))
+        return -share * state.mean(share * masked.masked(psi, batch.mask))
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return torch.zeros_like(psi)
@@ -124,7 +124,7 @@ class _State:
     @classmethod
     def of(cls, batch: Batch, dtype: torch.dtype) -> _State:
         mask, groups = batch.mask, Groups(batch.group, batch.mask.any(1))
-        weight = mask.to(dtype) if batch.weight is None else ragged.masked(batch.weight.to(dtype), mask)
+        weight = mask.to(dtype) if batch.weight is None else masked.masked(batch.weight.to(dtype), mask)
         total = groups.sum(weight.sum(1))[:, None]
         return cls(groups, mask, torch.where(total > 0, weight / total, 0))
 
@@ -134,7 +134,7 @@ class _State:
 
     def normalised(self, ratio: Tensor) -> Tensor:
         """r/m [B, T]. Both are first divided by the group's largest r, so that neither overflows nor vanishes."""
-        r = ragged.masked(ratio, self.mask)
+        r = masked.masked(ratio, self.mask)
         largest = self._largest(r)
         r = torch.where(largest > 0, r / largest, 0)
         m = self.mean(r)

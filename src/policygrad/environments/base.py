@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from policygrad.errors import EngineError
 from policygrad.models.control_tokens import encodable
 from policygrad.models.tool_calls import TAGGED, CallForm, ToolCall
-from policygrad.rewards.calls import LARGEST, quote, to_number
-from policygrad.tasks.types import Example, Prompt
+from policygrad.rewards.workers.messages import LARGEST, quote, to_number
+from policygrad.tasks.base import Example, Prompt
 
 ENVIRONMENT, TOKENS, CONTEXT = "environment", "tokens", "context"
 """What may end an episode: its environment, the budget of tokens, the model's context."""
@@ -175,3 +175,20 @@ def takes_seed(function: Callable[..., Any]) -> bool:
         return "seed" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # some of C have no signature
         return False
+
+
+# A prompt and one answer: the world of tasks whose reward functions judge the answer.
+
+
+@dataclass(frozen=True)
+class SingleTurn:
+    """Asks the example's prompt; the first answer ends the episode."""
+
+    example: Example
+    waits: ClassVar[bool] = False
+
+    async def reset(self) -> Observation:
+        return Observation(self.example.prompt)
+
+    async def step(self, action: Action) -> Step:
+        return Step()

@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from policygrad.environments.base import Action, Environment, Observation, Step
-from policygrad.environments.others import TERMINATED, TURNS, answered, chosen, opening
+from policygrad.environments.registry import TERMINATED, TURNS, answered, chosen, opening
 from policygrad.errors import ConfigError, install_command
-from policygrad.rewards.imports import look_here
-from policygrad.tasks.types import Example
+from policygrad.tasks.base import Example
+from policygrad.utils.user_code import look_here
 
 WORDS: Mapping[str, tuple[str, ...]] = {
     "Blackjack": ("stick", "hit"),

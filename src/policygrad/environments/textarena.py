@@ -14,9 +14,9 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from policygrad.environments.base import FAILED, Action, Environment, Observation, Step, finite
-from policygrad.environments.others import TERMINATED, TURNS, answered, opening
+from policygrad.environments.registry import TERMINATED, TURNS, answered, opening
 from policygrad.errors import ConfigError, EngineError, install_command
-from policygrad.tasks.types import Example
+from policygrad.tasks.base import Example
 
 LARGE = 1000
 """Elements from which on a list of words is shared by all episodes: games read those, and copying one takes longer than a turn."""

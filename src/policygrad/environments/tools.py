@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
 import json
+import operator
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import isfinite
 from typing import Any
 
+from policygrad.environments.base import Action, Environment, Observation, Step, takes_seed
 from policygrad.errors import ConfigError, PolicygradError
-from policygrad.models.tool_calls import ToolCall
-from policygrad.waiting import OverdueError, within
+from policygrad.models.chat_template import tool_response
+from policygrad.models.tool_calls import CallForm, ToolCall
+from policygrad.rewards.workers.messages import quote, to_number
+from policygrad.sandbox.python_tool import shortened
+from policygrad.tasks.base import Example, Prompt
+from policygrad.utils.async_runner import OverdueError, within
 
 MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS = "malformed", "unknown", "arguments", "raised", "slow", "excess"
 FAILURES = (MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS)
@@ -148,3 +159,225 @@ def _fits(value: Any, wanted: Mapping[str, Any]) -> bool:
     if isinstance(value, bool):
         return bool in known
     return any(isinstance(value, kind) for kind in known)
+
+
+# Conversations with tools: the policy calls, is answered, calls again, and says what it has found.
+
+ANSWER, TURNS = "answer", "turns"
+"""What ends a conversation, besides the budget of tokens: the policy, by a turn without a call, or the number of turns."""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """An environment's factory: `pg.train(run, environment=pg.ToolUse((add,)))`, or on the command line `mine.py:NAME`.
+
+    A turn that calls no tool is the answer and ends the episode. What cannot be read, or fails, is told to the policy as
+    `error: …`, and counted: `environment/calls`, `environment/calls_malformed`, `…_unknown`, `…_arguments`, `…_raised`, `…_slow`,
+    `…_excess`.
+
+    Where `reward`, `call_reward` or a function that makes tools raises, or a reward is no number, the episode takes no part, as a
+    completion whose reward function fails.
+
+    Raises:
+        ConfigError: a tool that cannot be described, two of one name, a budget that leaves nothing.
+    """
+
+    tools: Sequence[Callable[..., Any]] | Callable[..., Sequence[Callable[..., Any]]]
+    """Functions with types and a docstring, plain or async; or a function from an example (and `seed`) to those of one episode."""
+    reward: Callable[[str, Example], Any] | None = None
+    """Of an episode, from its answer ("" = none) and its example, plain or async; None = the run's reward functions."""
+    call_reward: Callable[[ToolCall, Answer], Any] | None = None
+    """Of a turn: of each of its calls, added up; it may return None for a call that earns nothing."""
+    max_turns: int = 8
+    """Turns of the policy; the tokens of all of them are the run's `max_tokens`."""
+    seconds: float = 10.0
+    """For one call."""
+    longest: int = 4000
+    """Characters of an answer; what is longer loses its middle."""
+    max_calls: int = 16
+    """Calls of one turn that are made; the policy is told that the others were not."""
+    describe: bool = True
+    """Whether the prompt says what tools there are: by the chat template, or, where it knows none, before the first message."""
+    form: CallForm | None = None
+    """How calls are written; None = as the model's chat template has it."""
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1 or not self.seconds > 0 or self.longest < 1 or self.max_calls < 1:
+            raise ConfigError(
+                "ToolUse: max_turns and longest must be at least 1, max_calls too, and seconds above 0, not "
+                f"{self.max_turns}, {self.longest}, {self.max_calls} and {self.seconds:g}"
+            )
+        if not callable(self.tools):
+            self._described  # noqa: B018  refuses what cannot be described now, not in the first episode
+
+    @cached_property
+    def _described(self) -> dict[str, Tool]:
+        return {} if callable(self.tools) else described(self.tools)
+
+    def __call__(self, example: Example, seed: int = 0) -> Environment:
+        given = self.tools
+        if not callable(given):
+            return _Conversation(self, example, self._described)
+        return _Conversation(
+            self, example, described(given(example, seed=seed) if takes_seed(given) else given(example))
+        )
+
+
+def described(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
+    """Tools by their names.
+
+    Raises:
+        ConfigError: two of one name, or what `Tool.of` refuses.
+    """
+    tools = [Tool.of(function) for function in functions]
+    twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
+    if twice:
+        raise ConfigError(f"two tools are called {twice[0]!r}: a call would not say which; rename one")
+    return {tool.name: tool for tool in tools}
+
+
+class _Conversation:
+    """One episode."""
+
+    def __init__(self, asked: ToolUse, example: Example, tools: dict[str, Tool]) -> None:
+        self.asked, self.example, self.tools = asked, example, tools
+        self.turns = 0
+
+    async def reset(self) -> Observation:
+        schemas = tuple(tool.schema for tool in self.tools.values()) if self.asked.describe else ()
+        return Observation(self.example.prompt, schemas)
+
+    async def step(self, action: Action) -> Step:
+        self.turns += 1
+        calls = self.asked.form(action.text) if self.asked.form else action.calls
+        metrics = {"calls": float(len(calls))} | {f"calls_{why}": 0.0 for why in FAILURES}
+        if not calls:
+            return Step(reward=await self._reward(action.text), metrics=metrics, ended=ANSWER)
+        if action.truncated or self.turns >= self.asked.max_turns:
+            metrics["calls_malformed"] = float(sum(bool(call.error) for call in calls))
+            return Step(reward=await self._reward(""), metrics=metrics, ended=TURNS)
+        most = self.asked.max_calls
+        answers = [await self._answer(call) for call in calls[:most]]
+        for answer in answers:
+            if answer.failed:
+                metrics[f"calls_{answer.failed}"] += 1.0
+        own = self._calls_reward(calls[:most], answers)
+        if excess := len(calls[most:]):
+            metrics[f"calls_{EXCESS}"] = float(excess)
+            answers.append(Answer(f"error: {excess} more calls were not made: a turn has at most {most}", EXCESS))
+        return Step(Observation(self._said(answers)), own, metrics)
+
+    def _calls_reward(self, calls: Sequence[ToolCall], answers: Sequence[Answer]) -> float | None:
+        """What the calls of a turn earn together; None where no function says."""
+        worth = self.asked.call_reward
+        if worth is None:
+            return None
+        return sum(_reward("call_reward", worth(c, a)) or 0.0 for c, a in zip(calls, answers, strict=True))
+
+    async def cut(self) -> float | None:
+        """There is no room for an answer."""
+        return await self._reward("")
+
+    async def _answer(self, call: ToolCall) -> Answer:
+        if call.error:
+            return Answer(f"error: {call.error}", MALFORMED)
+        if (tool := self.tools.get(call.name)) is None:
+            return Answer(
+                f"error: there is no tool {call.name!r}, there are {', '.join(self.tools) or 'none'}", UNKNOWN
+            )
+        answer = await tool(call, self.asked.seconds)
+        return Answer(shortened(answer.text, self.asked.longest), answer.failed)
+
+    def _said(self, answers: Sequence[Answer]) -> Prompt:
+        """Text goes on as text; messages by the role that templates with tools have, or as the user."""
+        tagged = "\n".join(tool_response(answer.text) for answer in answers)
+        if isinstance(self.example.prompt, str):
+            return f"\n{tagged}\n"
+        if not self.asked.describe:
+            return ({"role": "user", "content": tagged},)
+        return tuple({"role": "tool", "content": answer.text} for answer in answers)
+
+    async def _reward(self, answer: str) -> float | None:
+        if self.asked.reward is None:
+            return None
+        found = self.asked.reward(answer, self.example)
+        return _reward("reward", await found if inspect.isawaitable(found) else found)
+
+
+def _reward(name: str, value: Any) -> float | None:
+    """Raises ValueError for what is no finite number and not None."""
+    number, reason = to_number(value)
+    if reason:
+        raise ValueError(f"{name} returned {quote(value)}, which is no finite number")
+    return number
+
+
+# A calculator as a tool: exact, for numbers that a model cannot do in its head, and bounded.
+
+MOST_BITS = 8192
+"""Of a numerator or denominator, on the way too."""
+MOST_CHARACTERS = 300
+_TWO: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def calculate(expression: str) -> str:
+    """Works out arithmetic, exactly: + - * / // % ** and brackets.
+
+    Args:
+        expression: Such as (12345 - 678) * 90 / 7
+    """
+    if len(expression) > MOST_CHARACTERS:
+        raise ValueError(f"the expression is longer than {MOST_CHARACTERS} characters")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, MemoryError, RecursionError):
+        raise ValueError(f"{expression!r} is no arithmetic") from None
+    return str(_value(tree.body))
+
+
+def _value(node: ast.expr) -> Fraction:
+    """Raises ValueError for what is no arithmetic or grows too large, ZeroDivisionError."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
+        if not isfinite(node.value):
+            raise ValueError("the number is too large")
+        return _bounded(Fraction(str(node.value)))  # 0.1 is a tenth
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow):
+            return _power(left, right)
+        if (work := _TWO.get(type(node.op))) is not None:
+            return _bounded(Fraction(work(left, right)))
+    raise ValueError(f"{ast.unparse(node)!r} is no arithmetic")
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    """Looked at before it is worked out: towers of powers have no room anywhere."""
+    if exponent.denominator != 1:
+        raise ValueError(f"the exponent {exponent} is no whole number")
+    if abs(exponent) * _bits(base) > MOST_BITS:
+        raise ValueError("the number is too large")
+    return _bounded(Fraction(base ** int(exponent)))
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if _bits(value) > MOST_BITS:
+        raise ValueError("the number is too large")
+    return value
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+CALCULATOR = ToolUse((calculate,))
+"""`--environment calculator`, with a task's own reward functions, which have to be named: `--reward reasoning_gym`."""

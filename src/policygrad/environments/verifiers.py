@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from policygrad.environments.base import Action, Environment, Observation, Step, finite
-from policygrad.environments.tool_use import ANSWER, ToolUse
+from policygrad.environments.tools import ANSWER, ToolUse
 from policygrad.errors import ConfigError
-from policygrad.tasks.types import Example
+from policygrad.tasks.base import Example
 from policygrad.tasks.verifiers import INDEX, PREFIX, TASKSET, tasks_of, taskset_of
 
 

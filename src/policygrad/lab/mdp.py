@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError
-from policygrad.lab.calculus import derivative, jacobian
+from policygrad.lab.sequences import World, derivative, jacobian
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,3 +236,109 @@ def penalty_constant(mdp: TabularMDP, old: Tensor) -> float:
         raise ConfigError("the bound's constant 4εγ/(1−γ)² is infinite at gamma = 1: take gamma below 1")
     epsilon = float(solve(mdp, old).advantage.abs().max())
     return 4 * epsilon * mdp.gamma / (1 - mdp.gamma) ** 2
+
+
+# A sequence world as a Markov decision process over prefixes: V, Q, A and the occupancy of small language by linear algebra.
+
+LARGEST = 20_000_000
+"""Entries of the transition matrix [S, A, S]; a vocabulary of 5 and a length of 6 have 9.3 million."""
+
+
+def as_mdp(world: World, gamma: float = 1.0) -> TabularMDP:
+    """States are all prompts' prefixes [X·S], actions tokens; the last token of a completion pays R and ends the episode.
+
+    Its policy is `world.conditionals(theta).exp()` [X·S, V]: `solve` then gives J, V, Q, A and the occupancy, whose sum at
+    γ = 1 is the expected length.
+
+    Raises:
+        ConfigError: a world whose transitions would be too many.
+    """
+    tree, states, tokens = world.tree, world.prompts * len(world.tree.prefixes), world.tree.vocabulary
+    if (size := states * tokens * states) > LARGEST:
+        raise ConfigError(
+            f"{states} prefixes and {tokens} tokens make {size} transitions, and at most {LARGEST} are held: take a smaller "
+            "world, or fewer prompts"
+        )
+    rows, last = torch.arange(world.rows), tree.lengths.repeat(world.prompts) - 1
+    reward = torch.zeros(states * tokens, dtype=torch.float64)
+    reward[world.cell[rows, last]] = world.reward.flatten()
+    moves = torch.zeros(states * tokens, states, dtype=torch.float64)
+    follows = world.mask[:, 1:]
+    moves[world.cell[:, :-1][follows], world.state[:, 1:][follows]] = 1.0
+    start = torch.zeros(states, dtype=torch.float64)
+    start[world.state[:, 0]] = 1 / world.prompts
+    return TabularMDP(moves.reshape(states, tokens, states), reward.reshape(states, tokens), start, gamma)
+
+
+# A problem on a tabular MDP, without sampling: what an update rule does when every expectation is exact.
+
+
+@dataclass(eq=False)
+class ExactProblem:
+    """θ, a table of logits [S, A], moves where a step moves it; `history` holds J before the first step and after each."""
+
+    mdp: TabularMDP
+    theta: Tensor
+    lr: float = 1.0
+    """Of first-order steps: θ ← θ + lr·∇J."""
+    history: list[float] = field(default_factory=list)
+    pending: Tensor = field(init=False)
+    curvature: Tensor | None = field(default=None, init=False)
+    """[P, P] the Fisher matrix at θ, once it was asked for."""
+
+    def __post_init__(self) -> None:
+        self.pending = torch.zeros_like(self.theta)
+        self.history = [self.objective]
+
+    @property
+    def objective(self) -> float:
+        """J(π_θ)."""
+        return float(solve(self.mdp, softmax(self.theta)).objective)
+
+    def split(self, epoch: int, minibatches: int) -> list[ExactProblem]:
+        """An expectation has no minibatches: each is the whole."""
+        return [self] * minibatches
+
+    def accumulate(self) -> Metrics:
+        self.pending = self.pending + gradient(self.mdp, self.theta)
+        return {}
+
+    def descend(self) -> Metrics:
+        self.commit((self.lr * self.pending).flatten())
+        self.pending = torch.zeros_like(self.theta)
+        return {}
+
+    def some(self, share: float) -> ExactProblem:
+        """Nor has it groups to choose from."""
+        return self
+
+    def gradient(self) -> tuple[Tensor, Metrics]:
+        return gradient(self.mdp, self.theta).flatten(), {}
+
+    def fisher(self, v: Tensor, sampled: bool) -> Tensor:
+        """Exact whatever `sampled` asks for: over all states and actions there is nothing to sample."""
+        if self.curvature is None:
+            self.curvature = fisher(self.mdp, self.theta)
+        return self.curvature @ v
+
+    def evaluate(self, delta: Tensor) -> tuple[float, float]:
+        old, new = softmax(self.theta), softmax(self.theta + delta.reshape(self.theta.shape))
+        occupancy = solve(self.mdp, old).occupancy
+        kl = (occupancy * state_kl(old, new)).sum() / occupancy.sum()
+        return float(surrogate_value(self.mdp, old, new)), float(kl)
+
+    def commit(self, delta: Tensor) -> None:
+        self.theta = self.theta + delta.reshape(self.theta.shape)
+        self.curvature = None
+        self.history.append(self.objective)
+
+    def fit(self) -> Metrics:
+        """The values are exact: there is no critic to fit."""
+        return {}
+
+    def measured(self) -> Metrics:
+        return {}
+
+    def adapted(self, metrics: Metrics) -> ExactProblem | None:
+        """No β adapts here."""
+        return None

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.run_checks import check_sampling
+from policygrad.core.validation import check_sampling
 from policygrad.errors import ConfigError
-from policygrad.lab.estimators import Estimates, blocks, estimates
-from policygrad.lab.groups import WeightedSteps, steps_for
-from policygrad.lab.levers import Levers, decide
+from policygrad.lab.estimators import Estimates, Levers, WeightedSteps, blocks, decide, estimates, steps_for
 from policygrad.lab.setting import Setting
 
 
@@ -167,3 +165,39 @@ def _by_length(setting: Setting, steps: WeightedSteps, found: Estimates) -> tupl
                 row[name] = float((here * found.coefficient).sum() / here.sum())
         rows.append(row)
     return tuple(rows)
+
+
+# A claim of the field, and what came of it when it was measured.
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One experiment. The sentence is made from the numbers, also where they speak against the claim."""
+
+    name: str
+    claim: str
+    """As it is usually said."""
+    holds: bool
+    """Whether the numbers bear it out, here."""
+    sentence: str
+    """What was found."""
+    numbers: Mapping[str, float]
+    error: float | None = None
+    """Standard error of the number that decides; None = exact, no sampling."""
+    curves: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Columns of equal length, to plot; the first one is the x axis."""
+
+
+def percent(x: float) -> str:
+    """12 %, 0.3 %."""
+    return f"{100 * x:.0f} %" if abs(x) >= 0.0995 else f"{100 * x:.2g} %"
+
+
+def tiny(x: float) -> str:
+    """4e-16, or 0 where it is nothing at all."""
+    return f"{x:.0e}" if x else "0"
+
+
+def verdict(holds: bool, yes: str, no: str) -> str:
+    """The wording for either outcome."""
+    return yes if holds else no

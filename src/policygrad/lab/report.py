@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,10 +12,82 @@ from typing import Any
 import torch
 
 from policygrad.core.algorithm import Algorithm
-from policygrad.lab import experiments
-from policygrad.lab.finding import Finding
-from policygrad.lab.measurement import Measured, compare
+from policygrad.errors import ConfigError
+from policygrad.lab import dynamics, theory
+from policygrad.lab.findings import (
+    advantages,
+    critics,
+    ratios,
+)
+from policygrad.lab.measurement import Finding, Measured, compare
 from policygrad.lab.worlds import OFF_POLICY_KL, table_settings
+
+# Every experiment of the lab by name: the field's claims, the theory of trust regions, and training runs.
+
+Experiment = Callable[[int], Finding]
+"""seed -> Finding."""
+_CLAIMS: tuple[Experiment, ...] = (
+    advantages.leave_one_out,
+    advantages.group_mean,
+    advantages.z_score,
+    advantages.optimal_baseline,
+    advantages.state_baseline,
+    advantages.group_size,
+    advantages.more_statistics,
+    advantages.sequence_mean,
+    advantages.brevity,
+    ratios.product_ratio,
+    ratios.ratio_over_length,
+    ratios.long_chains,
+    ratios.gate_weights,
+    ratios.gates,
+    ratios.experts,
+    critics.gae_curve,
+    critics.turn_credit,
+    advantages.kl_places,
+    critics.adam,
+)
+_THEORY: tuple[Experiment, ...] = (
+    theory.performance_difference,
+    theory.surrogate_matches,
+    theory.trust_region_bound,
+    ratios.bound_over_step,
+    theory.conservative_mixture,
+    theory.natural_invariance,
+    theory.monotonic_improvement,
+    theory.occupancy_sum,
+)
+_RUNS: tuple[Experiment, ...] = (
+    dynamics.entropy_collapse,
+    dynamics.length_drift,
+    dynamics.k1_in_loss,
+    dynamics.reward_hacking,
+)
+CLAIMS: dict[str, Experiment] = {f.__name__: f for f in _CLAIMS}
+THEORY: dict[str, Experiment] = {f.__name__: f for f in _THEORY}
+DYNAMICS: dict[str, Experiment] = {f.__name__: f for f in _RUNS}
+EXPERIMENTS = CLAIMS | THEORY | DYNAMICS
+
+
+def run(names: Iterable[str] | None = None, seed: int = 0) -> list[Finding]:
+    """The findings of the named experiments, or of all."""
+    return [experiment(seed) for experiment in chosen(names)]
+
+
+def chosen(names: Iterable[str] | None = None) -> list[Experiment]:
+    """The named experiments, or all.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest known one.
+    """
+    known = EXPERIMENTS
+    wanted = list(known if names is None else names)
+    for name in wanted:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"no experiment is called {name!r}: {hint}")
+    return [known[name] for name in wanted]
 
 
 @dataclass(frozen=True)
@@ -59,7 +132,7 @@ def report(
     Raises:
         ConfigError: a group size that an algorithm or the lab refuses, a KL below 0, an unknown experiment.
     """
-    todo = experiments.chosen(names)  # a wrong name is said before the work, not after it
+    todo = chosen(names)  # a wrong name is said before the work, not after it
     with one_thread():
         on, off = table_settings(kl, seed)
         rows = tuple(compare(algorithms, on, off, group_size, seed))

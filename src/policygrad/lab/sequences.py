@@ -7,7 +7,7 @@ state is a prefix: the tokens so far. X prompts, N completions each, S states, P
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -16,7 +16,21 @@ import torch
 from torch import Tensor
 
 from policygrad.errors import ConfigError
-from policygrad.lab.calculus import derivative, jacobian
+
+# Derivatives by autograd, of functions of one tensor θ.
+
+
+def derivative(f: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
+    """∇f(θ), shaped like θ; f is a scalar."""
+    theta = theta.detach().requires_grad_()
+    return torch.autograd.grad(f(theta), theta)[0]
+
+
+def jacobian(f: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
+    """∂f/∂θ, shaped [*f, *θ]."""
+    found: Tensor = torch.autograd.functional.jacobian(f, theta.detach(), vectorize=True)  # type: ignore[no-untyped-call]
+    return found
+
 
 EOS = 0
 LARGEST = 6000
@@ -248,3 +262,44 @@ def moved(world: World, theta: Tensor, kl: float, seed: int = 0, direction: Tens
             f"the policy jumps along this direction, over a KL of {kl:g} nats: fix what switches (routing) first"
         )
     return theta + high * direction
+
+
+# Rewards of the lab's worlds: a number for every completion, as a verifier would give it.
+
+
+def verified(tree: Tree, verifier: Verifier, prompts: int = 1) -> Tensor:
+    """[X, N] float64, the same for every prompt."""
+    row = [verifier(word) for word in tree.words]
+    return torch.tensor([row] * prompts, dtype=torch.float64)
+
+
+def sum_equals(target: int) -> Verifier:
+    """1 where the tokens add up to `target`."""
+    return lambda word: float(sum(word) == target)
+
+
+def long_enough(tokens: int) -> Verifier:
+    """1 where there are at least so many tokens before EOS."""
+    return lambda word: float(len(word) >= tokens)
+
+
+def random_subsets(tree: Tree, policy: Policy, theta: Tensor, difficulty: Sequence[float], seed: int = 0) -> Tensor:
+    """[X, N] 0 or 1: for each prompt the set of right completions, drawn in random order, whose probability under θ comes as
+    near to p as it can.
+
+    Raises:
+        ConfigError: a p outside (0, 1).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    blank = World(tree, torch.zeros(len(difficulty), tree.size).double(), policy)
+    probability = blank.logp(theta.detach()).exp()
+    rows = []
+    for p, chance in zip(difficulty, probability, strict=True):
+        if not 0 < p < 1:
+            raise ConfigError(f"a prompt's difficulty is its probability of a right answer, in (0, 1), not {p}")
+        right, mass = torch.zeros(tree.size).double(), 0.0
+        for n in torch.randperm(tree.size, generator=generator).tolist():
+            if abs(mass + float(chance[n]) - p) < abs(mass - p):
+                right[n], mass = 1.0, mass + float(chance[n])
+        rows.append(right)
+    return torch.stack(rows)

@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.core.advantages import reward_to_go, totals
+from policygrad.core.advantages import TeacherLogRatio, reward_to_go, totals
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.distillation import TeacherLogRatio
-from policygrad.core.loss_terms import ExactKLToReference
-from policygrad.core.run_checks import check_sampling
 from policygrad.core.shaping import KLInReward
-from policygrad.core.terms import KLToReference
+from policygrad.core.terms import ExactKLToReference, KLToReference
+from policygrad.core.validation import check_sampling
 from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
-from policygrad.lab.calculus import derivative
-from policygrad.lab.sequences import World
+from policygrad.lab.sequences import World, derivative
 
 STEP = 2
 """Tokens of a step of an answer, for the parts that read step ends; the last one may be shorter."""

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from policygrad.core.trust_region import TrustRegion
 from policygrad.lab import mdp as exact
-from policygrad.lab.finding import Finding, verdict
-from policygrad.lab.mdp import TabularMDP, chain, gridworld, random_mdp, softmax, solve
-from policygrad.lab.problem import ExactProblem
+from policygrad.lab.mdp import ExactProblem, TabularMDP, chain, gridworld, random_mdp, softmax, solve
+from policygrad.lab.measurement import Finding, verdict
 
 EXACT = 1e-10
 PROBLEMS = 20

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from policygrad.lab.episodes import Conversations, ConversationSetting, Episodes, Walk
 from policygrad.lab.policies import Bigram, Table
-from policygrad.lab.rewards import random_subsets
-from policygrad.lab.sequences import Tree, World, moved
+from policygrad.lab.sequences import Tree, World, moved, random_subsets
 from policygrad.lab.setting import Setting
 
 DIFFICULTY = (0.15, 0.5, 0.85)

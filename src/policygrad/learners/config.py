@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from policygrad.errors import ConfigError
-from policygrad.models.lora import RATE, Lora, parse
+from policygrad.models.lora_config import RATE, Lora, parse
 
 SMALL = 5_000_000
 """Parameters; below, a model is small: a matrix product of it is over before a second thread has woken up."""

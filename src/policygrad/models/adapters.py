@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from policygrad.errors import ConfigError, ModelError, install_command
-from policygrad.models.lora import ALPHA, RANK, TARGETS, Lora
+from policygrad.models.lora_config import ALPHA, RANK, TARGETS, Lora
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -292,3 +292,109 @@ def twin(model: nn.Module, shared: set[int]) -> nn.Module:
     """A deep copy but for the shared tensors: of a quantised model, which no configuration builds."""
     memo: dict[int, Tensor] = {id(p): p for p in model.parameters() if id(p) in shared}
     return copy.deepcopy(model, memo)
+
+
+# A model's adapters in its weights, W + (α/r)·B·A for W, for whatever knows no adapters.
+
+
+def merged(model: nn.Module) -> nn.Module:
+    """The model with its adapters in its weights, W + (α/r)·B·A for W, and no longer one of PEFT's; in place.
+
+    Raises:
+        ModelError: a sum that is not finite.
+    """
+    for module in list(tuned(model)):
+        name = next(name for name, found in model.named_modules() if found is module)
+        above, _, last = name.rpartition(".")
+        found = plain(module, name)
+        setattr(model.get_submodule(above), last, found)
+    model._hf_peft_config_loaded = False  # type: ignore[assignment]
+    model._weight_conversions = None  # type: ignore[assignment]  # of an adapter's names, by which saving would go
+    del model.peft_config
+    return model
+
+
+def plain(module: Any, name: str) -> nn.Module:
+    """What PEFT's module is without PEFT, in place. Raises ModelError: a sum that is not finite."""
+    if not hasattr(module, "get_base_layer"):
+        return module.modules_to_save[module.active_adapters[0]]  # type: ignore[no-any-return]
+    try:
+        module.merge(safe_merge=True)
+    except ValueError as error:
+        raise ModelError(f"{name} cannot be merged: {error}") from error
+    return module.get_base_layer()  # type: ignore[no-any-return]
+
+
+def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each parameter that `merged` would leave, the model as it is: one layer's sum at a time.
+
+    Raises:
+        ModelError: a sum that is not finite.
+    """
+    inside = {id(module) for module in tuned(model)}
+    found = [(name, module) for name, module in model.named_modules() if id(module) in inside]
+    beside = {id(p) for _, module in found for p in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in beside:
+            yield name.removeprefix(PREFIX), parameter
+    for name, module in found:
+        with torch.no_grad():
+            whole = plain(copy.deepcopy(module), name)
+        for key, parameter in whole.named_parameters():
+            yield f"{name}.{key}".removeprefix(PREFIX), parameter
+
+
+# Frozen weights in four bits, under adapters (Dettmers et al. 2023, QLoRA), by bitsandbytes where it is installed.
+
+
+def quantisation(lora: Lora | None, dtype: torch.dtype) -> dict[str, Any]:
+    """What `from_pretrained` is told of four bits; {} where they are not asked for.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+    """
+    if lora is None or lora.bits is None:
+        return {}
+    need_peft("learner.lora bits=4", "qlora")
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"learner.lora bits=4 needs bitsandbytes, which is not installed: {install_command('qlora')}, or leave bits out "
+            "for the weights as they are"
+        )
+    from transformers import BitsAndBytesConfig
+
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **options)}  # type: ignore[no-untyped-call]
+
+
+def settle_bits(model: nn.Module) -> None:
+    """Makes sure of four bits that gradients pass through them.
+
+    bitsandbytes packs weights on some processors anew, for inference, when they are first read in evaluation mode, in which a
+    policy always is here; and what was packed gives wrong gradients without a word (seen with 0.50.2).
+
+    Raises:
+        ModelError: a layer whose way back is not the transpose of its way there.
+    """
+    layer: Any = None
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            layer = layer or module
+        layer = layer or (module if type(module).__name__ == "Linear4bit" else None)
+    if layer is None:
+        return
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    generator, device = torch.Generator().manual_seed(0), layer.weight.device
+    x, y = (torch.randn(3, n, generator=generator).to(device, dtype) for n in (layer.in_features, layer.out_features))
+    with torch.no_grad():
+        there = float(((layer(x) - layer(torch.zeros_like(x))).double() * y.double()).sum())
+    x.requires_grad_()
+    (pulled,) = torch.autograd.grad((layer(x) * y).sum(), x)
+    back = float((pulled.double() * x.detach().double()).sum())
+    size = float(y.double().norm() * layer(x).detach().double().norm())
+    if not abs(there - back) <= (0.02 if dtype == torch.bfloat16 else 1e-3) * size:
+        raise ModelError(
+            "learner.lora bits=4: this version of bitsandbytes gives wrong gradients on this device: take another one, or leave "
+            "bits out"
+        )

@@ -14,12 +14,18 @@ from torch import Tensor, nn
 
 from policygrad.errors import ModelError
 from policygrad.models.adapters import adapters_of, as_in_file, head_precision, need_peft, only_they_train
-from policygrad.models.chat import rendered_ids
-from policygrad.models.completeness import check_complete
-from policygrad.models.lora import base_of, config_of
-from policygrad.models.precision import at_least_float32
+from policygrad.models.chat_template import rendered_ids
+from policygrad.models.loading import (
+    at_least_float32,
+    cannot_load,
+    check_complete,
+    checked_config,
+    reading,
+    refuse_pickles,
+    weights,
+)
+from policygrad.models.lora_config import base_of, config_of
 from policygrad.models.tokenizer import Tokenizer, pretrained_tokenizer
-from policygrad.models.trust import cannot_load, checked_config, reading, refuse_pickles, weights
 
 MICRO_TOKENS = 8192
 """Tokens per forward pass, padding included."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from policygrad.errors import ModelError
 from policygrad.models.adapters import adapters_of, rebuilt, shared_with, twin
-from policygrad.models.loading import without_dropout
+from policygrad.models.loading import load_model, without_dropout
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 
 Build = Callable[[], nn.Module]
 """Makes another instance of a model, whose weights are then replaced."""
@@ -143,3 +147,61 @@ def let_train(made: nn.Module, model: nn.Module) -> nn.Module:
     for parameter in apart(made, model).values():
         parameter.requires_grad_(True)
     return made
+
+
+# Attention in plain operations, where the fused kernels have no forward mode, no double backward and no gradients in bulk.
+
+
+class PlainAttention(TorchFunctionMode):
+    """Inside, in this thread alone, `scaled_dot_product_attention` is what `sdpa_kernel(SDPBackend.MATH)` makes of it.
+
+    That one switches the whole process: a sampler in another thread would compute in another order too, or not, as it happens.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _plain(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """As `scaled_dot_product_attention`. What it hands a Boolean mask to adds it to the scores, as 0 and −∞."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
+    found: Tensor = torch._scaled_dot_product_attention_math(query, key, value, attn_mask, *args, **kwargs)[0]
+    return found
+
+
+# Another model beside the policy, to compare it with: a reference that is not where it began, or a teacher.
+
+
+def load_reference(
+    name: str, policy: Tokenizer, *, dtype: str = "fp32", device: str = "cpu", trust_remote_code: bool = False
+) -> nn.Module:
+    """The model, frozen. It is given the token ids that the policy sampled, so both must mean the same by them.
+
+    name: a folder, a hub id, a run's folder, `tiny`. policy: the policy's tokenizer.
+
+    Raises:
+        ModelError: no such model; a tokenizer with another vocabulary than the policy's, or than the model has embeddings for.
+    """
+    model = load_model(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code).requires_grad_(False)
+    tokenizer = load_tokenizer(name, model, trust_remote_code=trust_remote_code)
+    ours, theirs = policy.hf.get_vocab(), tokenizer.hf.get_vocab()
+    if odd := sorted(ours.items() ^ theirs.items(), key=lambda item: item[1]):
+        text = odd[0][0]
+        where = {model: ids.get(text, "no token") for model, ids in (("the policy", ours), (name, theirs))}
+        raise ModelError(
+            f"the reference {name!r} reads the policy's token ids, and its vocabulary is another: {len({t for t, _ in odd})} "
+            f"tokens differ, {text!r} say, which is {where['the policy']} in the policy's and {where[name]} in its own. Take a "
+            "model with the policy's tokenizer, of the same family say"
+        )
+    return model

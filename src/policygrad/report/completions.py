@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from policygrad.contents import Unusable, lines_in, open_regular
 from policygrad.errors import RunError
-from policygrad.report.reading import rows
+from policygrad.report.data import rows
 from policygrad.trackers.jsonl import parse_row as parsed
+from policygrad.utils.filesystem import Unusable, lines_in, open_regular
 
 TEXT = 3_000_000
 """Characters that a page holds, of all its runs; what is left out is said on it."""

@@ -7,14 +7,12 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
-from policygrad.about import ABOUT
-from policygrad.pages.frame import BANDS, framed
+from policygrad.catalog import ABOUT
+from policygrad.pages.render import BANDS, framed
 from policygrad.report.completions import ROWS, TEXT, Shown, embedded, shown
-from policygrad.report.cost import cost
-from policygrad.report.curves import POINTS, Series, drawn, grouped
-from policygrad.report.reading import RunFiles
+from policygrad.report.data import POINTS, RunFiles, Series, cost, drawn, grouped
 from policygrad.trackers.glossary import glossary, meaning
-from policygrad.training.config.words import parts, short
+from policygrad.training.config.serialization import parts, short
 
 FIRST = (
     "reward",

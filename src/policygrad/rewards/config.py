@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.memory import size
-from policygrad.rewards.variables import check_names, listed
+from policygrad.rewards.workers.limits import check_names, listed, size
 
 Sandbox = Literal["none", "auto", "bubblewrap", "landlock"]
 """A wall around reward workers, by name; auto = the first that stands."""

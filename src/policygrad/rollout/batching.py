@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -12,10 +13,46 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from policygrad.core.batch import Batch
+from policygrad.core.masked import Groups
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
-from policygrad.core.ragged import Groups
-from policygrad.rollout.prompts import number
 from policygrad.rollout.trajectory import Group, Trajectory, conversed
+from policygrad.tasks.base import Example
+from policygrad.tasks.rows import prompt_key
+
+# Which of the task's examples a step takes, and how a prompt is known when it comes again.
+
+ALL_SOLVED = "every prompt that came up rests, solved or too hard: they are sampled again"
+
+PATIENCE = 64
+"""Further prompts that are looked at, for tasks in which one stands more than once."""
+
+
+def number(example: Example) -> int:
+    """A prompt's own number in [0, 2^63): the same in every epoch and every run, whatever its place."""
+    return int.from_bytes(sha256(prompt_key(example.prompt).encode()).digest()[:8], "big") >> 1
+
+
+def upcoming(
+    examples: Callable[[int], Example], count: int, position: int, resting: frozenset[int]
+) -> tuple[list[tuple[int, Example]], bool]:
+    """(`count` examples with their places, from `position` on, those that rest passed over; whether all of them rest).
+
+    In an epoch each prompt comes once, so that even across the end of one no more than twice the resting prompts follow each
+    other; a run longer than that, and by `PATIENCE`, means that there are no others, and from there on they are taken as they
+    come.
+    """
+    found: list[tuple[int, Example]] = []
+    run, all_rest = 0, False
+    while len(found) < count:
+        example = examples(position)
+        if resting and not all_rest and number(example) in resting:
+            run += 1
+            all_rest = run > 2 * len(resting) + PATIENCE
+        else:
+            run = 0
+            found.append((position, example))
+        position += 1
+    return found, all_rest
 
 
 def to_batch(groups: Sequence[Group], needs: frozenset[str] = frozenset()) -> Batch:
@@ -151,3 +188,43 @@ def _turns(rows: Sequence[Trajectory]) -> Metrics:
         "environment/branches": Mean(float(sum(texts)), count),
         "environment/branched_ratio": Mean(float(sum(n > 1 for n in texts)), count),
     }
+
+
+# Turns: from the states in which an episode's turns began, and what each was worth, to the batch.
+
+
+def with_turns(batch: Batch, groups: Sequence[Group], *, scored: bool) -> Batch:
+    """`anchor`: at each token of a turn the number of the state it began in, equal states of a group having equal numbers.
+
+    scored: what the environment gave for a turn stands in `token_reward` at its last token, and is no longer in `reward`.
+    """
+    number = torch.zeros(batch.mask.shape, dtype=torch.int64)
+    worth = torch.zeros(batch.mask.shape, dtype=batch.reward.dtype)
+    rest = batch.reward.clone()
+    row = 0
+    for group in groups:
+        known: dict[Hashable, int] = {}
+        for trajectory in group.trajectories:
+            for turn, (first, last) in enumerate(_spans(trajectory)):
+                state = trajectory.states[turn] if trajectory.states else None
+                number[row, first : last + 1] = known.setdefault(state, len(known))
+                own = trajectory.turn_rewards[turn] if trajectory.turn_rewards else None
+                worth[row, last] = own or 0.0
+            rest[row] = rest[row] - sum(x for x in trajectory.turn_rewards if x is not None)
+            row += 1
+    batch = replace(batch, anchor=number)
+    if not scored:
+        return batch
+    worth = worth if batch.token_reward is None else worth + batch.token_reward  # the scores of a turn's steps
+    return replace(batch, token_reward=worth, reward=rest)
+
+
+def _spans(trajectory: Trajectory) -> list[tuple[int, int]]:
+    """(first, last) token of each turn of the policy."""
+    found, at = [], 0
+    for segment in trajectory.segments:
+        end = at + len(segment.tokens)
+        if segment.sampled:
+            found.append((at, end - 1))
+        at = end
+    return found

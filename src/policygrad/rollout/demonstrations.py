@@ -16,10 +16,10 @@ from torch import Tensor
 
 from policygrad.core.metrics import Mean, Metrics, Sum, merge
 from policygrad.errors import DataError
-from policygrad.rollout.encoder import Encoder
-from policygrad.rollout.judging import Judged
+from policygrad.rollout.episodes import Encoder
+from policygrad.rollout.scoring import Judged
 from policygrad.rollout.trajectory import Group, Segment, Trajectory
-from policygrad.tasks.types import Example
+from policygrad.tasks.base import Example
 
 COLUMN = "demonstration"
 WAY_OUT = (

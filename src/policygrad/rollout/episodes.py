@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,17 +23,56 @@ from policygrad.environments.base import (
     EnvironmentFactory,
     MalformedError,
     Observation,
+    SingleTurn,
     Step,
 )
-from policygrad.environments.single_turn import SingleTurn
 from policygrad.errors import EngineError
-from policygrad.models.chat import RewrittenError, Tools
-from policygrad.rollout.calls import CLOSING, Calls, FailedError
-from policygrad.rollout.encoder import Encoder
+from policygrad.models.chat_template import Message, RewrittenError, Tools
+from policygrad.models.tool_calls import CallForm
+from policygrad.rollout.environment_calls import CLOSING, Calls, FailedError
 from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
 from policygrad.samplers.base import Generation, Request, Sampler, Sampling
-from policygrad.tasks.types import Prompt
-from policygrad.waiting import within
+from policygrad.tasks.base import Prompt
+from policygrad.utils.async_runner import within
+
+# What episodes need of a tokenizer.
+
+
+class Encoder(Protocol):
+    """Text to tokens and back."""
+
+    @property
+    def context(self) -> int | None:
+        """Positions of the model, in tokens."""
+        ...
+
+    @property
+    def form(self) -> CallForm:
+        """How the model writes calls of tools."""
+        ...
+
+    def encode(self, prompt: Prompt, max_tokens: int, source: str = ..., tools: Tools | None = ...) -> Tensor:
+        """[P] int64; refuses a prompt that leaves no room for max_tokens."""
+        ...
+
+    def decode(self, tokens: Any) -> str: ...
+
+    def answer(self, prompt: Tensor, said: Prompt, text: str, source: str = ...) -> list[int]:
+        """The ids of an answer that somebody else wrote to the prompt, its end token the last."""
+        ...
+
+    def continuation(
+        self, so_far: Prompt, reply: str, new: Prompt, source: str = ..., tools: Tools | None = ...
+    ) -> Tensor:
+        """[n] int64; what stands between a sampled turn and the next. Raises RewrittenError where that cannot be."""
+        ...
+
+    def rewritten(
+        self, messages: Sequence[Message], opening: int, new: int, source: str = ..., tools: Tools | None = ...
+    ) -> tuple[Tensor, Tensor]:
+        """([P'] int64, [n] int64); a conversation as it is written from then on, and what of it is new."""
+        ...
+
 
 T = TypeVar("T")
 

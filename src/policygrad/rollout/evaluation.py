@@ -8,7 +8,7 @@ from math import comb
 from typing import Any
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.voting import Voted
+from policygrad.rewards.builtin import Voted
 from policygrad.rollout.trajectory import Group, Trajectory
 
 

@@ -16,29 +16,21 @@ from policygrad.core.vine import Vine
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.environments.base import TIMEOUT
 from policygrad.errors import ConfigError
-from policygrad.rewards.base import Pool
-from policygrad.rewards.voting import voted_by
-from policygrad.rewards.waits import Phase, nobody
-from policygrad.rollout.batching import measure, to_batch, used
-from policygrad.rollout.calls import Calls
+from policygrad.rewards.builtin import voted_by
+from policygrad.rewards.workers.pool import Pool
+from policygrad.rollout.batching import ALL_SOLVED, measure, to_batch, upcoming, used, with_turns
 from policygrad.rollout.demonstrations import joined
-from policygrad.rollout.encoder import Encoder
-from policygrad.rollout.episodes import play
+from policygrad.rollout.dynamic_sampling import Evaluate, Round, fill, filled, flat
+from policygrad.rollout.environment_calls import Calls
+from policygrad.rollout.episodes import Encoder, play
 from policygrad.rollout.evaluation import EvaluationResult, evaluated
-from policygrad.rollout.filling import Evaluate, Round, fill, filled, flat
-from policygrad.rollout.greedy import with_baseline
-from policygrad.rollout.judging import Judged, Score, ScoreSteps, judge, judge_steps, marks_of
-from policygrad.rollout.meanwhile import meanwhile
-from policygrad.rollout.prompts import ALL_SOLVED, upcoming
-from policygrad.rollout.reasoning_steps import with_steps
-from policygrad.rollout.trajectory import EVALUATE, TRAIN, Group, Start
-from policygrad.rollout.turns import with_turns
-from policygrad.rollout.values import with_values
-from policygrad.rollout.vine import branched
+from policygrad.rollout.extra_samples import branched, with_baseline, with_values
+from policygrad.rollout.scoring import Judged, Score, ScoreSteps, judge, judge_steps, marks_of, meanwhile
+from policygrad.rollout.trajectory import EVALUATE, TRAIN, Group, Start, with_steps
 from policygrad.samplers.base import InFlight, Sampler, Sampling
-from policygrad.tasks.levels import placed
-from policygrad.tasks.types import Example
-from policygrad.waiting import Waiter
+from policygrad.tasks.base import Example, placed
+from policygrad.utils.async_runner import Waiter
+from policygrad.utils.progress import Phase, nobody
 from policygrad.weight_sync.base import Published
 
 PORTION = 64

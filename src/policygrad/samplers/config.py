@@ -12,9 +12,9 @@ from policygrad.errors import ConfigError
 
 LOCAL = "local"
 ENGINES = {  # the class of each, as module:name; a sampler is one file
-    "llama_cpp": "policygrad.samplers.llama_cpp:LlamaCpp",
-    "vllm": "policygrad.samplers.vllm:Vllm",
-    "sglang": "policygrad.samplers.sglang:Sglang",
+    "llama_cpp": "policygrad.samplers.engines.llama_cpp:LlamaCpp",
+    "vllm": "policygrad.samplers.engines.vllm:Vllm",
+    "sglang": "policygrad.samplers.engines.sglang:Sglang",
 }
 
 ROOM = 4096

@@ -1,11 +1,9 @@
 """Programs that nobody has read, behind a wall: bubblewrap, or Landlock and seccomp."""
 
-from policygrad.sandbox.examination import Dialogue, Examination, Verdict, converse, examine
-from policygrad.sandbox.limits import Limits
-from policygrad.sandbox.program import Outcome, run
-from policygrad.sandbox.session import WallError
-from policygrad.sandbox.tool import PythonTool
-from policygrad.sandbox.walls import WALLS, standing
+from policygrad.sandbox.backends import WALLS, Limits, standing
+from policygrad.sandbox.process import Outcome, WallError, run
+from policygrad.sandbox.program_tests import Dialogue, Examination, Verdict, converse, examine
+from policygrad.sandbox.python_tool import PythonTool
 
 __all__ = [
     "WALLS",

@@ -11,15 +11,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policygrad.errors import DataError
-from policygrad.tasks.curricula import PREFIX, CurriculumTask
-from policygrad.tasks.embedded import MIX, STEPS, Component
-from policygrad.tasks.mixed import MixedTask, Part
-from policygrad.tasks.reading import Reading, examples, source_of
-from policygrad.tasks.reasoning_gym import ReasoningGymTask, dataset_names
-from policygrad.tasks.rows import RowsTask
-from policygrad.tasks.source import mixture
-from policygrad.tasks.spec import parse_mix
-from policygrad.tasks.types import Example, Prompt, Task
+from policygrad.tasks.base import Example, Prompt, Task
+from policygrad.tasks.mixtures import MixedTask, Part
+from policygrad.tasks.reasoning_gym import (
+    MIX,
+    PREFIX,
+    STEPS,
+    Component,
+    CurriculumTask,
+    ReasoningGymTask,
+    dataset_names,
+)
+from policygrad.tasks.rows import Reading, RowsTask, examples, source_of
+from policygrad.tasks.sources import mixture, parse_mix
 from policygrad.tasks.verifiers import PREFIX as VERIFIERS
 from policygrad.tasks.verifiers import verifiers_task
 

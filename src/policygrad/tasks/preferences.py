@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from policygrad.errors import DataError
-from policygrad.tasks.reading import Reading, parsed, source_of
-from policygrad.tasks.rows import HOLD_OUT_FROM, parse_message, parse_prompt, prompt_key
-from policygrad.tasks.source import Row, open_source
-from policygrad.tasks.split import is_held_out
-from policygrad.tasks.types import Prompt
+from policygrad.tasks.base import Prompt, is_held_out
+from policygrad.tasks.rows import HOLD_OUT_FROM, Reading, parse_message, parse_prompt, parsed, prompt_key, source_of
+from policygrad.tasks.sources import Row, open_source
 
-EXAMPLE = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}'
+PREFERENCE_EXAMPLE = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}'
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ def read_pairs(path: str, reading: Reading | None = None) -> list[Pair]:
     A side is text, or the assistant's message ({"role": "assistant", "content": …}, alone or as a list of one).
     Raises DataError naming file and line for a missing or empty side, two equal sides, or a wrong type.
     """
-    return read(path, _parse, EXAMPLE, reading)
+    return read(path, _parse_preference, PREFERENCE_EXAMPLE, reading)
 
 
 def read(path: str, parse: Callable[[Row], T], example: str, reading: Reading | None) -> list[T]:
@@ -53,12 +51,12 @@ def read(path: str, parse: Callable[[Row], T], example: str, reading: Reading | 
     return [row for _, row in parsed(source, reading or Reading(), parse, path)]
 
 
-def _parse(found: Row) -> Pair:
+def _parse_preference(found: Row) -> Pair:
     where, row = found
     for name in ("prompt", "chosen", "rejected"):
         if name not in row:
             have = ", ".join(map(repr, row)) or "nothing"
-            raise DataError(f"{where}: no column {name!r} (it has {have}); a line is {EXAMPLE}")
+            raise DataError(f"{where}: no column {name!r} (it has {have}); a line is {PREFERENCE_EXAMPLE}")
     prompt = parse_prompt(row["prompt"], where)
     chosen, rejected = (_side(row[name], prompt, f"{where}: {name!r}") for name in ("chosen", "rejected"))
     if chosen == rejected:
@@ -142,3 +140,67 @@ def by_prompt(rows: Sequence[Prompted], places: Sequence[int]) -> list[tuple[int
     for place in places:
         found.setdefault(prompt_key(rows[place].prompt), []).append(place)
     return [tuple(group) for group in found.values()]
+
+
+# Demonstrations as rows: {"messages": […]}, or {"prompt", "completion"}.
+
+DEMONSTRATION_EXAMPLE = (
+    '{"prompt": "1+1=", "completion": "2"} or {"messages": [{"role": "user", "content": "1+1="}, …]}'
+)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What a model is shown, and what it is to say.
+
+    `rest` is the completion of a text prompt, or the messages from the assistant's first turn to its last; `prompt` is what
+    comes before.
+    """
+
+    prompt: Prompt
+    rest: str | tuple[dict[str, str], ...]
+    source: str = field(default="", compare=False)
+    """Where it stands, e.g. `chats.jsonl:12`, for error messages."""
+
+
+def read_demonstrations(path: str, reading: Reading | None = None) -> list[Demonstration]:
+    """Every demonstration of a file; columns besides those are left alone.
+
+    Raises DataError naming file and line for what is missing, of a wrong type, or has no turn of the assistant.
+    """
+    return read(path, _parse_demonstration, DEMONSTRATION_EXAMPLE, reading)
+
+
+def _parse_demonstration(found: Row) -> Demonstration:
+    where, row = found
+    if "messages" in row and "completion" in row:
+        raise DataError(f"{where}: both 'messages' and 'completion'; keep one of them")
+    if "messages" in row:
+        return _conversation(row["messages"], where)
+    for name in ("prompt", "completion"):
+        if name not in row:
+            have = ", ".join(map(repr, row)) or "nothing"
+            raise DataError(
+                f"{where}: no column 'messages', and no {name!r} (it has {have}); a line is {DEMONSTRATION_EXAMPLE}"
+            )
+    prompt = parse_prompt(row["prompt"], where)
+    if isinstance(prompt, str):
+        return Demonstration(prompt, parse_text(row["completion"], f"{where}: 'completion'"), where)
+    answer = row["completion"]
+    last = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
+    return _conversation([*prompt, *last], where)
+
+
+def _conversation(value: Any, where: str) -> Demonstration:
+    if not isinstance(value, list):
+        raise DataError(f"{where}: 'messages' must be a list of chat messages, got {type(value).__name__}")
+    messages = [parse_message(message, f"{where}: message {i + 1}") for i, message in enumerate(value)]
+    for i, message in enumerate(messages):
+        parse_text(message["content"], f"{where}: message {i + 1}")
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
+        raise DataError(f"{where}: no turn of the assistant to learn from (roles: {roles}); add one")
+    if turns[0] == 0:
+        raise DataError(f"{where}: the conversation begins with the assistant; put what it answers before its turn")
+    return Demonstration(tuple(messages[: turns[0]]), tuple(messages[turns[0] : turns[-1] + 1]), where)

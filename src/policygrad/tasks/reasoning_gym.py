@@ -1,24 +1,116 @@
 """Procedural tasks from reasoning-gym; this file and curricula.py alone import it in tasks, and only when a task is used."""
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import difflib
 import os
 import random
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import count as count_from
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 from policygrad.errors import DataError
-from policygrad.tasks.choice import choose, integer
-from policygrad.tasks.embedded import Component, prompt_text
-from policygrad.tasks.split import HELD_OUT_ONE_IN, is_held_out
-from policygrad.tasks.types import Example
-from policygrad.tasks.worked import plain_answer, worked_answer
+from policygrad.tasks.base import HELD_OUT_ONE_IN, Example, choose, integer, is_held_out, of_place
+
+# The task mix that goes with the embedded base model, as data.
+#
+# Every component names a reasoning-gym dataset and the configuration to create
+# it with. Questions, reference answers and scoring are all reasoning-gym's own;
+# nothing in this module imports it, so that listing the mix stays cheap.
+
+
+@dataclass(frozen=True)
+class Component:
+    """One reasoning-gym dataset in a mix: its name, its share, its settings."""
+
+    name: str
+    weight: float
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+MIX: tuple[Component, ...] = (
+    # Arithmetic: "... 98 - 35 =", two numbers of two digits.
+    Component("chain_sum", 1.0, {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}),
+    # Algebra: "Solve for e: 5 - 8*e = -51", with a solution between 1 and 9.
+    Component(
+        "simple_equations",
+        1.0,
+        {
+            "min_terms": 2,
+            "max_terms": 2,
+            "min_value": 1,
+            "max_value": 9,
+            "operators_weights": [0.5, 0.5, 0.0],
+        },
+    ),
+    # Text: "Spell this word backward (example: sun -> nus): splat".
+    Component("spell_backward", 1.0, {"min_word_len": 3, "max_word_len": 5}),
+)
+
+# What is worked out in several steps.
+STEPS: tuple[Component, ...] = tuple(c for c in MIX if c.name in ("chain_sum", "simple_equations"))
+
+# Enough for the longest worked-out answer that the base model knows.
+MAX_NEW_TOKENS = 32
+
+
+def prompt_text(question: str) -> str:
+    """Turn a question into the text handed to the model: the question and a newline.
+
+    The base model has seen every question closed by exactly one newline, and
+    its chat template renders a single user message the same way.
+    """
+    return question + "\n"
+
+
+# Right answers to the problems of the embedded tasks, worked out the way the embedded model works: what a demonstration shows.
+
+
+def plain_answer(entry: Mapping[str, Any]) -> str | None:
+    """The reference answer of a reasoning-gym item where a reward looks for it; None where many answers are right."""
+    return None if entry["answer"] is None else f"<answer>{entry['answer']}</answer>"
+
+
+def worked_answer(dataset: str, entry: Mapping[str, Any]) -> str | None:
+    """The same after its steps (tens and ones apart, the variable's term first, the word from its end), where they are known."""
+    answer, steps = plain_answer(entry), _STEPS.get(dataset)
+    return answer if answer is None or steps is None else f"Step by step: {', '.join(steps(entry))}. {answer}"
+
+
+def _sum(entry: Mapping[str, Any]) -> list[str]:
+    """90 - 10 = 80, 2 - 8 = -6: tens and ones, each added up."""
+    first, *rest = entry["metadata"]["expression"].split()
+    signs, numbers = rest[::2], [int(n) for n in (first, *rest[1::2])]
+    said = []
+    for digits in ([n - n % 10 for n in numbers], [n % 10 for n in numbers]):
+        total = digits[0] + sum(n if sign == "+" else -n for sign, n in zip(signs, digits[1:], strict=True))
+        left = " ".join([str(digits[0]), *(f"{sign} {n}" for sign, n in zip(signs, digits[1:], strict=True))])
+        said.append(f"{left} = {total}")
+    return said
+
+
+def _equation(entry: Mapping[str, Any]) -> list[str]:
+    """7*q = 35, q = 5: the variable's term, then the variable."""
+    variable, solution = entry["metadata"]["variable"], int(entry["answer"])
+    found = re.search(rf"(\d+)\*{variable}\b", entry["metadata"]["equation"])
+    term = [f"{found.group(1)}*{variable} = {int(found.group(1)) * solution}"] if found else []
+    return [*term, f"{variable} = {solution}"]
+
+
+def _spelled(entry: Mapping[str, Any]) -> list[str]:
+    """n-i-c-u-m: the word from its end."""
+    return ["-".join(entry["answer"])]
+
+
+_STEPS = {"chain_sum": _sum, "simple_equations": _equation, "spell_backward": _spelled}
+
 
 PAGE = 2048  # items per dataset object: a few datasets build all their items when they are created
 TRIES = 64  # neighbouring items tried for one training example; all of them are held out with probability 16^-64
@@ -211,3 +303,116 @@ def _own_randomness(seed: int) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
+
+
+# Tasks whose difficulty has levels: data sets of reasoning-gym, at the settings that its own curricula give each level.
+
+PREFIX = "curriculum:"
+
+
+class CurriculumTask:
+    """A weighted mix of reasoning-gym data sets, whose training examples are of the level that is asked for.
+
+    A level is one of all attributes of all data sets together (reasoning-gym's `set_global_level`): each stands at it, or at its
+    last one where it has fewer. Ranges include what is easier, as in reasoning-gym (`RangeAttributeMode.INCLUSIVE`). Held-out
+    problems are of all levels in turn, the same for every run. Columns: those of `ReasoningGymTask`, `level`, and `levels`, their
+    number.
+
+    Raises:
+        DataError: a data set without a curriculum, a setting that the curriculum makes itself, a level that is no valid one.
+    """
+
+    rewards: tuple[str, ...] = ("reasoning_gym",)
+    steps: tuple[str, ...] = ()
+    held_out_is_train = False
+    rows: tuple[Example, ...] = ()
+
+    def __init__(self, name: str, components: Sequence[Component], *, seed: int = 0) -> None:
+        self.name, self.seed = name, seed
+        self._components = tuple(components)
+        for component in self._components:
+            check_config(component)
+        self.levels = max(level_count(component) for component in self._components)
+        self._settings = [
+            tuple(replace(c, config={**c.config, **at_level(c, level)}) for c in self._components)
+            for level in range(self.levels)
+        ]
+        self._task = lru_cache(maxsize=4)(self._made)
+        self._task(0)
+
+    def train(self, index: int) -> Example:
+        """index: `levels.placed` of a level and of an example's number there; above the last level it is the last one's."""
+        if index < 0:
+            raise IndexError(f"training examples are numbered from 0, got {index}")
+        level, own = of_place(index)
+        return self._example(min(level, self.levels - 1), own)
+
+    def _example(self, level: int, index: int) -> Example:
+        return self._told(self._task(level).train(index), level)
+
+    def _told(self, example: Example, level: int) -> Example:
+        return replace(example, columns={**example.columns, "level": level, "levels": self.levels})
+
+    def held_out(self, count: int) -> list[Example]:
+        """`count` different held-out problems, of the levels in turn; one that has no more of them is passed over.
+
+        Raises:
+            DataError: too few of all levels together.
+        """
+        seen: set[str] = set()
+        left: dict[int, Iterator[Example]] = {k: self._made(k).unseen(seen) for k in range(self.levels)}
+        found: list[Example] = []
+        for level in cycle(range(self.levels)):
+            if len(found) >= count:
+                return found
+            if not left:
+                break
+            if level in left:
+                example = next(left[level], None)
+                if example is None:
+                    del left[level]
+                else:
+                    found.append(self._told(example, level))
+        raise DataError(
+            f"task {self.name!r} has too few held-out problems: asked for {count}, found {len(found)} before its levels ran dry; "
+            f"ask for at most {len(found)}"
+        )
+
+    def _made(self, level: int) -> ReasoningGymTask:
+        return ReasoningGymTask(f"{self.name} at level {level}", self._settings[level], seed=self.seed)
+
+
+def level_count(component: Component) -> int:
+    """How many levels its curriculum has; of several attributes, the most of one."""
+    return max((len(a.levels) for a in _curriculum(component).attributes.values()), default=1)
+
+
+def at_level(component: Component, level: int) -> dict[str, Any]:
+    """The settings that reasoning-gym's curriculum gives a data set at a level, from 0 on.
+
+    Raises:
+        DataError: a setting that the user has given too, or values that the data set does not take.
+    """
+    curriculum = _curriculum(component)
+    curriculum.set_global_level(level)
+    made = curriculum.generate_configuration()
+    ends = ("field_name", "lower_field_name", "upper_field_name")
+    names = [getattr(a, end) for a in curriculum.attributes.values() for end in ends if hasattr(a, end)]
+    if both := [name for name in names if name in component.config]:
+        raise DataError(f"task 'curriculum:{component.name}': {both[0]!r} is what its levels set: leave it away")
+    found = {name: getattr(made, name) for name in names}
+    try:
+        config = datasets()[component.name][1](**{**component.config, **found})
+        if hasattr(config, "validate"):
+            config.validate()
+    except (AssertionError, TypeError, ValueError) as error:
+        raise DataError(f"task 'curriculum:{component.name}': level {level} makes {found}: {error}") from error
+    return found
+
+
+def _curriculum(component: Component) -> Any:
+    from reasoning_gym.factory import create_curriculum, has_curriculum
+
+    if not has_curriculum(component.name):
+        raise DataError(f"reasoning-gym has no curriculum for {component.name!r}: name it without curriculum:")
+    return create_curriculum(component.name)

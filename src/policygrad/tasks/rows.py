@@ -5,16 +5,64 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from random import Random
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from policygrad.errors import DataError
-from policygrad.tasks.overlap import Overlap
-from policygrad.tasks.split import is_held_out
-from policygrad.tasks.types import Example, Prompt
+from policygrad.tasks.base import Example, Prompt, is_held_out
+from policygrad.tasks.sources import DatasetRows, Row, Source, Table, is_dataset, is_source, open_source
+
+# Training prompts that say what a held-out prompt says: the same words, or n of them in a row.
+
+_WORD = re.compile(r"\w+|[-+*/^=<>%]")  # 3 + 4 is not 3 * 4
+TEMPLATE = 0.1
+"""What more than this share of the held-out prompts have in common, and more than one, is how they ask and not what."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What held-out prompts say. Case, punctuation but signs of arithmetic, and system messages do not count.
+
+    n-grams of words are what Brown et al. 2020 (GPT-3, arXiv:2005.14165, app. C) look for between training data and benchmarks,
+    with n from 8 to 13; what the prompts share as a template is left out here, since every training prompt may have it too.
+    """
+
+    n: int
+    grams: frozenset[str]
+    wholes: frozenset[str]
+
+    @classmethod
+    def of(cls, prompts: Iterable[Prompt], n: int) -> Overlap:
+        """Of these held-out prompts."""
+        said = [_words(prompt) for prompt in prompts]
+        often = Counter(gram for words in said for gram in set(_grams(words, n)))
+        most = max(1.0, TEMPLATE * len(said))
+        return cls(
+            n,
+            frozenset(gram for gram, count in often.items() if count <= most),
+            frozenset(map(" ".join, filter(None, said))),
+        )
+
+    def __contains__(self, prompt: Prompt) -> bool:
+        """Whether a prompt has the words of a held-out one, or n of them in a row."""
+        words = _words(prompt)
+        return " ".join(words) in self.wholes or any(gram in self.grams for gram in _grams(words, self.n))
+
+
+def _words(prompt: Prompt) -> list[str]:
+    said = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if m["role"] != "system"]
+    return _WORD.findall(" ".join(said).casefold())
+
+
+def _grams(words: list[str], n: int) -> Iterator[str]:
+    return (" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
+
 
 HOLD_OUT_FROM = 32  # rows; with fewer, training uses them all and evaluation repeats them
 _RESERVED = ("prompts", "completions")  # what a reward function is given besides the columns
@@ -244,3 +292,158 @@ def _apart(rows: Sequence[Example], others: Sequence[Example], path: str, n: int
         said = f"{path}: {count} of {len(rows)} rows left out of training, which have {n} words in a row of a held-out prompt"
         warnings.warn(said, stacklevel=4)
     return View(rows, kept)
+
+
+# From a source to what is read of it: rows are mapped, checked once, refused or left out, and kept or fetched again.
+
+EXAMPLE = '{"prompt": "1+1=", "answer": "2"}'
+Map = Callable[[dict[str, Any]], Mapping[str, Any] | None]
+"""From a row to the row as it is used, or None for a row that is left out."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows are read."""
+
+    map: Map | None = None
+    """Called with every row whenever it is read, so that it has to say the same each time."""
+    skip_bad: bool = False
+    """Leave out, and count, what would be refused."""
+    apart: int = 0
+    """Leave out of training, and count, what has so many words in a row of a held-out prompt; 0 = equal prompts only."""
+
+    def prepared(self, row: Row) -> Row | None:
+        """The row that is used; None for one that the map leaves out. Raises DataError where the map does."""
+        where, columns = row
+        if self.map is not None:
+            try:
+                mapped = self.map(dict(columns))
+            except Exception as error:  # whatever somebody's function may raise
+                raise DataError(f"{where}: the map raised {type(error).__name__}: {error}") from error
+            if mapped is None:
+                return None
+            if not isinstance(mapped, Mapping):
+                raise DataError(
+                    f"{where}: the map returned {type(mapped).__name__}: return a row, a dict, or None to leave it out"
+                )
+            columns = mapped
+        return where, with_answer(columns)
+
+
+def with_answer(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """verl keeps what is right in `reward_model.ground_truth`: it is the column `answer` too, where there is none."""
+    found = row.get("reward_model")
+    if "answer" in row or not isinstance(found, Mapping) or "ground_truth" not in found:
+        return row
+    return {**row, "answer": found["ground_truth"]}
+
+
+class Given:
+    """Rows that are in memory already: dicts with `prompt` and columns, or Examples."""
+
+    held = True
+
+    def __init__(self, rows: Sequence[Any], name: str) -> None:
+        if not len(rows):
+            raise DataError(
+                f"no {name}s: a task needs at least one prompt, as in [{{'prompt': '1+1=', 'answer': '2'}}]"
+            )
+        self._rows, self._name = rows, name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row, where = self._rows[index], f"{self._name} {index + 1}"
+        if isinstance(row, Example):
+            if "prompt" in row.columns:
+                raise DataError(f"{where}: a column may not be called 'prompt', the example has one; rename it")
+            return row.source or where, {"prompt": row.prompt, **row.columns}
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where}: a dict with 'prompt' or an Example is needed, got {type(row).__name__}")
+        return where, row
+
+
+def source_of(given: Any, name: str = "row", example: str = EXAMPLE) -> Source | None:
+    """The rows that were given, by name or as an object: a list, or a `datasets.Dataset`; None of anything else."""
+    if isinstance(given, str):
+        return open_source(given, example) if is_source(given) else None
+    if is_dataset(given):
+        return Table(DatasetRows(given), name)
+    return Given(given, name) if isinstance(given, Sequence) else None
+
+
+def parsed(source: Source, reading: Reading, parse: Callable[[Row], T], name: str) -> Iterator[tuple[int, T]]:
+    """(number in the source, row) of all rows that can be used; those that cannot are counted, where that is asked for.
+
+    Raises:
+        DataError: a row that cannot be used; none that can.
+    """
+    bad, left_out, used, first = 0, 0, 0, ""
+    for index in range(len(source)):
+        try:
+            row = reading.prepared(source[index])
+            found = None if row is None else parse(row)
+        except DataError as error:
+            if not reading.skip_bad:
+                raise
+            bad, first = bad + 1, first or str(error)
+            continue
+        if found is None:
+            left_out += 1
+            continue
+        used += 1
+        yield index, found
+    if bad:
+        warnings.warn(f"{name}: {bad} of {len(source)} rows skipped, the first: {first}", stacklevel=2)
+    if not used:
+        raise DataError(
+            f"{name}: none of its {len(source)} rows is left: {left_out} by the map, {bad} that cannot be used"
+        )
+
+
+def examples(source: Source, reading: Reading, name: str) -> Sequence[Example]:
+    """The rows as examples: kept, or of large data fetched again each time.
+
+    Raises:
+        DataError: as `parsed`.
+    """
+    first: list[Example] = []
+
+    def parse(row: Row) -> Example:
+        found = to_example(row[1], row[0], first[0] if first else None)
+        first[:] = first or [found]
+        return found
+
+    found = parsed(source, reading, parse, name)
+    if source.held:
+        return [example for _, example in found]
+    return Fetched(source, reading, array("L", (index for index, _ in found)))
+
+
+def read_examples(name: str, reading: Reading | None = None) -> Sequence[Example]:
+    """The examples of a file. Raises DataError."""
+    return examples(open_source(name, EXAMPLE), reading or Reading(), name)
+
+
+class Fetched(Sequence[Example]):
+    """Rows that are read anew each time they are asked for: in memory are their numbers."""
+
+    def __init__(self, source: Source, reading: Reading, places: Sequence[int]) -> None:
+        self._source, self._reading, self._places = source, reading, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = self._reading.prepared(self._source[self._places[index]])
+        if row is None:
+            raise DataError("the map leaves out a row that it did not leave out before: let it say the same each time")
+        return to_example(row[1], row[0])

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from policygrad.errors import ConfigError, DataError, install_command
+from policygrad.tasks.base import Example
 from policygrad.tasks.rows import RowsTask
-from policygrad.tasks.types import Example
 
 PREFIX = "verifiers:"
 TASKSET, INDEX = "taskset", "taskset_index"

@@ -11,11 +11,9 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from policygrad.trackers.base import RunInfo, Sample, Tracker
-from policygrad.trackers.fanout import Trackers
+from policygrad.trackers.base import RunInfo, Sample, Tracker, Trackers
+from policygrad.trackers.console import PlainTracker, change
 from policygrad.trackers.jsonl import JsonlTracker
-from policygrad.trackers.plain import PlainTracker
-from policygrad.trackers.words import change
 
 __all__ = [
     "JsonlTracker",
@@ -48,7 +46,7 @@ def default_tracker(
         plain = dumb or not unicode or not stream.isatty()
     if plain:
         return PlainTracker(stream, clock)
-    from policygrad.trackers.terminal.live import TerminalTracker  # rich is loaded only for a terminal
+    from policygrad.trackers.rich_display import TerminalTracker  # rich is loaded only for a terminal
 
     return TerminalTracker.on(stream, clock)
 

@@ -16,9 +16,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from policygrad.contents import Unusable, lines_of, parse_json
 from policygrad.errors import RunError
 from policygrad.trackers.base import Tracker
+from policygrad.utils.filesystem import Unusable, lines_of, parse_json
 
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 

@@ -10,9 +10,8 @@ from importlib import import_module
 from typing import Any
 
 from policygrad.trackers.base import RunInfo, Sample
-from policygrad.trackers.curve import horizon, limits, smoothed, thinned
-from policygrad.trackers.view import LiveTracker, View
-from policygrad.trackers.words import clean, duration, number
+from policygrad.trackers.console import clean, duration, number
+from policygrad.trackers.live_view import LiveTracker, View, horizon, limits, smoothed, thinned
 
 WIDTH, HEIGHT, GUTTER, MARGIN = 640, 170, 60, 12  # of the first curve, in pixels; two others fit beside each other
 GREEN, BLUE = "#2a9d4a", "#3b7dd8"

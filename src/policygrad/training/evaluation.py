@@ -11,17 +11,16 @@ from typing import Any
 
 from policygrad.environments import EnvironmentFactory
 from policygrad.environments.base import TIMEOUT
+from policygrad.environments.registry import chosen_environment
 from policygrad.rewards.config import Rewarding, Sandbox
-from policygrad.rewards.waits import Phase, nobody
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.rollouter import Rollout
 from policygrad.samplers.base import Sampler, Sampling
 from policygrad.samplers.config import SamplerConfig
-from policygrad.training.config.checks import check_timeout
-from policygrad.training.config.run import Run
-from policygrad.training.engines import FOLDER, engine_of
-from policygrad.training.environment import chosen_environment
-from policygrad.training.resources import Needed, Resources, SamplerFactory, load, needed_for
+from policygrad.samplers.engines.registry import FOLDER, engine_of
+from policygrad.training.config.run import Run, check_timeout
+from policygrad.training.setup import Needed, Resources, SamplerFactory, load, needed_for
+from policygrad.utils.progress import Phase, nobody
 from policygrad.weight_sync.base import Published
 
 

@@ -10,26 +10,22 @@ import torch
 from torch import nn
 
 from policygrad.checkpoint import format as checkpoints
-from policygrad.checkpoint.disk import is_full
-from policygrad.checkpoint.model_folder import write_model
+from policygrad.checkpoint.model_export import write_model
 from policygrad.errors import ConfigError, EngineError, ModelError, RunError
-from policygrad.models.byte_pairs import byte_pairs
+from policygrad.models.adapters import merged
 from policygrad.models.classifier import labels, load_classifier
 from policygrad.models.classifier import load_tokenizer as classifier_tokenizer
-from policygrad.models.loading import load_model, resolve
-from policygrad.models.lora import base_of, parse
-from policygrad.models.merging import merged
-from policygrad.models.precision import DTYPES
+from policygrad.models.loading import DTYPES, FLAG, load_model, resolve
+from policygrad.models.lora_config import base_of, parse
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.models.trust import FLAG
-from policygrad.training.card import CARD, card, of_whole
-from policygrad.training.config.places import options_in, read_from
+from policygrad.training.config.paths import options_in, read_from
 from policygrad.training.config.run import OBJECT
-from policygrad.training.config.toml import read
-from policygrad.training.folder import check_resumable
-from policygrad.weight_sync.gguf_file import FILE as GGUF
-from policygrad.weight_sync.gguf_model import write_gguf
-from policygrad.weight_sync.gguf_weights import package, rows, unfit
+from policygrad.training.config.serialization import read
+from policygrad.training.model_card import CARD, card, of_whole
+from policygrad.training.run_folder import check_resumable
+from policygrad.utils.filesystem import is_full
+from policygrad.weight_sync.gguf import GGUF_FILE as GGUF
+from policygrad.weight_sync.gguf import byte_pairs, package, rows, unfit, write_gguf
 
 CONVERTER = "take llama.cpp's own convert_hf_to_gguf.py, which knows more kinds"
 """The way out of what is not written here."""

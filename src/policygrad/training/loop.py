@@ -11,12 +11,12 @@ from typing import Protocol
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.base import State
 from policygrad.core.batch import Batch
-from policygrad.core.behaviour import behaviour, staleness
 from policygrad.core.metrics import Metrics, Sum, merge
-from policygrad.core.protocols import State
+from policygrad.core.staleness import behaviour, staleness
 from policygrad.learners.base import Learner
-from policygrad.rollout.ahead import Ahead, Collect, Producer
+from policygrad.rollout.async_producer import Ahead, Collect, Producer
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.rollout.trajectory import Group
 from policygrad.training.config.run import Run

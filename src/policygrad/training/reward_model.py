@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ConfigError, ModelError
+from policygrad.learners.local.forward import differentiating, without_effect
 from policygrad.learners.local.packing import Pack, micro_tokens
-from policygrad.learners.local.recompute import differentiating, without_effect
 from policygrad.models.adapters import adapt, adapters_of
 from policygrad.models.classifier import (
     choose_padding,
@@ -25,19 +25,16 @@ from policygrad.models.classifier import (
     load_tokenizer,
     micro_batches,
 )
-from policygrad.models.loading import origin, resolve, without_dropout
-from policygrad.models.lora import Lora, base_of, check_agrees, described
-from policygrad.models.precision import DTYPES
+from policygrad.models.loading import DTYPES, origin, resolve, without_dropout
+from policygrad.models.lora_config import Lora, base_of, check_agrees, described
 from policygrad.models.tokenizer import Tokenizer, check_vocabulary
 from policygrad.tasks.preferences import Pair, by_prompt, read_pairs, split_rows, without
 from policygrad.trackers import change
+from policygrad.training.base_trainer import Followers, Result
 from policygrad.training.config.supervised import RewardModelConfig
-from policygrad.training.lifecycle import Followers, Result
-from policygrad.training.reading import row_reading
-from policygrad.training.resources import pick_device
-from policygrad.training.rows import Learner, Share
+from policygrad.training.setup import pick_device, row_reading
 from policygrad.training.sft import held_out_words
-from policygrad.training.supervised import Numbers, supervise
+from policygrad.training.supervised import Learner, Numbers, Share, supervise
 
 
 def train_reward_model(

@@ -14,21 +14,16 @@ from torch import Tensor, nn
 
 from policygrad.core.batch import Batch
 from policygrad.errors import ModelError
+from policygrad.learners.local.forward import differentiating, without_effect
 from policygrad.learners.local.packing import Pack, micro_tokens, pack
-from policygrad.learners.local.recompute import differentiating, without_effect
-from policygrad.models.loading import load_model
-from policygrad.models.precision import at_least_float32
-from policygrad.models.shown import shown_ids
-from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.tasks.conversations import Demonstration, read_demonstrations
-from policygrad.tasks.preferences import split_rows, without
+from policygrad.models.loading import at_least_float32, load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer, shown_ids
+from policygrad.tasks.preferences import Demonstration, read_demonstrations, split_rows, without
 from policygrad.trackers import change
+from policygrad.training.base_trainer import Followers, Result
 from policygrad.training.config.supervised import SFTConfig
-from policygrad.training.lifecycle import Followers, Result
-from policygrad.training.reading import row_reading
-from policygrad.training.resources import pick_device
-from policygrad.training.rows import Learner, Share, device_of
-from policygrad.training.supervised import Numbers, supervise
+from policygrad.training.setup import pick_device, row_reading
+from policygrad.training.supervised import Learner, Numbers, Share, device_of, supervise
 
 PORTION = 64
 """Rows measured at a time, so that progress shows."""

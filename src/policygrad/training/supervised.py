@@ -13,32 +13,145 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack, overload
 
+import torch
 from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.spread import Saved, Spread
+from policygrad.checkpoint.shards import Saved, Spread
+from policygrad.core.algorithm import Algorithm
 from policygrad.errors import CheckpointError, ConfigError, RunError
+from policygrad.learners.config import LearnerConfig
+from policygrad.learners.fsdp.torchrun import check_alone
+from policygrad.learners.local.forward import Evaluator, Network, probe, recompute_activations
 from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
+from policygrad.learners.local.packing import Division
 from policygrad.models.adapters import words
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.tasks.source import digest
+from policygrad.tasks.sources import digest
 from policygrad.trackers import RunInfo
-from policygrad.training.began import began
-from policygrad.training.config.allowed import named
-from policygrad.training.config.places import located
+from policygrad.training.base_trainer import Followers, Lifecycle, Result
+from policygrad.training.config.paths import located
+from policygrad.training.config.serialization import load
 from policygrad.training.config.supervised import Supervised
-from policygrad.training.config.toml import load
-from policygrad.training.facts import described
-from policygrad.training.folder import check_resumable
-from policygrad.training.guarding import Guarding
-from policygrad.training.lifecycle import Followers, Lifecycle, Result
-from policygrad.training.rows import Alone, Learner, descend, learner_of
-from policygrad.training.threads import few_threads
-from policygrad.weight_sync.in_process import put_weights
+from policygrad.training.config.trust import named
+from policygrad.training.divergence_guard import Guarding
+from policygrad.training.provenance import began
+from policygrad.training.run_folder import check_resumable
+from policygrad.training.trainer import described, few_threads
+from policygrad.weight_sync.base import put_weights
 
-if TYPE_CHECKING:  # torch.distributed takes a while to import
-    from policygrad.learners.fsdp.leader import RankedLearner
-    from policygrad.training.shares import Shares
+if TYPE_CHECKING:
+    from policygrad.learners.fsdp.controller import RankedLearner
+    from policygrad.training.distributed import Shares
+
+
+# What learns from rows with their answers: a model and its optimiser, in this process or spread over several.
+#
+# What is computed of the rows is a function of a `Share` and of data: one process calls it, and several call it at once, each with
+# its share of the model and of the micro-batches.
+
+T = TypeVar("T")
+PLAIN = Algorithm(name="rows")
+"""A learner in several processes is made for an algorithm: one update a step, and nothing else that learns."""
+
+
+class Share(Protocol):
+    """What one process computes with: the whole, or its part."""
+
+    model: nn.Module
+    evaluator: Evaluator
+    config: LearnerConfig
+    optimizer: Optimizer
+    division: Division
+
+
+class Learner(Protocol):
+    """What learns, of which an objective knows no more."""
+
+    def do(self, function: Callable[..., T], *args: Any) -> T:
+        """A function of each process's share and of these arguments, in all of them; what it returns in this one."""
+        ...
+
+
+class Alone:
+    """This process, with the whole model. `do` is as `RankedLearner.do`."""
+
+    division = Division()
+
+    def __init__(self, model: nn.Module, config: Supervised, steps: int, causal: bool = True) -> None:
+        """steps: updates of the run, for the schedule. causal: it is a language model, whose log-probabilities are asked for."""
+        if config.learner.gradient_checkpointing:
+            recompute_activations(model)
+        self.model, self.config = model, config.learner
+        self.evaluator = probe(model, 1.0) if causal else Evaluator(Network(model), 1.0)
+        assert config.lr is not None  # `Supervised.resolved` has filled it in
+        self.optimizer = Optimizer(model, config.optimizer, config.lr, steps)
+
+    def do(self, function: Callable[..., T], *args: Any) -> T:
+        """A function of this share and of these arguments."""
+        return function(self, *args)
+
+    @property
+    def version(self) -> int:
+        """How many updates made the weights."""
+        return self.optimizer.taken
+
+    @property
+    def lr(self) -> float:
+        """The peak learning rate."""
+        return self.optimizer.lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self.optimizer.lr = value
+
+    def state(self) -> Saved:
+        """What a checkpoint holds."""
+        tensors, values = self.optimizer.state()
+        return tensors, {"optimizer": values}
+
+    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """The state of a checkpoint."""
+        self.optimizer.restore(tensors, values["optimizer"])
+
+
+def learner_of(model: nn.Module, config: Supervised, steps: int, causal: bool) -> Alone | RankedLearner:
+    """What learns: here, or in `learner.ranks` processes, which `close` ends.
+
+    Raises:
+        ConfigError: what several processes cannot share; a process of torchrun's that would learn for itself.
+    """
+    check_alone(config.learner.ranks)
+    if config.learner.ranks == 1:
+        return Alone(model, config, steps, causal)
+    from policygrad.learners.fsdp.controller import ranked_learner
+    from policygrad.learners.fsdp.sharding import Blueprint
+
+    return ranked_learner(
+        model,
+        PLAIN,
+        config=config.learner,
+        lr=config.lr,
+        steps=steps,
+        optimizer=config.optimizer,
+        blueprint=None if causal else Blueprint.plain(model),
+        folder=Path(config.output) if config.output else None,
+    )
+
+
+def descend(share: Share) -> tuple[float | None, float]:
+    """(gradient norm before clipping, learning rate): the update, once its gradient is there.
+
+    Raises:
+        NumericsError: a gradient that is not finite; the weights are as they were.
+    """
+    return share.optimizer.step()
+
+
+def device_of(share: Share) -> torch.device:
+    """Where it computes."""
+    return next(share.model.parameters()).device
+
 
 AnyConfig = TypeVar("AnyConfig", bound=Supervised)
 Numbers = Mapping[str, float]
@@ -181,7 +294,7 @@ class SupervisedTrainer(Lifecycle[Supervised, RowsDone, Numbers]):
         train_only(self.model, config.learner.trainable)
         self.learner = learner_of(self.model, config, len(self.plan), self.objective.causal)
         if not isinstance(self.learner, Alone):
-            from policygrad.training.shares import Shares
+            from policygrad.training.distributed import Shares
 
             stack.callback(self.learner.close)
             self._shares = Shares(self.learner)

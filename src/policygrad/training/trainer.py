@@ -2,58 +2,220 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Unpack
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.spread import Saved, Spread
+from policygrad.checkpoint.shards import Saved, Spread
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.environments import EnvironmentFactory
 from policygrad.errors import CheckpointError, RewardError, RunError
 from policygrad.learners.base import Closing, Learner
+from policygrad.learners.config import SMALL
 from policygrad.learners.local.learner import LocalLearner, check_state
-from policygrad.rewards.patience import FailingSteps
+from policygrad.models.adapters import words as adapters_words
 from policygrad.rewards.resolve import rubrics_of
-from policygrad.rollout import stored
+from policygrad.rewards.workers.failures import FailingSteps
+from policygrad.rollout import serialization
+from policygrad.rollout.evaluation import EvaluationResult
+from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import Sampler
-from policygrad.trackers import RunInfo, Tracker
-from policygrad.training.began import began
-from policygrad.training.callbacks import Callback
-from policygrad.training.config.allowed import Allowed, named, not_allowed
-from policygrad.training.config.composed import Composed, composed
-from policygrad.training.config.places import located
-from policygrad.training.config.run import Run
-from policygrad.training.config.schedules import idle
-from policygrad.training.config.toml import algorithm_to_dict, load
-from policygrad.training.facts import facts
-from policygrad.training.folder import check_resumable
-from policygrad.training.guarding import Guarding, check_rate, without_spread
-from policygrad.training.held_out import HeldOut
-from policygrad.training.hosts import HERE, Hosts
-from policygrad.training.learner import LearnerFactory, learner_of, put_back
-from policygrad.training.learner import local_learner as local_learner
-from policygrad.training.lifecycle import Followers, Lifecycle, Result
+from policygrad.samplers.config import LOCAL
+from policygrad.tasks.base import Example
+from policygrad.trackers import RunInfo, Tracker, change
+from policygrad.training.base_trainer import Callback, Followers, Lifecycle, Result
+from policygrad.training.config.paths import located
+from policygrad.training.config.run import Run, idle
+from policygrad.training.config.run_name import Composed, composed
+from policygrad.training.config.serialization import algorithm_to_dict, load
+from policygrad.training.config.trust import Allowed, named, not_allowed
+from policygrad.training.divergence_guard import Guarding, check_rate, without_spread
+from policygrad.training.interrupts import Stop
 from policygrad.training.loop import Done, Progress, loop
-from policygrad.training.memory import peak_memory
-from policygrad.training.report import notes_of, rows_of, values_of
-from policygrad.training.resources import Resources, SamplerFactory, needed_for
-from policygrad.training.resources import load as load_resources
-from policygrad.training.stopping import Stop
-from policygrad.training.threads import few_threads
-from policygrad.weight_sync.gathered import Gathered
-from policygrad.weight_sync.in_process import put_weights
-from policygrad.weight_sync.safetensors_folder import save_gathered
+from policygrad.training.provenance import began
+from policygrad.training.run_folder import check_resumable
+from policygrad.training.setup import (
+    HERE,
+    Hosts,
+    LearnerFactory,
+    Resources,
+    SamplerFactory,
+    learner_of,
+    needed_for,
+    put_back,
+)
+from policygrad.training.setup import load as load_resources
+from policygrad.training.setup import local_learner as local_learner
+from policygrad.training.step_log import notes_of, rows_of, values_of
+from policygrad.weight_sync.base import Gathered, put_weights
+from policygrad.weight_sync.folder import save_gathered
 
-if TYPE_CHECKING:  # torch.distributed takes a while to import
-    from policygrad.training.shares import Shares
+if TYPE_CHECKING:
+    from policygrad.training.distributed import Shares
+
+
+# What people are told of a run before its first step.
+
+
+def facts(run: Run, resources: Resources, learner: Learner, folder: Path, measured: bool) -> dict[str, str]:
+    """Name and value: the model, the batch, what answers are worth, where files go. measured: whether on held-out problems."""
+    batch = f"{run.prompts_per_step} prompts × {run.group_size} samples, {run.steps} steps"
+    budget = "" if run.tokens is None else f" or {run.tokens:,} tokens, whichever is first"
+    ahead = f", sampled {run.staleness} ahead of the weights" if run.staleness else ""
+    adapters = adapters_words(resources.model)
+    told = {
+        "model": described(run.named("model"), resources.model, run.learner.dtype),
+        **({"adapters": adapters} if adapters else {}),
+        "batch": batch + budget + ahead,
+        "reward": ", ".join(resources.rewards),
+        "run": str(folder),
+    }
+    if run.learner.ranks > 1:
+        shared = f", every {run.learner.tensor} of which share each layer" if run.learner.tensor > 1 else ""
+        told["learner"] = f"{run.learner.ranks} processes{shared}"
+    if run.sampler.engine != LOCAL:
+        told["sampler"] = f"{run.sampler.engine} at {', '.join(run.sampler.urls) or 'a server started here'}"
+    if isinstance(learner, LocalLearner) and run.algorithm.reference and run.algorithm.reference.model:
+        told["reference"] = f"{run.algorithm.reference.model} ({learner.reference_parameters / 1e6:.2f}M parameters)"
+    if not resources.scored:
+        told["held out"] = (
+            "not measured: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
+        )
+    if measured and resources.task.held_out_is_train:
+        told["held out"] = "too few prompts to hold any out: measured on the training prompts"
+    return told
+
+
+def described(name: str, model: nn.Module, dtype: str) -> str:
+    """A model's name, size and precision, and the device it is on."""
+    parameters = list(model.parameters())
+    return f"{name} ({sum(p.numel() for p in parameters) / 1e6:.2f}M parameters, {dtype} on {parameters[0].device})"
+
+
+# The problems a run is measured on, and what their scores are called.
+
+Note = tuple[str, str]
+"""A text, and its kind: of one kind only the first is shown."""
+
+
+@dataclass
+class HeldOut:
+    """Held-out problems; none where nothing is measured."""
+
+    run: Run
+    examples: Sequence[Example] = ()
+    binary: bool = True
+    """Every score so far is 0 or 1."""
+
+    def __bool__(self) -> bool:
+        return bool(self.examples)
+
+    def due(self, step: int) -> bool:
+        """Whether there is an evaluation after this step, before the run's end."""
+        every = self.run.evaluation.every
+        return bool(every and 0 < step < self.run.steps and step % every == 0 and self)
+
+    def evaluate(self, rollouter: Rollouter, progress: Callable[[int, int], None]) -> EvaluationResult:
+        """Raises RewardError as a rollout does."""
+        return rollouter.evaluate(self.examples, self.run.evaluation.samples, self.run.sampling, progress)
+
+    def notes(self, found: EvaluationResult) -> Iterator[Note]:
+        """What went wrong with rewards."""
+        for message in found.messages:
+            yield message, message.partition(" (completion ")[0]
+        if found.failed:
+            count = len(self.examples) * self.run.evaluation.samples
+            text = f"{found.failed} of {count} held-out completions have no reward and count as 0"
+            yield text, "held-out completions without a reward"
+
+    def score(self, found: EvaluationResult) -> tuple[float | None, Mapping[str, float]]:
+        """(mean, its numbers for the log); None where every reward failed."""
+        if not found.scored:
+            return None, {}
+        self.binary = self.binary and found.binary
+        numbers = {"held_out": found.mean, "held_out_stderr": found.standard_error()}
+        return found.mean, numbers | self._of_parts(found)
+
+    def _of_parts(self, found: EvaluationResult) -> dict[str, float]:
+        """The mean by the part of a mix that a problem is of."""
+        means = dict[str, list[float]]()
+        for example, mean in zip(self.examples, found.means, strict=True):
+            if part := getattr(example, "part", ""):
+                means.setdefault(part, []).append(mean)
+        return {f"held_out/from/{part}": fmean(each) for part, each in means.items()}
+
+    def summary(self, before: float | None, after: float | None) -> dict[str, str]:
+        """The scores before and after, for people."""
+        if not self:
+            return {}
+        if before is None and after is None:
+            return {"held-out": "nothing could be scored, before or after: see the notes about the reward functions"}
+        name = f"held-out {'accuracy' if self.binary else 'reward'}"
+        if before is None or after is None:
+            first, last = ("not scored" if score is None else f"{score:.2f}" for score in (before, after))
+            return {name: f"{first} -> {last}"}
+        return {name: change(before, after)}
+
+
+# How many threads torch computes with.
+
+
+@contextmanager
+def few_threads(model: nn.Module) -> Iterator[None]:
+    """One thread for a small model on the CPU, unless OMP_NUM_THREADS says otherwise; as it was, afterwards.
+
+    On two cores the default run's training takes 21 seconds with one thread and 30 with two, which are in each other's and in
+    the reward workers' way.
+    """
+    before = torch.get_num_threads()
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    if on_cpu and sum(p.numel() for p in model.parameters()) < SMALL and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# How much memory a run has taken.
+
+MIB = 2**20
+
+
+def peak_memory() -> dict[str, float]:
+    """MiB that this process has held at most, by name: `peak_memory_mib` of the host's, `peak_cuda_memory_mib` of the GPU's
+    where tensors have been on one. Empty where the system does not count (Windows)."""
+    peaks: dict[str, float] = {}
+    if sys.platform != "win32":
+        peaks["peak_memory_mib"] = _most_resident() / MIB
+    if torch.cuda.is_available():
+        held = max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+        peaks |= {"peak_cuda_memory_mib": held / MIB} if held else {}
+    return peaks
+
+
+def _most_resident() -> float:
+    """Bytes. On Linux by VmHWM: getrusage there begins with what the process that started this one held."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = status.read_text(encoding="ascii", errors="replace").splitlines()
+        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
 
 _STATE = {"learner", "parts", "algorithm", "position", "tokens", "seconds", "before", "measured", "binary", "given"}
 """What a checkpoint cannot do without."""
@@ -159,8 +321,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         if isinstance(self.learner, Closing):
             stack.callback(self.learner.close)
         if run.learner.ranks > 1:  # torch.distributed takes a while to import
-            from policygrad.training.ranks import drawn_by_all
-            from policygrad.training.shares import shares_of
+            from policygrad.training.distributed import drawn_by_all, shares_of
 
             self.resources, self._shares = drawn_by_all(found, self.learner), shares_of(self.learner)
         code = dict(zip(_code(run), _code(there), strict=True))
@@ -203,7 +364,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
         return self._packed(progress, *self.learner.state())
 
     def _packed(self, progress: Progress, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> Saved:
-        waiting, said = stored.pack(progress.carried, progress.ahead)
+        waiting, said = serialization.pack_rollouts(progress.carried, progress.ahead)
         return tensors | waiting, {
             "learner": values,
             "parts": progress.state,
@@ -242,7 +403,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
             self._publish()
             return Progress(algorithm.init())
         state = saved.state
-        waiting, tensors = stored.split(saved.tensors)
+        waiting, tensors = serialization.split(saved.tensors)
         if ("environment" in state["given"]) is not ("environment" in self._given):
             had = "was given an environment" if "environment" in state["given"] else "had no environment"
             raise RunError(
@@ -253,7 +414,10 @@ class Trainer(Lifecycle[Run, Progress, float]):
         restore = self.learner.restore if self._shares is None else partial(self._shares.restore, saved.path)
         put_back(restore, saved, tensors, run, self.folder)
         self.before, self.measured, self.held_out.binary = state["before"], state["measured"], state["binary"]
-        parts, (groups, ahead) = state["parts"], stored.unpack(waiting, state, self.resources.task.train)
+        parts, (groups, ahead) = (
+            state["parts"],
+            serialization.unpack_rollouts(waiting, state, self.resources.task.train),
+        )
         if state["algorithm"] != algorithm_to_dict(algorithm):
             self.trackers.note(
                 "the algorithm is not the one the checkpoint was made with: its parts start without their state"
@@ -341,7 +505,7 @@ class Trainer(Lifecycle[Run, Progress, float]):
 
     def _put_back(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """The learner as a checkpoint has it."""
-        self.learner.restore(stored.split(tensors)[1], state["learner"])
+        self.learner.restore(serialization.split(tensors)[1], state["learner"])
 
     def note(self, text: str, kind: str | None = None) -> None:
         """Shown the first time something of its kind is said."""

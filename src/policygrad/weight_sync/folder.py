@@ -11,15 +11,19 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from policygrad.durable import as_others, sync
 from policygrad.errors import EngineError
-from policygrad.weight_sync.base import Published
+from policygrad.models.adapters import PREFIX, WEIGHTS, adapters_of, merged_tensors
+from policygrad.models.lora_config import ADAPTER_FILE
+from policygrad.utils.filesystem import as_others, sync
+from policygrad.weight_sync.base import BUCKET, Gathered, Published, likes, merged_one_by_one, portions, with_another
 
 CURRENT = "current.json"
 """Names the version to serve: {"name": …, "version": …}; servers that watch the folder read it."""
@@ -100,3 +104,182 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+# An adapter alone, as PEFT saves one: adapter_config.json and adapter_model.safetensors, which vLLM and SGLang load by a name.
+#
+# Names and fields: vllm-project/vllm 0.32, vllm/lora/{peft_helper,lora_model,utils}.py; sgl-project/sglang 0.5,
+# python/sglang/srt/lora/{lora_config,lora}.py. Both take B·A times lora_alpha / r, without DoRA, trained biases or whole modules.
+
+_ODD = (
+    "modules_to_save",
+    "bias",
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
+    "lora_bias",
+)
+"""Fields of PEFT's LoraConfig that make of an adapter more than B·A times lora_alpha / r for each module."""
+
+
+def unfit(model: nn.Module) -> str:
+    """Why no adapter of the model's can be given to an engine alone; "" = one can."""
+    configs = adapters_of(model)
+    if not configs:
+        return "the model has no adapters, which --learner.lora puts in"
+    if len(configs) > 1:
+        return f"the model has {len(configs)} adapters, and an engine draws with one"
+    [config] = configs.values()
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        return f"the model's adapters are of the kind {kind}, and engines serve LORA"
+    odd = [name for name in _ODD if getattr(config, name, None) not in (None, False, "none", {}, [], ())]
+    return f"the model's adapters have {', '.join(odd)}, which not every engine serves" if odd else ""
+
+
+def adapter_writer(model: nn.Module) -> Write:
+    """model: with one adapter that is fit; what is written are its tensors among those that are published.
+
+    Raises:
+        EngineError: when it writes, for a learner that publishes no adapter.
+    """
+    [(adapter, config)] = adapters_of(model).items()
+
+    def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        found = {
+            _name(name, adapter): tensors[name].detach().to("cpu", copy=True).contiguous()
+            for name in tensors
+            if ".lora_" in name
+        }
+        if not found:
+            raise EngineError(
+                "the learner publishes no adapter: let publish() name its parameters, or take --sampler.publish whole"
+            )
+        save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / ADAPTER_FILE).write_text(json.dumps(_described(config, found), indent=2), encoding="utf-8")
+
+    return write
+
+
+def _name(name: str, adapter: str) -> str:
+    """In PEFT's file: …q_proj.lora_A.weight for …q_proj.lora_A.default.weight."""
+    plain = re.sub(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name.removeprefix(PREFIX))
+    return PREFIX + plain
+
+
+def _described(config: Any, names: Iterable[str]) -> dict[str, Any]:
+    """adapter_config.json. Modules are named as they are in the file: a pattern, or all-linear, is not for every engine."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.base_model_name_or_path or "",
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in names}),
+        "bias": "none",
+        "use_dora": False,
+        "use_rslora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+# Weights as transformers reads and writes them: config.json, tokenizer, model.safetensors. vLLM and SGLang load it.
+
+MODEL_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def safetensors_writer(model: Any, tokenizer: Any, *, head_too: bool = False) -> Write:
+    """model: transformers' own, whose configuration is written, with the weights that are published; tokenizer: transformers' own.
+    head_too: write an output head that is tied to the embeddings a second time, under its own name.
+
+    Raises:
+        EngineError: a model without a configuration, or one in four bits.
+    """
+    check_whole(model)
+    head = tied_head(model) if head_too else None
+
+    def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        every = without_adapters(model, tensors)
+        write_weights(every if head is None else with_another(every, *head), folder)
+
+    return write
+
+
+def write_weights(tensors: Mapping[str, Tensor], folder: Path, most: int = BUCKET) -> None:
+    """One file of safetensors, or where they are more than `most` bytes several and their index, as transformers names them. No
+    more than a file's are held at a time."""
+    from safetensors.torch import save_file
+
+    parts = portions(tensors, most)
+    single = len(parts) == 1
+    files = [MODEL_FILE if single else f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+    for file, names in zip(files, parts, strict=True):
+        own = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in names}
+        save_file(own, folder / file, metadata={"format": "pt"})
+        del own  # before the next are gathered
+    if single:
+        return
+    size = sum(tensor.nbytes for tensor in likes(tensors).values())
+    places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def save_gathered(model: Any, tensors: Gathered, folder: Path) -> None:
+    """As `model.save_pretrained(folder)`, of a model without numbers: of one with adapters these alone, any other by its files."""
+    if adapters_of(model):
+        for module_name, module in model.named_modules():
+            for key, p in module._parameters.items():
+                if p is not None and p.requires_grad:
+                    tensor = tensors[f"{module_name}.{key}"].detach().to("cpu", copy=True)
+                    module._parameters[key] = torch.nn.Parameter(tensor)
+        model.save_pretrained(folder)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.architectures = [type(model).__name__]
+    for about in (model.config, getattr(model, "generation_config", None)):
+        if about is not None:
+            about.save_pretrained(folder)
+    write_weights(tensors, folder)
+
+
+def tied_head(model: Any) -> tuple[str, str] | None:
+    """(the head's name, that of the embeddings whose tensor it is); None where it has one of its own."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or embeddings is None or head.weight is not embeddings.weight:
+        return None
+    names = {id(module): name.removeprefix(PREFIX) for name, module in model.named_modules()}
+    return f"{names[id(head)]}.weight", f"{names[id(embeddings)]}.weight"
+
+
+def without_adapters(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The whole model's by name; where it has adapters, W + (α/r)·B·A for W, of the model's own tensors, which are those that are
+    published, or of such as are gathered."""
+    if not adapters_of(model):
+        return tensors
+    return merged_one_by_one(model, tensors) if isinstance(tensors, Gathered) else dict(merged_tensors(model))
+
+
+def check_whole(model: Any) -> None:
+    """Raises EngineError for a model whose weights an engine cannot be given."""
+    if getattr(model, "is_quantized", False):
+        raise EngineError(
+            "weights in four bits cannot be published whole, as what is trained is not rounded like them: train without bits=4, "
+            "send the adapter alone to a server that has the same weights, --sampler.publish adapter, or take --sampler.engine "
+            "local"
+        )
+    if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
+        raise EngineError(
+            f"{type(model).__name__} has no configuration that an engine could be given: take a transformers model, or "
+            "--sampler.engine local"
+        )

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 import policygrad as pg
 from doubles.control import DISCRETE, RUNNING, SCRIPT, TERMINATED, TRUNCATED, Scripted, zeros
-from policygrad.lab.control.learner import ControlLearner
-from policygrad.lab.control.presets import Settings, preset
-from policygrad.lab.control.rollout import Collector, Experience
-from policygrad.lab.control.train import evaluate
+from policygrad.lab.control.environments import Collector, Experience
+from policygrad.lab.control.train import ControlLearner, Settings, evaluate, preset
 
 
 def test_a_rollout_as_rows() -> None:

@@ -12,9 +12,7 @@ import torch
 import policygrad as pg
 from doubles.control import DISCRETE, SCRIPT, Scripted
 from policygrad.lab.control.environments import GymEnvironments, Spaces
-from policygrad.lab.control.learner import ControlLearner
-from policygrad.lab.control.presets import Settings, preset, with_gamma
-from policygrad.lab.control.train import train
+from policygrad.lab.control.train import ControlLearner, Settings, preset, train, with_gamma
 
 
 class Odd(gymnasium.Env):

@@ -13,10 +13,8 @@ from torch.func import functional_call
 import policygrad as pg
 from doubles.control import CONTINUOUS, DISCRETE
 from policygrad.lab.control.environments import Spaces
-from policygrad.lab.control.learner import ControlLearner
 from policygrad.lab.control.policies import Categorical, ControlPolicy, Distribution, Gaussian, Normaliser
-from policygrad.lab.control.presets import Settings, preset
-from policygrad.lab.control.problem import ControlProblem
+from policygrad.lab.control.train import ControlLearner, ControlProblem, Settings, preset
 
 
 def distributions(

@@ -14,10 +14,8 @@ import torch
 import measure_control
 import policygrad as pg
 from policygrad import cli
-from policygrad.lab.control.environments import GymEnvironments
-from policygrad.lab.control.presets import PRESETS, preset, with_gamma
-from policygrad.lab.control.rollout import seeds
-from policygrad.lab.control.train import Trained, evaluate, train
+from policygrad.lab.control.environments import GymEnvironments, seeds
+from policygrad.lab.control.train import PRESETS, Trained, evaluate, preset, train, with_gamma
 
 
 def run(name: str, steps: int, env: str = "CartPole-v1", seed: int = 0, **settings: object) -> Trained:

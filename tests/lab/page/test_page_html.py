@@ -14,13 +14,11 @@ import torch
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.lab import html
-from policygrad.lab.experiments import EXPERIMENTS
-from policygrad.lab.finding import Finding
-from policygrad.lab.page.page import family
-from policygrad.lab.page.plots import PLOTS, plot_of
-from policygrad.lab.page.sections import SECTIONS, sections
-from policygrad.lab.report import LabReport, report
-from policygrad.pages.frame import typeset
+from policygrad.lab.measurement import Finding
+from policygrad.lab.page import SECTIONS, family, sections
+from policygrad.lab.plots import PLOTS, plot_of
+from policygrad.lab.report import EXPERIMENTS, LabReport, report
+from policygrad.pages.render import typeset
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,458 @@
 
 from __future__ import annotations
 
+import difflib
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call, jvp, vjp
 
+from policygrad.algorithms import A2C, NATURAL, PPO, PPO_PENALTY, REINFORCE, TRPO
+from policygrad.core.aggregation import TokenMean
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.metrics import Metrics
+from policygrad.core.auxiliary import Critic, explained_variance
+from policygrad.core.batch import Batch, Forward
+from policygrad.core.gae import GAE, NStep, Whiten
+from policygrad.core.kl_controllers import re_adapted
+from policygrad.core.metrics import Max, Mean, Metrics, Sum, mean_of
+from policygrad.core.objective import measure, objective, surrogate, with_selected
+from policygrad.core.ratios import Token
+from policygrad.core.terms import ExactEntropy
+from policygrad.core.trust_region import TrustRegion
+from policygrad.core.updates import FirstOrder
+from policygrad.core.validation import check_sampling
+from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
-from policygrad.lab.control.environments import Environments
-from policygrad.lab.control.learner import ControlLearner
-from policygrad.lab.control.presets import Settings
-from policygrad.lab.control.rollout import Collector, seeds
+from policygrad.lab.control.environments import Collector, Environments, Experience, Spaces, seeds
+from policygrad.lab.control.policies import ControlPolicy, ControlValue, Distribution, Normaliser, Optimised
+
+# One rollout on two small networks, as the steps of core ask about it.
+
+
+def placed(x: Tensor, mask: Tensor) -> Tensor:
+    """[n] -> [B, T], 0 off the mask."""
+    return x.new_zeros(mask.shape).masked_scatter(mask, x)
+
+
+@dataclass(frozen=True, eq=False)
+class ControlProblem:
+    """A rollout, or some of its steps: n states in the order of `batch.mask`.
+
+    A share of it keeps the batch's rows and empties the mask elsewhere: advantages and targets were computed before, so that
+    single steps can be drawn, and minibatches are of equal size however long episodes are.
+    """
+
+    policy: Optimised[ControlPolicy]
+    critic: Optimised[ControlValue] | None
+    seed: int
+    """Of the order in which steps are drawn: another one for every rollout."""
+    batch: Batch
+    psi: Tensor
+    states: Tensor
+    """[n, d]."""
+    action: Tensor
+    """[n] or [n, k]."""
+    old: Distribution
+    """π_old at the states."""
+    algorithm: Algorithm
+
+    # What a first-order step asks for.
+
+    def split(self, epoch: int, minibatches: int) -> list[ControlProblem]:
+        """Minibatches of single steps, shuffled by (seed, update, epoch)."""
+        if minibatches == 1:
+            return [self]
+        return [self._of(chunk) for chunk in self._order(epoch).tensor_split(minibatches) if len(chunk)]
+
+    def accumulate(self) -> Metrics:
+        return self._policy_pass() | self._critic_pass()
+
+    def descend(self) -> Metrics:
+        norm = self.policy.descend()
+        metrics: Metrics = {"grad_norm": Max(norm), "updates/taken": Sum(1.0)}
+        return metrics | self._descend_critic()
+
+    # What a trust region asks for: θ is one vector of P parameters.
+
+    def some(self, share: float) -> ControlProblem:
+        """This share of the steps, at least one."""
+        return self._of(self._order(0)[: max(1, round(share * len(self.states)))])
+
+    def gradient(self) -> tuple[Tensor, Metrics]:
+        metrics = self._policy_pass()
+        flat = torch.cat([-p.grad.flatten() for p in self.policy.network.parameters() if p.grad is not None])
+        self.policy.adam.zero_grad(set_to_none=True)
+        return flat, metrics
+
+    def fisher(self, v: Tensor, sampled: bool) -> Tensor:
+        """Exact: the Hessian of mean KL(π_old‖π_θ) by double backward. Source: Schulman et al. 2015 (TRPO), appendix C.1."""
+        return self._sampled_fisher(v) if sampled else self._exact_fisher(v)
+
+    @torch.no_grad()
+    def evaluate(self, delta: Tensor) -> tuple[float, float]:
+        new: Distribution = functional_call(self.policy.network, self._moved(delta), (self.states,))
+        out = self._forward(new)
+        out = replace(out, logp=out.logp.double())
+        value = objective(out, self.batch, self.psi, self.algorithm)
+        return float(value), mean_of(placed(self.old.kl(new), self.batch.mask), self.batch.mask).value
+
+    @torch.no_grad()
+    def commit(self, delta: Tensor) -> None:
+        moved = self._moved(delta)
+        for name, parameter in self.policy.network.named_parameters():
+            parameter.copy_(moved[name])
+
+    def fit(self) -> Metrics:
+        return {} if self.critic is None else self._critic_pass() | self._descend_critic()
+
+    # What adapting β to the KL asks for.
+
+    @torch.no_grad()
+    def measured(self) -> Metrics:
+        return self._policy_pass(learning=False)
+
+    def adapted(self, metrics: Metrics) -> ControlProblem | None:
+        algorithm = re_adapted(self.algorithm, self.batch, metrics)
+        return None if algorithm is None else replace(self, algorithm=algorithm)
+
+    # What stands behind them.
+
+    def _order(self, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed((self.seed * 1009 + epoch) % 2**63)
+        return torch.randperm(len(self.states), generator=generator)
+
+    def _of(self, rows: Tensor) -> ControlProblem:
+        rows = rows.sort().values
+        chosen = torch.zeros(len(self.states), dtype=torch.bool)
+        chosen[rows] = True
+        mask = torch.zeros_like(self.batch.mask).masked_scatter(self.batch.mask, chosen)
+        batch = replace(self.batch, mask=mask)
+        return replace(self, batch=batch, states=self.states[rows], action=self.action[rows], old=self.old.at(rows))
+
+    def _forward(self, distribution: Distribution) -> Forward:
+        mask, needs = self.batch.mask, self.algorithm.forward_needs | self.algorithm.select_needs
+        return Forward(
+            placed(distribution.logp(self.action), mask),
+            entropy=placed(distribution.entropy(), mask) if "entropy" in needs else None,
+            kl_old=placed(self.old.kl(distribution), mask) if "kl_old" in needs else None,
+        )
+
+    def _policy_pass(self, learning: bool = True) -> Metrics:
+        out = self._forward(self.policy.network(self.states))
+        batch = with_selected(out, self.batch, self.psi, self.algorithm)
+        coefficients = self.algorithm.all_coefficients(batch)
+        if learning:
+            torch.autograd.backward(surrogate(out, batch, self.psi, self.algorithm, coefficients))
+        metrics = measure(out, batch, self.psi, self.algorithm, coefficients)
+        return metrics | {"objective": Mean(metrics["objective"].value)}
+
+    def _critic_pass(self) -> Metrics:
+        critic, value, batch = self.algorithm.critic, self.critic, self.batch
+        if critic is None or value is None or batch.returns is None:
+            return {}
+        each = critic.loss(placed(value.network(self.states), batch.mask), batch, batch.returns)
+        loss = (TokenMean()(batch.mask, batch.group).to(each.dtype) * each).sum()
+        torch.autograd.backward(loss)
+        return {"value_loss": Mean(float(loss.detach()))}
+
+    def _descend_critic(self) -> Metrics:
+        return {} if self.critic is None else {"value_grad_norm": Max(self.critic.descend())}
+
+    @property
+    def _parameters(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.policy.network.named_parameters()}
+
+    def _shares(self, v: Tensor) -> dict[str, Tensor]:
+        """The vector's share of every parameter."""
+        parameters = self._parameters
+        shares = torch.split(v, [p.numel() for p in parameters.values()])
+        return {n: share.view_as(p) for (n, p), share in zip(parameters.items(), shares, strict=True)}
+
+    def _moved(self, delta: Tensor) -> dict[str, Tensor]:
+        return {name: self._parameters[name] + change for name, change in self._shares(delta).items()}
+
+    def _exact_fisher(self, v: Tensor) -> Tensor:
+        parameters = list(self.policy.network.parameters())
+        now: Distribution = self.policy.network(self.states)
+        everywhere = torch.ones(len(self.states), dtype=torch.bool)
+        kl = now.at(everywhere).kl(now).mean()
+        first = torch.autograd.grad(kl, parameters, create_graph=True)
+        along = torch.cat([g.flatten() for g in first]) @ v
+        return torch.cat([g.flatten() for g in torch.autograd.grad(along, parameters)])
+
+    def _sampled_fisher(self, v: Tensor) -> Tensor:
+        """mean s sᵀv over the actions taken, s = ∇log π: forward mode, then reverse mode."""
+
+        def logp(parameters: dict[str, Tensor]) -> Tensor:
+            return functional_call(self.policy.network, parameters, (self.states,)).logp(self.action)  # type: ignore[no-any-return]
+
+        along = jvp(logp, (self._parameters,), (self._shares(v),))[1]
+        pull = vjp(logp, self._parameters)[1]
+        (product,) = pull(along / len(self.states))
+        return torch.cat([product[name].flatten() for name in self._parameters])
+
+
+# What the named algorithms need to be on classic control: data, with the reasons.
+#
+# Of all: no reference model, so no KL to one; values are in the reward's own units, so the critic's error is not clipped;
+# γ = 0.99 where there is a critic, so that values stay finite however long an episode is; the critic learns at 5e-3, because it
+# has far to go: at a reward of 1 a step V is about 100, and at 1e-3 it gets there so late that cut-off episodes look as bad as
+# lost ones. `reinforce` has none and takes
+# γ = 1: what is left of an episode's return, undiscounted, is an unbiased weight of ∇log π as it is (no γ^t belongs before it).
+
+GAMMA = 0.99
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is no part of the equation."""
+
+    environments: int = 8
+    """N, environments stepped together."""
+    rollout: int = 128
+    """Steps of each of them per rollout."""
+    lr: float | None = 1e-3
+    """Adam's learning rate for the policy, to begin with; it falls to 0 along a line. None: the algorithm has no use for one."""
+    clip: float = 0.5
+    """Of the norm of either network's gradient."""
+    hidden: tuple[int, ...] = (64, 64)
+    """Widths of the hidden layers, policy and critic alike."""
+    normalise: bool = False
+    """Whether observations are normalised by what was seen so far."""
+
+    def __post_init__(self) -> None:
+        for name in ("environments", "rollout"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"Settings.{name} must be at least 1, not {getattr(self, name)}")
+        if self.lr is not None and not self.lr > 0:
+            raise ConfigError(f"Settings.lr must be above 0, not {self.lr}")
+        if not self.clip > 0:
+            raise ConfigError(f"Settings.clip must be above 0, not {self.clip}")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """An algorithm as it is run here."""
+
+    algorithm: Algorithm
+    settings: Settings
+    reason: str
+    """Why it is not the named one as it stands."""
+
+
+_critic = Critic(lr=5e-3, lam=0.95, gamma=GAMMA, clip=0.0)
+_trust = Settings(lr=None)
+
+PRESETS: dict[str, Preset] = {
+    p.algorithm.name: p
+    for p in (
+        Preset(
+            replace(
+                PPO,
+                psi=(GAE(GAMMA, 0.95), Whiten()),
+                shaping=(),
+                step=FirstOrder(epochs=10, minibatches=4),
+                critic=_critic,
+            ),
+            Settings(lr=1e-3),
+            "Ten epochs of four minibatches of single steps: a network of 64 units is far from where a rollout's data would "
+            "be used up after four passes.",
+        ),
+        Preset(
+            replace(
+                PPO_PENALTY,
+                psi=(GAE(GAMMA, 0.95), Whiten()),
+                step=FirstOrder(epochs=10, minibatches=4),
+                critic=_critic,
+            ),
+            Settings(lr=1e-3),
+            "As ppo.",
+        ),
+        Preset(
+            replace(TRPO, psi=(GAE(GAMMA, 0.95),), step=TrustRegion(0.01, value_steps=30), critic=_critic),
+            _trust,
+            "A critic that starts from nothing needs more than five steps a rollout.",
+        ),
+        Preset(
+            replace(
+                NATURAL,
+                psi=(GAE(GAMMA, 0.95),),
+                step=TrustRegion(0.01, line_search=False, value_steps=30),
+                critic=_critic,
+            ),
+            _trust,
+            "As trpo.",
+        ),
+        Preset(
+            replace(
+                A2C,
+                psi=(NStep(5, GAMMA),),
+                terms=(ExactEntropy(0.01),),  # a term with a graph of its own
+                critic=_critic,
+            ),
+            Settings(rollout=16, lr=1e-3),
+            "One update per rollout, so rollouts are short; the entropy of a few actions is exact at no cost.",
+        ),
+        Preset(
+            REINFORCE,
+            Settings(rollout=64, lr=5e-3),
+            "The named one itself, on whole episodes.",
+        ),
+    )
+}
+
+
+def preset(name: str) -> Preset:
+    """The named algorithm as it is run here.
+
+    Raises:
+        ConfigError: an algorithm that is not one of those here, with the nearest.
+    """
+    key = name.strip().lower().replace("-", "_")
+    if key not in PRESETS:
+        near = difflib.get_close_matches(key, PRESETS, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"no algorithm {name!r} on classic control: {hint}there are {', '.join(PRESETS)}")
+    return PRESETS[key]
+
+
+def with_gamma(algorithm: Algorithm, gamma: float) -> Algorithm:
+    """The same with another γ in its advantages and in its critic's targets.
+
+    Raises:
+        ConfigError: no part of it discounts.
+    """
+
+    def changed(part: Any) -> Any:
+        return replace(part, gamma=gamma) if hasattr(part, "gamma") else part
+
+    found = replace(algorithm, psi=tuple(map(changed, algorithm.psi)), critic=changed(algorithm.critic))
+    if found == algorithm and not any(hasattr(part, "gamma") for _, part in algorithm.parts()):
+        raise ConfigError(f"{algorithm.name} does not discount: leave gamma out, or take ppo, trpo or a2c")
+    return found
+
+
+FILLED = frozenset({"logp_old", "values", "returns", "truncated", "token_reward"})
+"""The Batch fields that a rollout and the learner here can give."""
+
+
+def check(algorithm: Algorithm) -> None:
+    """Raises ConfigError for what classic control cannot give an algorithm, with the reason and the way out."""
+    check_sampling(algorithm, 1, 1.0)
+    for problem in _problems(algorithm):
+        raise ConfigError(f"{algorithm.name}: {problem}")
+
+
+def _problems(algorithm: Algorithm) -> Iterator[str]:
+    if missing := sorted(algorithm.needs - FILLED):
+        yield f"a part reads Batch.{missing[0]}, which episodes of an environment do not have: leave it out (shaping=(), terms=())"
+    if algorithm.behaviour == "sampler":
+        yield "behaviour='sampler' reads what an engine says of its tokens, and here the policy itself acts: leave 'recomputed'"
+    if any(isinstance(link, Vine) for link in algorithm.psi) or algorithm.gate.whole_groups:
+        yield (
+            "a vine tries several actions in one state, and these environments cannot be set back to one: take trpo, the single "
+            "path"
+        )
+    if algorithm.filters:
+        yield "filters look at the scores of a prompt's completions, and an environment has no prompts: set filters=()"
+    critic = algorithm.critic
+    if critic is not None and (critic.pretrain or critic.features != "own"):
+        yield (
+            "the critic is a network of its own and learns beside the policy: leave pretrain and features as they are in Critic()"
+        )
+    if algorithm.step.minibatches > 1 and not (
+        isinstance(algorithm.ratio, Token) and isinstance(algorithm.aggregate, TokenMean)
+    ):
+        yield (
+            "minibatches hold single steps of episodes, for which a ratio or a mean over whole ones has no meaning: set "
+            "ratio=Token() and aggregate=TokenMean(), or minibatches=1"
+        )
+
+
+# The two networks and their optimisers: a rollout evaluated, and learned from.
+
+
+class ControlLearner:
+    """The policy's and the critic's weights, each with its Adam; the learning rates fall to 0 along a line."""
+
+    def __init__(self, spaces: Spaces, algorithm: Algorithm, settings: Settings, seed: int) -> None:
+        """Raises ConfigError for what an algorithm cannot be here, and for a learning rate that it lacks."""
+        check(algorithm)
+        if settings.lr is None and algorithm.step.uses_lr:
+            raise ConfigError(f"{type(algorithm.step).__name__} needs a learning rate: set Settings(lr=…), say 1e-3")
+        generator = torch.Generator().manual_seed(seed)
+        self.seed, self.updates = seed, 0
+        policy = ControlPolicy(spaces, settings.hidden, generator)
+        self.policy = Optimised.fresh(policy, settings.lr or 0.0, settings.clip)
+        self.critic: Optimised[ControlValue] | None = None
+        if algorithm.critic is not None:
+            value = ControlValue(spaces, settings.hidden, generator)
+            self.critic = Optimised.fresh(value, algorithm.critic.rate(settings.lr), settings.clip)
+        self.normaliser = Normaliser.fresh(spaces.features) if settings.normalise else None
+
+    def states(self, observation: Tensor) -> Tensor:
+        """What the networks read."""
+        return observation if self.normaliser is None else self.normaliser(observation)
+
+    @torch.no_grad()
+    def distribution(self, observation: Tensor) -> Distribution:
+        """π at observations [n, d]."""
+        found: Distribution = self.policy.network(self.states(observation))
+        return found
+
+    @torch.no_grad()
+    def evaluate(self, experience: Experience, needs: frozenset[str]) -> Batch:
+        """The rollout's batch with log π_old, and the critic's values, that of the state after a piece that was cut off too."""
+        batch, mask = experience.batch, experience.batch.mask
+        if "logp_old" in needs:
+            logp = self.distribution(experience.observation[mask]).logp(experience.action[mask])
+            batch = replace(batch, logp_old=placed(logp, mask))
+        if "entropy" in needs:
+            batch = replace(batch, entropy=placed(self.distribution(experience.observation[mask]).entropy(), mask))
+        if self.critic is not None:
+            values = self.critic.network(self.states(experience.observation[mask]))
+            after = self.critic.network(self.states(experience.after))
+            bootstrap = torch.where(cut(batch), after, 0)
+            batch = replace(batch, values=placed(values, mask), bootstrap=bootstrap)
+        return batch
+
+    def update(self, experience: Experience, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
+        """One rollout's updates, as `algorithm.step` takes them, and what became of the policy: kl, exact, KL(π_old‖π_θ) at the
+        states visited, entropy, and of the critic: explained_variance of the targets, before it is fitted to them."""
+        mask = batch.mask
+        states, action = self.states(experience.observation[mask]), experience.action[mask]
+        with torch.no_grad():
+            old: Distribution = self.policy.network(states)
+        seed = self.seed * 1_000_003 + self.updates
+        problem = ControlProblem(self.policy, self.critic, seed, batch, psi, states, action, old, algorithm)
+        metrics = algorithm.step(problem)
+        self.updates += 1
+        with torch.no_grad():
+            new: Distribution = self.policy.network(states)
+            kl = max(0.0, float(old.kl(new).mean()))  # rounding may leave one of 1e-9 below 0
+            metrics |= {"kl": Mean(kl), "entropy": Mean(float(new.entropy().mean()))}
+        if batch.values is not None and batch.returns is not None:
+            metrics["explained_variance"] = Mean(explained_variance(batch.values, batch.returns, mask))
+        return metrics
+
+    def slow(self, share: float) -> None:
+        """Sets the learning rates to this share of what they began with."""
+        self.policy.slow(share)
+        if self.critic is not None:
+            self.critic.slow(share)
+
+
+def cut(batch: Batch) -> Tensor:
+    """[B] bool; pieces of episodes that did not terminate."""
+    assert batch.truncated is not None  # every rollout says so
+    return batch.truncated
+
 
 RECENT = 100
 """Training episodes whose mean return a progress line shows."""

@@ -7,26 +7,126 @@ for all that happens within. Gradients are summed over the processes, never aver
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.hooks import RemovableHandle
 
 from policygrad.core.batch import Forward
-from policygrad.learners.fsdp.blueprint import Blueprint, fill
-from policygrad.learners.fsdp.ranks import Ranks
-from policygrad.learners.fsdp.tensor import cut, plan_of
+from policygrad.learners.fsdp.processes import Ranks
+from policygrad.learners.fsdp.tensor_parallel import cut, plan_of
 from policygrad.learners.local.curvature import Call
-from policygrad.learners.local.forward import Evaluator
-from policygrad.learners.local.network import Network
+from policygrad.learners.local.forward import Evaluator, Network, probe
 from policygrad.learners.local.packing import Pack
+from policygrad.learners.local.tree_attention import as_before, take_branches
 from policygrad.models.adapters import switch
-from policygrad.models.precision import at_least_float32
+from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import copy_weights
+
+# A model without its numbers: what a process needs to build its share of one that only rank 0 has read.
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model's structure, and which short cuts it allows."""
+
+    structure: bytes
+    """Its pickle, parameters without their numbers."""
+    split_head: bool
+    branches: bool
+    window: int | None
+    narrow: torch.dtype | None
+    """What it computes in, where that is less than float32, in which its weights are then kept."""
+
+    @classmethod
+    def of(cls, model: nn.Module, temperature: float) -> Blueprint:
+        """Of a whole model, which is tried on a made-up group (`probe`)."""
+        structure = _dumped(model)
+        found: Evaluator = probe(model, temperature)
+        return cls(structure, found.network.split_head, found.network.branches, found.window, _narrow(model))
+
+    @classmethod
+    def plain(cls, model: nn.Module) -> Blueprint:
+        """Of one that is only ever called as a whole, such as a classifier, and need not be a causal language model."""
+        return cls(_dumped(model), False, False, None, _narrow(model))
+
+    def model(self) -> Any:
+        """The model, its parameters on the meta device; tied ones are one."""
+        model = pickle.loads(self.structure)
+        as_before(model)
+        if self.branches:
+            take_branches(model)
+        return model
+
+    def empty(self, device: torch.device, *, wide: bool = False) -> nn.Module:
+        """The model on a device, with whatever numbers there are; nothing in it trains. wide: in float32 at least."""
+        model: nn.Module = self.model()
+        kind = at_least_float32 if wide else lambda p: p
+        fill(model.modules(), device, lambda p: torch.empty_like(kind(p), device=device), {})
+        return model.requires_grad_(False)
+
+
+def fill(
+    modules: Iterable[nn.Module],
+    device: torch.device,
+    numbers: Callable[[nn.Parameter], Tensor],
+    made: dict[Tensor, nn.Parameter],
+) -> None:
+    """Gives modules on the meta device parameters of these numbers, and their buffers to the device. made: what was made for which,
+    so that tied ones stay one."""
+    for module in modules:
+        for key, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                if p not in made:
+                    made[p] = nn.Parameter(numbers(p), p.requires_grad)
+                module._parameters[key] = made[p]
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else buffer.to(device)
+
+
+def without_numbers(model: nn.Module) -> None:
+    """Moves the parameters to the meta device, tied ones as one: of the model its structure is left, and its buffers."""
+    made = dict[Tensor, nn.Parameter]()
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None:
+                if p not in made:
+                    made[p] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+                module._parameters[key] = made[p]
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves out the numbers of parameters. Buffers keep theirs: they are small, and nobody else computes them."""
+
+    def reducer_override(self, x: Any) -> Any:
+        if isinstance(x, nn.Parameter):
+            return _parameter, (tuple(x.shape), x.dtype, x.requires_grad)
+        if isinstance(x, Tensor) and x.device.type != "cpu":  # where there may be another device of that name
+            return x.detach().cpu().__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        return super().reducer_override(x)
+
+
+def _narrow(model: nn.Module) -> torch.dtype | None:
+    return next((p.dtype for p in model.parameters() if at_least_float32(p).dtype != p.dtype), None)
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
+
+
+def _dumped(model: nn.Module) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(model)
+    return file.getvalue()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -203,3 +303,112 @@ def layers(model: nn.Module) -> list[nn.Module]:
     """What the model is a pile of, as transformers names it (`_no_split_modules`); nothing where it does not."""
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+# The units that `fully_shard` gathers one after another, and where in each of them which parameter stands.
+#
+# While a unit is called its modules hold the whole parameters: they can be watched then, or others put in their place.
+
+Other = Callable[[str, Tensor], Tensor]
+"""(a parameter's name, the parameter as a whole) -> what stands in its place."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a module holds a parameter; one that is tied has several."""
+
+    module: nn.Module
+    key: str
+    name: str
+    """The parameter's, in the model."""
+
+    @property
+    def held(self) -> Tensor:
+        """What is there now."""
+        found = self.module._parameters[self.key]
+        assert found is not None
+        return found
+
+    def put(self, x: Any) -> None:
+        """Also what is no parameter."""
+        self.module._parameters[self.key] = x
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A layer, or the root with what is left."""
+
+    module: nn.Module
+    places: tuple[Place, ...]
+
+
+def units(root: Call) -> list[Unit]:
+    """Of a sharded model that is not being called; the root is the last."""
+    names = {id(p): name for name, p in root.model.named_parameters()}
+    found, taken = list[Unit](), set[nn.Module]()
+    for unit in reversed([module for module in root.modules() if isinstance(module, FSDPModule)]):
+        mine = [module for module in unit.modules() if module not in taken]
+        taken.update(mine)
+        held = ((module, key, p) for module in mine for key, p in module._parameters.items() if p is not None)
+        found.append(Unit(unit, tuple(Place(module, key, names[id(p)]) for module, key, p in held)))
+    return found
+
+
+@contextmanager
+def swapped(places: Iterable[Place], other: Other) -> Iterator[None]:
+    """Within, each parameter gives way to what `other` makes of it, once for all its places."""
+    before, made = [(place, place.held) for place in places], dict[int, Tensor]()
+    for place, p in before:
+        if id(p) not in made:
+            made[id(p)] = other(place.name, p)
+        place.put(made[id(p)])
+    try:
+        yield
+    finally:
+        for place, p in before:
+            place.put(p)
+
+
+@contextmanager
+def instead(units: Sequence[Unit], other: Other) -> Iterator[None]:
+    """Within, each unit that is called is `swapped`; processes that call the same units may gather in `other`."""
+    handles = list[RemovableHandle]()
+    for unit in units:
+        handles += _swapping(unit, other)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _swapping(unit: Unit, other: Other) -> list[RemovableHandle]:
+    stack = ExitStack()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        stack.enter_context(swapped(unit.places, other))
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        stack.close()
+
+    # FSDP's own hooks come first, where a unit is gathered, and last, where it is let go.
+    return [unit.module.register_forward_pre_hook(enter), unit.module.register_forward_hook(leave, prepend=True)]
+
+
+@contextmanager
+def watched(units: Sequence[Unit], see: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Within, `see` is told each whole parameter and its name, whenever its unit is called."""
+
+    def telling(unit: Unit) -> RemovableHandle:
+        def enter(module: nn.Module, args: Any) -> None:
+            for place in unit.places:
+                see(place.name, place.held)
+
+        return unit.module.register_forward_pre_hook(enter)
+
+    handles = [telling(unit) for unit in units]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -20,12 +20,12 @@ from torch.func import functional_call
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.objective import objective
-from policygrad.learners.local.actor_critic import ActorCritic
 from policygrad.learners.local.forward import CHUNK, exact, scaled
-from policygrad.learners.local.head import Pairs
+from policygrad.learners.local.logprobs import Pairs
+from policygrad.learners.local.networks import ActorCritic
 from policygrad.learners.local.packing import Pack, pack
-from policygrad.models.attention import PlainAttention
-from policygrad.models.precision import at_least_float32
+from policygrad.models.loading import at_least_float32
+from policygrad.models.replica import PlainAttention
 
 _Function = Callable[..., Tensor]
 _Idle = Callable[[Pack], object]

@@ -15,21 +15,59 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.errors import CheckpointError, ConfigError, EngineError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.learners.local.actor_critic import ActorCritic
-from policygrad.learners.local.checks import check_adapters, check_lr, check_replay, check_widths
 from policygrad.learners.local.curvature import Curvature
-from policygrad.learners.local.curvature_problem import LocalProblem
-from policygrad.learners.local.division import Division
-from policygrad.learners.local.forward import Evaluator, probe
-from policygrad.learners.local.implicit_reward import ImplicitRewardModel
+from policygrad.learners.local.forward import Evaluator, probe, recompute_activations
+from policygrad.learners.local.networks import ActorCritic, ImplicitRewardModel, ValueModel, measure_values
 from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
-from policygrad.learners.local.recompute import recompute_activations
+from policygrad.learners.local.packing import Division
 from policygrad.learners.local.score_norms import ScoreNorms
-from policygrad.learners.local.value_model import ValueModel, measure_values
+from policygrad.learners.local.updates import LocalProblem
 from policygrad.models.adapters import adapters_of, switch, untouched
+from policygrad.models.moe_routing import Routing
 from policygrad.models.replica import Build, apart, copy_weights, let_train, own, replica
-from policygrad.models.routing import Routing
 from policygrad.weight_sync.base import Published
+
+# What a learner refuses at the beginning, with the way out.
+
+
+def check_adapters(model: nn.Module, config: LearnerConfig) -> None:
+    """Raises ConfigError where adapters are to train, and there are none."""
+    if config.lora and not adapters_of(model):
+        raise ConfigError(
+            "learner.lora trains adapters, and this model has none: put them in first (peft.get_peft_model), or let "
+            "policygrad.train load the model"
+        )
+
+
+def check_widths(algorithm: Algorithm, reference: Any, policy: Any) -> None:
+    """Raises ConfigError where distributions over different vocabularies would be compared."""
+    widths = [int(m.get_output_embeddings().weight.shape[0]) for m in (reference, policy)]
+    if "kl_ref" in algorithm.forward_needs and widths[0] != widths[1]:
+        raise ConfigError(
+            f"ExactKLToReference compares two distributions over one vocabulary, and the reference has {widths[0]} logits, the "
+            f"policy {widths[1]}: take TeacherLogRatio() or KLToReference(), which read the sampled tokens alone"
+        )
+
+
+def check_replay(algorithm: Algorithm) -> None:
+    """Raises ConfigError for what looks at the policy past the routes that are replayed."""
+    reasons = {
+        type(algorithm.step).__name__: not algorithm.step.uses_lr,
+        "OptimalBaseline(norm='exact')": "score_norm" in algorithm.needs,
+        "an exact KL to the old policy": "kl_old" in algorithm.forward_needs,
+    }
+    for name in (name for name, holds in reasons.items() if holds):
+        raise ConfigError(
+            f"{name} looks at policies in ways of its own, where no experts are replayed: set learner.routing_replay to false, or "
+            "take an algorithm without it, such as grpo"
+        )
+
+
+def check_lr(algorithm: Algorithm, lr: float | None) -> None:
+    """Raises ConfigError where a step needs a learning rate and has none."""
+    if lr is None and algorithm.step.uses_lr:
+        raise ConfigError(f"{type(algorithm.step).__name__} needs a learning rate: give LocalLearner a number as lr")
+
 
 BESIDE = ("critic/", "reward_model/", "reference/")
 """What begins the names of a checkpoint's tensors that are not the policy's."""

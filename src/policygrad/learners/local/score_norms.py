@@ -18,16 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from policygrad.core import ragged
+from policygrad.core import masked
 from policygrad.core.batch import Batch
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
-from policygrad.learners.local.division import Division
 from policygrad.learners.local.forward import CHUNK, Evaluator, selected_logp
-from policygrad.learners.local.packing import Pack, micro_tokens, pack
-from policygrad.learners.local.texts import Texts
-from policygrad.models.attention import PlainAttention
-from policygrad.models.precision import at_least_float32
+from policygrad.learners.local.packing import Division, Pack, Texts, micro_tokens, pack
+from policygrad.models.loading import at_least_float32
+from policygrad.models.replica import PlainAttention
 
 Norms = Iterator[tuple[Tensor, Tensor]]
 """(completions [b], their squared norms [b])."""
@@ -120,7 +118,7 @@ class _LogPi(nn.Module):
         everything = torch.ones(1, len(ids), dtype=torch.int64, device=ids.device)
         network = self.evaluator.network
         logits = network.logits(network.states_at(where, {"input_ids": ids[None], "attention_mask": everything}))
-        return ragged.masked(selected_logp(logits, tokens, self.evaluator.temperature), mask).sum()
+        return masked.masked(selected_logp(logits, tokens, self.evaluator.temperature), mask).sum()
 
 
 def _columns(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -129,7 +127,7 @@ def _columns(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     texts, mask, t = Texts.of(batch, rows), batch.mask[rows], torch.arange(batch.mask.shape[1])
     ids = (torch.from_numpy(texts.ids.astype(np.int64)) - 1).clamp(min=0)
     where = torch.from_numpy(texts.offsets)[:, None] - 1 + t
-    return ids, ragged.masked(where, mask), ragged.masked(batch.tokens[rows], mask), mask
+    return ids, masked.masked(where, mask), masked.masked(batch.tokens[rows], mask), mask
 
 
 def _by_length(batch: Batch, rows: Tensor, size: int) -> Iterator[Tensor]:

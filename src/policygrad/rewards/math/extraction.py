@@ -6,6 +6,7 @@ last counts: a model that corrects itself is taken at its last word.
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from policygrad.errors import ConfigError
 from policygrad.rewards.math.numbers import last_match, last_number
@@ -118,3 +119,21 @@ def check_policies(policies: Sequence[str], reward: str) -> None:
     for name in policies:
         if name not in POLICIES:
             raise ConfigError(f"reward {reward!r}: unknown extraction policy {name!r}; there are {known}")
+
+
+# The right answers of a task's row, in the forms that data sets have them.
+
+
+def references(answer: Any) -> tuple[str, ...]:
+    """The answers that count as right: of a text or a number one, of a list each; what is null or empty is none.
+
+    A worked solution stands for what follows its last `####` (GSM8K), or, over several lines, for its last `\\boxed{…}` (MATH).
+    """
+    if isinstance(answer, (list, tuple)):
+        return tuple(text for each in answer for text in references(each))
+    text = "" if answer is None else str(answer).strip()
+    if "####" in text:
+        text = (after_hashes(text) or "").strip()
+    elif r"\boxed{" in text:
+        text = (in_box(text) or text).strip()
+    return (text,) if text else ()

@@ -1,15 +1,184 @@
 """Mathematical answers compared by value: as text, as numbers, as intervals, and what is none of that by math-verify."""
 
+import importlib.util
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from policygrad.rewards.math import expressions, intervals, numbers
-from policygrad.rewards.math.extraction import LONGEST, check_policies, extract, in_box, last_formula, prose
-from policygrad.rewards.math.latex import tidy
-from policygrad.rewards.math.references import references
+from policygrad.errors import ConfigError, install_command
+from policygrad.rewards.math import numbers
+from policygrad.rewards.math.extraction import LONGEST, check_policies, extract, in_box, last_formula, prose, references
+from policygrad.rewards.math.numbers import Quantity, first_number, read, tidy
+
+# Formulas compared by value; the one file that imports math-verify, and only when it is used.
+
+PARSE_LIMIT = 3  # seconds, whole ones; with the comparison's it stays within a pool's default budget of 10 s
+_TOWER = re.compile(r"\d[\s)}]*(?:\^|\*\*)[\s{(]*-?\d[\d.]*[\s)}]*(?:\^|\*\*)")
+_HUGE = re.compile(r"(?:\^|\*\*)[\s{(]*[-+]?\d{5,}")
+_FACTORIAL = re.compile(r"\d{5,}[\s)}]*!|!\s*[)}\]]*\s*!")
+
+
+def check_installed() -> None:
+    """Raise ConfigError with the way out when math-verify is missing."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            f"reward 'math' needs the package math-verify: {install_command('math')}; for answers that are plain "
+            "numbers, 'gsm8k' does without"
+        )
+
+
+def prepare() -> None:
+    """Import math-verify (about half a second) before the first sample's clock runs."""
+    check_installed()
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    equal_formulas(r"\frac{1}{2}", "0.5")
+
+
+def costly(text: str) -> bool:
+    """Whether reading a text could compute what fills the machine: a tower of powers, a huge exponent or factorial.
+
+    Only what is known to do harm is refused here; what else takes long is cut off by math-verify's alarm and, where that does
+    not come through, by the pool's budget.
+    """
+    return any(pattern.search(text) for pattern in (_TOWER, _HUGE, _FACTORIAL))
+
+
+def equal_formulas(right: str, said: str) -> bool:
+    """Whether math-verify takes two LaTeX formulas, without delimiters, for equal; False for what it cannot read.
+
+    It limits its time by SIGALRM, so this is for a process's main thread, as a reward worker's is.
+    """
+    if costly(said):
+        return False
+    import math_verify
+
+    gold, found = list(_parsed(right)), _parse(said)
+    if not gold or not found or _of_other_variables(gold[0], found[0]):
+        return False
+    return bool(math_verify.verify(gold, found, timeout_seconds=PARSE_LIMIT))
+
+
+def _of_other_variables(right: Any, said: Any) -> bool:
+    """Whether two expressions differ in their variables: they are not equal, and simplifying the difference costs most of all."""
+    import sympy
+
+    both = isinstance(right, sympy.Expr) and isinstance(said, sympy.Expr)
+    return both and right.free_symbols != said.free_symbols
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> tuple[Any, ...]:
+    """A reference, which a group of completions shares."""
+    return tuple(_parse(text))
+
+
+def _parse(text: str) -> list[Any]:
+    """As one formula: math-verify's other way, looking for expressions in the text, would take one of several numbers."""
+    import math_verify
+
+    formula = (math_verify.LatexExtractionConfig(),)
+    return list(math_verify.parse(f"${text}$", extraction_config=formula, parsing_timeout=PARSE_LIMIT))
+
+
+# Intervals and unions of them, as brackets or as inequalities: (1, 2], x ≥ 5, -1 < x ≤ 3, (-∞, 3) ∪ (3, ∞).
+
+_END = r"[^,<>≤≥\[\]()]{1,100}?"
+_BRACKETS = re.compile(rf"([\[(])\s*({_END})\s*,\s*({_END})\s*([\])])")
+_BELONGS = re.compile(r"\A\s*[a-zA-Z]\s*(?:\\in\b|∈|=)\s*(?=[\[(])")
+_UNION = re.compile(r"\\cup\b|∪|\bU\b|\bunion\b")
+_SIGNS = (
+    (re.compile(r"\\leqslant\b|\\leq\b|\\le\b|<="), "≤"),
+    (re.compile(r"\\geqslant\b|\\geq\b|\\ge\b|>="), "≥"),
+    (re.compile(r"\\lt\b|&lt;"), "<"),
+    (re.compile(r"\\gt\b|&gt;"), ">"),
+)
+_CHAIN = re.compile(r"([^<>≤≥]{1,100})([<>≤≥])([^<>≤≥]{1,100})(?:([<>≤≥])([^<>≤≥]{1,100}))?")
+_VARIABLE = re.compile(r"[a-zA-Z]|\\(?:theta|alpha|beta|lambda|mu)")
+_INFINITE = {"\\infty": "inf", "+\\infty": "inf", "-\\infty": "-inf", "inf": "inf", "-inf": "-inf", "infinity": "inf"}
+_INFINITE |= {"oo": "inf", "-oo": "-inf", "-infinity": "-inf", "- \\infty": "-inf", "+ \\infty": "inf"}
+_MOST = 20  # intervals of a union
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Its ends as they are written (`inf` and `-inf` where there is none), and whether each belongs to it."""
+
+    low: str
+    high: str
+    low_in: bool
+    high_in: bool
+
+    def equals(self, other: "Interval", equal: Callable[[str, str], bool]) -> bool:
+        if (self.low_in, self.high_in) != (other.low_in, other.high_in):
+            return False
+        ends = ((self.low, other.low), (self.high, other.high))
+        return all(a == b or ("inf" not in (a.lstrip("-"), b.lstrip("-")) and equal(a, b)) for a, b in ends)
+
+
+def parse_intervals(text: str) -> tuple[Interval, ...] | None:
+    """The intervals of a tidy text; None = it is something else. `(1, 2)` is one, and a point: which, the caller has to know."""
+    text = _BELONGS.sub("", text)
+    for pattern, sign in _SIGNS:
+        text = pattern.sub(sign, text)
+    parts = _UNION.split(text)
+    if len(parts) > _MOST:
+        return None
+    found = [_one(part.strip()) for part in parts]
+    return None if None in found else tuple(one for one in found if one is not None)
+
+
+def certain(text: str) -> bool:
+    """Whether a text that `read` takes can be nothing but intervals: not (1, 2), which is a point too, nor [1, 2], a list."""
+    brackets = _BRACKETS.fullmatch(text.strip())
+    return brackets is None or (brackets[1] == "[") != (brackets[4] == "]") or "infty" in text
+
+
+def equal_sets(mine: tuple[Interval, ...], theirs: tuple[Interval, ...], equal: Callable[[str, str], bool]) -> bool:
+    """Whether the same intervals are in both, in any order. They are not merged: [0, 1] ∪ [1, 2] is not [0, 2]."""
+    left = list(theirs)
+    for one in mine:
+        match = next((other for other in left if one.equals(other, equal)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return not left
+
+
+def _one(text: str) -> Interval | None:
+    if found := _BRACKETS.fullmatch(text):
+        return Interval(_end(found[2]), _end(found[3]), found[1] == "[", found[4] == "]")
+    found = _CHAIN.fullmatch(text)
+    if found is None:
+        return None
+    a, first, b, second, c = (part and part.strip() for part in found.groups())
+    if second is None:  # x < 5 or 5 < x
+        if _VARIABLE.fullmatch(a) and not _VARIABLE.fullmatch(b):
+            return _half(first, b)
+        return _half(_turned(first), a) if _VARIABLE.fullmatch(b) and not _VARIABLE.fullmatch(a) else None
+    if not _VARIABLE.fullmatch(b) or (first in "<≤") != (second in "<≤"):
+        return None
+    if first in ">≥":
+        a, first, second, c = c, _turned(second), _turned(first), a
+    return Interval(_end(a), _end(c), first == "≤", second == "≤")
+
+
+def _half(sign: str, end: str) -> Interval:
+    """x sign end."""
+    if sign in "<≤":
+        return Interval("-inf", _end(end), False, sign == "≤")
+    return Interval(_end(end), "inf", sign == "≥", False)
+
+
+def _turned(sign: str) -> str:
+    return {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}[sign]
+
+
+def _end(text: str) -> str:
+    return _INFINITE.get(text.strip(), text.strip())
+
 
 _SEVERAL = re.compile(r"\s*(?:,\s*)?(?:\bor\b|\band\b|\\(?:text|mathrm)\{\s*(?:or|and)\s*\})\s*")
 _NAMED = re.compile(r"\A\s*[a-zA-Z]\s*=\s*(?=[^=]+\Z)")
@@ -36,7 +205,7 @@ class Math:
 
     def reward_prepare(self) -> None:
         """Import math-verify, outside of any sample's budget."""
-        expressions.prepare()
+        prepare()
 
     def __call__(self, prompts: Any, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
         return [self.score(text, right) for text, right in zip(completions, answer, strict=True)]
@@ -94,10 +263,10 @@ def equal(right: str, said: str) -> bool:
     mine, theirs = numbers.read(right), numbers.read(said)
     if mine is not None and theirs is not None:
         return mine.equals(theirs)
-    left, other = intervals.read(right), intervals.read(said)
-    if left is not None and other is not None and (intervals.certain(right) or intervals.certain(said)):
-        return intervals.equal_sets(left, other, equal)
-    return expressions.equal_formulas(_formula(right), _formula(said))
+    left, other = parse_intervals(right), parse_intervals(said)
+    if left is not None and other is not None and (certain(right) or certain(said)):
+        return equal_sets(left, other, equal)
+    return equal_formulas(_formula(right), _formula(said))
 
 
 def _sides(text: str) -> tuple[str, str] | None:
@@ -157,3 +326,54 @@ def _formula(text: str) -> str:
 
 
 math = Math()
+
+
+# Grade-school answers: one number, compared exactly. The standard library is all it needs.
+
+_FORMULA = re.compile(r"[\\^_*+{}]|\d\s*[-/]\s*[\d(a-z]|\d[a-z]\b|[(\[]\s*[-\d.]+\s*,")
+
+
+@dataclass(frozen=True)
+class Gsm8k:
+    """1.0 if the completion's number equals the column `answer`, else 0.0; None where that is null or is no number.
+
+    `answer` is a number, a text with one, a worked solution that ends in `#### number`, or a list of such: one of them has to be
+    met. Numbers are compared as exact fractions, whatever way they are written; what was counted ("18 eggs") is not compared.
+    policies: where the answer is looked for (extraction.POLICIES); the first whose mark is there decides.
+    """
+
+    policies: tuple[str, ...] = ("answer", "hashes", "boxed", "said", "last")
+
+    def __post_init__(self) -> None:
+        check_policies(self.policies, "gsm8k")
+
+    def __call__(self, prompts: Any, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
+        return [self.score(text, right) for text, right in zip(completions, answer, strict=True)]
+
+    def score(self, completion: str, answer: Any) -> float | None:
+        """One completion's reward."""
+        right = [number for text in references(answer) if (number := read(text)) is not None]
+        if not right:
+            return None
+        found = extract(completion, self.policies)
+        said = number_in(found) if found else None
+        return float(said is not None and any(number.equals(said) for number in right))
+
+    def voted(self, completion: str) -> str | None:
+        """The number by which completions vote; None = there is none."""
+        found = extract(completion, self.policies)
+        said = number_in(found) if found else None
+        return None if said is None else said.key
+
+
+def number_in(text: str) -> Quantity | None:
+    """The number that a short text says: all of it, or else the first number behind its last equals sign; None where what is
+    there is a formula, which has a value of its own."""
+    if (whole := read(text)) is not None:
+        return whole
+    words = tidy(text).rpartition("=")[2]
+    figure = None if _FORMULA.search(words) else first_number(words)
+    return read(figure) if figure else None
+
+
+gsm8k = Gsm8k()

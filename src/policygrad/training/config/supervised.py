@@ -9,12 +9,10 @@ import tyro
 
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.learners.fsdp.supported import check_ranks
-from policygrad.models.lora import RATE
+from policygrad.learners.fsdp.controller import check_ranks
+from policygrad.models.lora_config import RATE
 from policygrad.trackers.services import check_services
-from policygrad.training.config.checks import check_folders, check_lr, check_seed
-from policygrad.training.config.guard import RowsGuard
-from policygrad.training.config.run import Checkpointing, optional
+from policygrad.training.config.run import Checkpointing, RowsGuard, check_folders, check_lr, check_seed, optional
 
 MOST = 10**9
 """Epochs: beyond any run, and what a step's number still counts exactly."""

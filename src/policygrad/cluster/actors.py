@@ -1,0 +1,646 @@
+"""A role's actors, asked as one: whoever has least to do is asked, and who dies is asked again once Ray has started it anew."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import pickle
+import subprocess
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from types import TracebackType
+from typing import Any, Self
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from policygrad.cluster.config import ENVIRONMENTS, LEARNERS, REWARDS, SAMPLERS, ClusterConfig
+from policygrad.core.metrics import Metrics, Sum
+from policygrad.environments import Action, Environment, EnvironmentFactory, Observation, Step
+from policygrad.environments.base import made
+from policygrad.errors import ConfigError, DataError, EngineError, PolicygradError
+from policygrad.learners.fsdp.processes import Places
+from policygrad.learners.fsdp.sharding import Blueprint
+from policygrad.models.moe_routing import Routing
+from policygrad.models.tokenizer import Tokenizer, padding_id
+from policygrad.rewards import ProcessScores, Reward, RewardPool, RewardScores
+from policygrad.rewards.config import Rewarding
+from policygrad.rewards.workers.messages import Judgement
+from policygrad.rewards.workers.pool import Begun, gather, summarise
+from policygrad.samplers.base import Generation, Request
+from policygrad.samplers.engines.base import together
+from policygrad.samplers.engines.http import AwayError
+from policygrad.samplers.engines.server_pool import Server, Servers
+from policygrad.samplers.local.sampler import LocalSampler
+from policygrad.tasks.base import Example
+from policygrad.utils.async_runner import Waiter
+from policygrad.utils.progress import Phase, nobody
+from policygrad.utils.user_code import FILE_MODULE
+from policygrad.weight_sync.base import Published
+
+SPARE = 100
+"""Names that are tried for an actor, where one that is not gone yet has its name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Where a run's actors are made: its name, the placement groups by role, the options."""
+
+    run: str
+    groups: dict[str, Any]
+    config: ClusterConfig
+    gpus: dict[str, int]
+    """Of each actor, by role."""
+
+    def actor(self, kind: type, role: str, number: int, **options: Any) -> Any:
+        """An actor in its place; its name is what Ray's dashboard shows."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(self.groups[role], placement_group_bundle_index=number)
+        name = f"{self.run} {role} {number}"
+        for spare in range(SPARE):
+            try:
+                return (
+                    ray.remote(kind)
+                    .options(
+                        name=f"{name} ({spare + 1})" if spare else name,
+                        num_cpus=self.config.cpus,
+                        num_gpus=self.gpus[role],
+                        scheduling_strategy=place,
+                        **options,
+                    )
+                    .remote(name)
+                )
+            except ValueError as error:  # a predecessor's, whose end Ray has not seen yet
+                if "name" not in str(error) or spare == SPARE - 1:
+                    raise
+        raise AssertionError
+
+
+class Crew:
+    """Actors of one role, by name. make_ready(actor): what one is told first, and again when it comes back."""
+
+    def __init__(
+        self,
+        actors: dict[str, Any],
+        make_ready: Callable[[Any], Awaitable[Any]],
+        patience: float,
+        role: str,
+        tell: Phase = nobody,
+    ) -> None:
+        self._actors, self._make_ready, self._patience, self._role = actors, make_ready, patience, role
+        self.servers = Servers(list(actors), self._prepare, 1, patience, tell)
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        """What an actor's method returns; each has one question at a time, the others wait here.
+
+        Raises:
+            EngineError: none of them comes back. Any other PolicygradError: the actor's own.
+        """
+        try:
+            return await self.servers.call(lambda server: answered(self._actor(server), method, *args))
+        except EngineError as error:
+            if not all(server.lost for server in self.servers.all):
+                raise
+            raise EngineError(gone(self._role, self._patience, self.servers.all)) from error
+
+    async def ready(self) -> None:
+        """Returns when each has been told what it is told first, or is being started again while others have.
+
+        Raises:
+            EngineError: none of them comes back.
+        """
+        try:
+            await self.servers.ready()
+        except EngineError as error:
+            if not all(server.lost for server in self.servers.all):
+                raise
+            raise EngineError(gone(self._role, self._patience, self.servers.all)) from error
+
+    def close(self) -> None:
+        """Ends them."""
+        import ray
+
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+    def _actor(self, server: Server) -> Any:
+        return self._actors[server.url]
+
+    async def _prepare(self, server: Server) -> None:
+        try:
+            async with asyncio.timeout(self._patience):
+                await self._make_ready(self._actor(server))
+        except TimeoutError as error:
+            raise AwayError(f"not ready after {self._patience:g} s") from error
+
+
+def gone(role: str, patience: float, servers: Sequence[Server]) -> str:
+    """That no actor of a role is left, with the way out."""
+    told = "; ".join(f"{server.url}: {' '.join(server.away.split())[:200]}" for server in servers)
+    return (
+        f"no {role} actor has come back within {patience:g} s ({told}): see `ray logs actor`, go on with --resume, and let Ray "
+        "start them again more often, --cluster.restarts N, or give it longer, --cluster.patience SECONDS"
+    )
+
+
+async def answered(actor: Any, method: str, *args: Any) -> Any:
+    """What it returns, or raises where that is ours.
+
+    Raises:
+        AwayError: the actor has died, or is being started again.
+    """
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        return await getattr(actor, method).remote(*args)
+    except RayActorError as error:
+        raise AwayError(str(error)) from error
+    except RayTaskError as error:
+        raise own(error) from error
+
+
+def own(error: Any) -> BaseException:
+    """A PolicygradError that was raised in an actor, or else Ray's error with the actor's traceback."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, PolicygradError) else error
+
+
+def sent(thing: Any, what: str) -> bytes:
+    """As bytes, for another machine; what comes from a file of the user's or the script travels by value.
+
+    Raises:
+        ConfigError: what no pickle holds.
+    """
+    import sys
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith(FILE_MODULE):
+            cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(thing))
+    except Exception as error:  # whatever an object's own __reduce__ raises
+        raise ConfigError(
+            f"{what} cannot be sent to an actor ({type(error).__name__}: {error}): create what cannot be pickled inside the "
+            "function, or let it stay with rank 0, --cluster.rewards 0, --cluster.environments 0"
+        ) from error
+
+
+# Completions drawn by actors, each with a whole policy of its own; weights go by Ray's object store.
+
+PORTIONS = 2
+"""Per actor, where there are several: whoever is faster takes more, and less is drawn again where one dies."""
+
+
+class Sampler:
+    """The actor. It has nothing of its own that another could not be given."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._local: LocalSampler | None = None
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def load(self, frame: Sequence[Any], weights: Sequence[Any], version: int) -> None:
+        """frame: a reference to (blueprint, weights that stay, end tokens, padding, whether routes are kept). weights: one to those
+        that are published. Inside lists, so that only who needs them fetches them."""
+        import ray
+
+        if self._local is None:
+            blueprint, still, end, pad, routed = ray.get(frame[0])
+            device = torch.device("cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu")
+            model = blueprint.empty(device).eval()
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name in still:
+                        parameter.copy_(still[name])
+            self._local = LocalSampler(model, end, pad, Routing.of(model) if routed else None)
+        own = dict(self._local.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in ray.get(weights[0]).items():
+                own[name].copy_(tensor)
+        self._local.version = version
+
+    def draw(self, requests: Sequence[Request]) -> list[Generation]:
+        """As `LocalSampler.generate`."""
+        assert self._local is not None  # it is asked once it is ready
+        return asyncio.run(self._local.generate(requests))
+
+
+class RaySampler:
+    """Shares of a batch, each drawn by an actor. A generation depends on its request and the weights alone, so whoever draws it,
+    and however often it had to be asked for, it is the same up to the rounding of a differently shaped matrix product."""
+
+    def __init__(self, site: Site, count: int, model: nn.Module, tokenizer: Tokenizer, routed: bool) -> None:
+        actors = {
+            f"{SAMPLERS} {i}": site.actor(Sampler, SAMPLERS, i, max_restarts=site.config.restarts) for i in range(count)
+        }
+        self._crew = Crew(actors, self._ready, site.config.patience, SAMPLERS)
+        self._model, self._routed = model, routed
+        self._how = (tokenizer.end, padding_id(tokenizer))
+        self._frame: Any = None
+        self._weights: Any = None
+        self._version, self._moved = -1, 0
+
+    async def update(self, weights: Published) -> Metrics:
+        """Returns when every actor has the weights, or is being started again while others have them."""
+        import ray
+
+        if self._frame is None:
+            still = {name: p for name, p in self._model.named_parameters() if name not in weights.tensors}
+            self._frame = ray.put((Blueprint.of(self._model, 1.0), _on_cpu(still), *self._how, self._routed))
+        self._weights, self._version = ray.put(_on_cpu(weights.tensors)), weights.version
+        await self._crew.ready()
+        moved, self._moved = self._crew.servers.moved - self._moved, self._crew.servers.moved
+        return {"sampler/moved": Sum(float(moved))}
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """One generation per request, in their order.
+
+        Raises:
+            EngineError: no actor comes back.
+        """
+        parts = len(self._crew) * (PORTIONS if len(self._crew) > 1 else 1)
+        bounds = [len(requests) * i // parts for i in range(parts + 1)]  # neighbours share what they have read
+        shares = [list(requests[a:b]) for a, b in pairwise(bounds) if b > a]
+        drawn: list[Any] = await together([self._crew.ask("draw", share) for share in shares])
+        return [generation for share in drawn for generation in share]
+
+    async def close(self) -> None:
+        """Ends the actors."""
+        await self._crew.servers.close()
+        self._crew.close()
+
+    async def _ready(self, actor: Any) -> None:
+        await answered(actor, "load", [self._frame], [self._weights], self._version)
+
+
+def _on_cpu(tensors: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
+
+
+# Completions judged by actors, each of which holds a `RewardPool`: its workers can be killed, its budgets and walls hold there.
+
+Table = list[list[Judgement]]
+"""By reward, then by completion."""
+
+
+class RewardWorkers:
+    """The actor."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pool: RewardPool | None = None
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def begin(self, rewards: bytes, how: Rewarding) -> None:
+        """Starts the workers, once."""
+        if self._pool is None:
+            self._pool = RewardPool(
+                pickle.loads(rewards),
+                workers=how.workers,
+                budget=how.budget,
+                memory=how.memory,
+                environment=how.environment,
+                sandbox=how.sandbox,
+                show_output=how.show_output,
+                patient=not how.patience,
+            )
+
+    def judge(self, prompts: list[Any], completions: list[str], columns: dict[str, list[Any]], of_steps: bool) -> Table:
+        """As `RewardPool.judge`."""
+        assert self._pool is not None  # it is asked once it is ready
+        return self._pool.judge(prompts, completions, columns, process_rewards=of_steps)[1]
+
+
+class RayRewards:
+    """As `RewardPool`. What an actor was asked when it died is asked again, as a whole: no judgement of it has been told."""
+
+    def __init__(self, site: Site, count: int, rewards: Sequence[Reward], how: Rewarding, tell: Phase) -> None:
+        self.rewards, self._how = tuple(rewards), how
+        self._code = sent(self.rewards, "a reward")
+        actors = {
+            f"{REWARDS} {i}": site.actor(RewardWorkers, REWARDS, i, max_restarts=site.config.restarts)
+            for i in range(count)
+        }
+        self._crew = Crew(actors, self._ready, site.config.patience, REWARDS, tell)
+        self._wait = Waiter()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._wait(self._crew.servers.close())
+        self._wait.close()
+        self._crew.close()
+
+    def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        begun: Begun | None = None,
+    ) -> RewardScores:
+        """As `RewardPool.score`."""
+        chosen = [reward for reward in self.rewards if not reward.process_reward]
+        return summarise(chosen, self._table(prompts, completions, columns, chosen), completions)
+
+    def steps(
+        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> ProcessScores:
+        """As `RewardPool.steps`."""
+        chosen = [reward for reward in self.rewards if reward.process_reward]
+        return gather(chosen, self._table(prompts, completions, columns, chosen))
+
+    def pays(self, count: int) -> bool:
+        """Never: what is over is sent when all is."""
+        return False
+
+    def begin(self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> AbstractContextManager[Begun]:
+        """It never pays."""
+        raise NotImplementedError("actors are asked when all completions are there")
+
+    def _table(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        chosen: Sequence[Reward],
+    ) -> Table:
+        count, of_steps = len(completions), bool(chosen and chosen[0].process_reward)
+        for name, values in (("prompts", prompts), *columns.items()):
+            if len(values) != count:
+                raise DataError(f"{name!r} has {len(values)} values for {count} completions; give one for each")
+        whole = any(reward.batched for reward in chosen)  # which is to see the whole batch
+        parts = 1 if whole else min(len(self._crew), max(count, 1))
+        bounds = [count * i // parts for i in range(parts + 1)]
+        asked = [
+            self._crew.ask(
+                "judge",
+                list(prompts[a:b]),
+                list(completions[a:b]),
+                {name: list(values[a:b]) for name, values in columns.items()},
+                of_steps,
+            )
+            for a, b in pairwise(bounds)
+        ]
+        tables: list[Any] = self._wait(together(asked))
+        return [[judgement for table in tables for judgement in table[row]] for row in range(len(chosen))]
+
+    async def _ready(self, actor: Any) -> None:
+        await answered(actor, "begin", self._code, self._how)
+
+
+# Episodes that take place in actors. One whose actor dies is played again up to where it was, by what the policy has said.
+
+TOGETHER = 256
+"""Calls that an actor has under way at a time; the others wait."""
+
+
+@dataclass(eq=False)
+class _Open:
+    """An episode in its actor."""
+
+    world: Environment
+    said: list[Any] = field(default_factory=list)
+    """What it has answered, call by call."""
+
+
+class Environments:
+    """The actor: worlds by the number of their episode."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._factory: EnvironmentFactory | None = None
+        self._open: dict[int, _Open] = {}
+
+    def __repr__(self) -> str:
+        return self._name
+
+    async def call(self, code: bytes, number: int, example: Example, seed: int, calls: list[Any]) -> list[Any]:
+        """The answers to these calls, `reset` and then actions, the last of which is new; the first ones are made again where this
+        actor does not know of them."""
+        if self._factory is None:
+            self._factory = pickle.loads(code)
+        if number not in self._open:
+            self._open[number] = _Open(made(self._factory, example, seed))
+        here = self._open[number]
+        for action in calls[len(here.said) :]:
+            here.said.append(await _answer(here.world, action))
+        return here.said
+
+    async def cut(self, code: bytes, number: int, example: Example, seed: int, calls: list[Any]) -> float | None:
+        """As `Cut.cut` after these calls, where the world has one."""
+        await self.call(code, number, example, seed, calls)
+        cut = getattr(self._open[number].world, "cut", None)
+        return None if cut is None else await cut()
+
+    async def close(self, number: int) -> None:
+        """Lets go of an episode."""
+        here = self._open.pop(number, None)
+        close = getattr(here.world, "close", None) if here is not None else None
+        if close is not None and inspect.isawaitable(closed := close()):
+            await closed
+
+
+async def _answer(world: Environment, action: Action | None) -> Any:
+    method = "reset" if action is None else "step"
+    found: Any = world.reset() if action is None else world.step(action)
+    if not inspect.isawaitable(found):
+        raise EngineError(f"{type(world).__name__}.{method} is not async: write `async def {method}`")
+    return await found
+
+
+class RayEnvironments:
+    """Makes a run's environments in actors, by turns."""
+
+    def __init__(self, site: Site, number: int, factory: EnvironmentFactory) -> None:
+        self._code = sent(factory, "the environment")
+        self._actors = [
+            site.actor(
+                Environments,
+                ENVIRONMENTS,
+                i,
+                max_restarts=site.config.restarts,
+                max_task_retries=site.config.restarts,  # a call says all that came before it
+                max_concurrency=TOGETHER,
+            )
+            for i in range(number)
+        ]
+        self._count = count()
+
+    def __call__(self, example: Example, seed: int) -> RayEnvironment:
+        return RayEnvironment(self, next(self._count), example, seed)
+
+    async def ask(self, number: int, method: str, *args: Any) -> Any:
+        """Of the actor that an episode is in, or, where Ray has given that up, of another.
+
+        Raises:
+            EngineError: none is left.
+        """
+        from ray.exceptions import RayActorError, RayTaskError
+
+        while self._actors:
+            actor = self._actors[number % len(self._actors)]
+            try:
+                return await getattr(actor, method).remote(*args)
+            except RayTaskError as error:
+                raised = own(error)
+                cause = getattr(raised, "cause", None)  # what the environment itself has raised
+                raise cause if isinstance(cause, Exception) else raised from error
+            except RayActorError:
+                self._actors = [other for other in self._actors if other is not actor]
+        raise EngineError(
+            f"no {ENVIRONMENTS} actor is left: see `ray logs actor`, go on with --resume, and let Ray start them again more often, "
+            "--cluster.restarts N"
+        )
+
+    @property
+    def code(self) -> bytes:
+        """What makes the worlds, for an actor."""
+        return self._code
+
+
+class RayEnvironment:
+    """One episode, as `Environment`."""
+
+    def __init__(self, home: RayEnvironments, number: int, example: Example, seed: int) -> None:
+        self._home, self._number, self._example, self._seed = home, number, example, seed
+        self._calls: list[Any] = []
+        self._said: list[Any] = []
+
+    async def reset(self) -> Observation:
+        """What the policy reads first."""
+        return await self._next(None)  # type: ignore[no-any-return]
+
+    async def step(self, action: Action) -> Step:
+        """What the world says to an action."""
+        return await self._next(action)  # type: ignore[no-any-return]
+
+    async def cut(self) -> float | None:
+        """As `Cut.cut`; None where the world has none."""
+        return await self._ask("cut")  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        """Lets go of it."""
+        await self._home.ask(self._number, "close", self._number)
+
+    async def _next(self, action: Action | None) -> Any:
+        self._calls.append(action)
+        found = await self._ask("call")
+        if found[:-1] != self._said:
+            raise EngineError(
+                f"an actor of the {ENVIRONMENTS} died, and the episode of {self._example.source or 'an example'}, played again "
+                "with the same actions, went another way: a world that is no function of its example, seed and actions has to stay "
+                "with rank 0, --cluster.environments 0"
+            )
+        self._said = found
+        return found[-1]
+
+    async def _ask(self, method: str) -> Any:
+        home = self._home
+        return await home.ask(self._number, method, home.code, self._number, self._example, self._seed, self._calls)
+
+
+# Processes of rank 1 and above as actors: Ray places and starts them, torch.distributed is between them as ever.
+
+FAILED = 1
+"""The exit code of one that has ended before its time."""
+
+
+class Learner:
+    """The actor. It has a share of the weights, and is worth nothing without the others: Ray starts rank 0 again, which starts the
+    others."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def follow(self, host: str, port: int, rank: int, size: int) -> int:
+        """Does what rank 0 says, until that is over; the exit code."""
+        from policygrad.learners.fsdp.processes import Ranks
+        from policygrad.learners.fsdp.worker import follow
+
+        try:
+            return follow(Ranks.at(port, rank, size, host, device=0))
+        except BaseException:  # at once, so that nobody waits for what this one holds
+            traceback.print_exc()
+            os._exit(FAILED)
+
+
+class _Following:
+    """An actor that follows, as a process."""
+
+    def __init__(self, actor: Any, done: Any) -> None:
+        self._actor, self._done = actor, done
+        self._code: int | None = None
+        self.lost = False
+        """Whether it has ended without being asked to."""
+
+    def poll(self) -> int | None:
+        return self._ended(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._ended(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired("follow", timeout or 0.0)
+        return code
+
+    def kill(self) -> None:
+        import ray
+
+        if self._code is None:
+            self._ended(0.0)
+        ray.kill(self._actor)
+        self._code = FAILED if self._code is None else self._code
+
+    def _ended(self, timeout: float | None) -> int | None:
+        import ray
+        from ray.exceptions import RayError
+
+        if self._code is None and ray.wait([self._done], timeout=timeout)[0]:
+            try:
+                self._code = int(ray.get(self._done))
+            except RayError:
+                self._code = FAILED
+            self.lost = self._code != 0
+        return self._code
+
+
+class Followers:
+    """Those that rank 0 has started."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._all: list[_Following] = []
+
+    @property
+    def places(self) -> Places:
+        """Where `Ranks` starts them."""
+        from ray.util import get_node_ip_address
+
+        return Places(self._start, get_node_ip_address())
+
+    @property
+    def lost(self) -> bool:
+        """Whether one has died."""
+        return any(one.lost for one in self._all)
+
+    def _start(self, host: str, port: int, rank: int, size: int) -> _Following:
+        actor = self._site.actor(Learner, LEARNERS, rank)
+        self._all.append(_Following(actor, actor.follow.remote(host, port, rank, size)))
+        return self._all[-1]

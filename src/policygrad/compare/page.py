@@ -1,0 +1,129 @@
+"""A comparison as one HTML page with interactive plots. It reads the report; nothing else reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from policygrad.compare.report import Kind, Report, RowReport, counted, rate
+from policygrad.compare.runner import AXES
+from policygrad.compare.statistics import Estimate
+from policygrad.pages.render import BANDS, framed
+
+# The report as one HTML file that asks the network for nothing, in the style of the lab's page and with its plots.
+
+SHOWN = 8
+"""Rows whose curves are shown at first where there are more: those of the greatest area."""
+MEASURES = {
+    "tokens": "at equal tokens",
+    "updates": "at equal updates",
+    "seconds": "at equal seconds",
+    "area": "area under the curve",
+}
+SIGNS = {
+    "entropy": ("entropy", "nats a token, over the last fifth of the steps"),
+    "kl": ("KL", "to the reference, nats a token, over the last fifth of the steps"),
+    "length": ("length", "tokens of an answer, over the last fifth of the steps"),
+    "truncated": ("cut off", "share of answers that the budget cut off, over the last fifth of the steps"),
+}
+
+
+def page(found: Report) -> str:
+    """The page."""
+    web = files("policygrad.compare") / "web"
+    return framed(
+        web / "compare.html",
+        data(found),
+        styles=(web / "compare.css",),
+        scripts=(BANDS, web / "compare.js"),
+        filters={"short": short, "counted": counted, "estimate": estimate, "share": lambda x: f"{x:.0%}"},
+        found=found,
+        title=title(found),
+        axes=AXES,
+        measures=MEASURES,
+        signs={
+            key: words for key, words in SIGNS.items() if any(r.summary and key in r.summary.means for r in found.rows)
+        },
+        tuned=[row for row in found.rows if row.tuning],
+        rate=rate,
+    )
+
+
+def title(found: Report) -> str:
+    """What is compared, short enough for a heading."""
+    labels = [row.label for row in found.rows]
+    names = ", ".join(labels[:-1]) + f" and {labels[-1]}" if 1 < len(labels) <= 5 else f"{len(labels)} rows"
+    return f"{names}, compared" if len(labels) > 1 else f"{labels[0]}, measured"
+
+
+def data(found: Report) -> dict[str, Any]:
+    """What the script draws."""
+    return {
+        "axes": {axis: {"label": AXES[axis], "values": list(points)} for axis, points in found.axes.items()},
+        "kinds": [_kind(found, number, kind) for number, kind in enumerate(found.kinds)],
+        "pairs": {name: _matrix(found, name) for name in MEASURES},
+        "rates": {knob: _rates(found, knob) for knob in dict.fromkeys(row.knob for row in found.rows if row.tuning)},
+    }
+
+
+def _kind(found: Report, number: int, kind: Kind) -> dict[str, Any]:
+    rows = [row for row in found.rows if row.kind == number and row.summary]
+    best = sorted(rows, key=lambda row: -row.summary.area.value if row.summary else 0.0)[:SHOWN]
+    return {
+        "equal": dict(kind.equal),
+        "threshold": kind.threshold,
+        "rows": [{"label": row.label, "hidden": row not in best, "curves": _curves(row)} for row in rows],
+    }
+
+
+def _curves(row: RowReport) -> dict[str, Any]:
+    summary = row.summary
+    return (
+        {}
+        if summary is None
+        else {axis: {"value": c.value, "low": c.low, "high": c.high} for axis, c in summary.curves.items()}
+    )
+
+
+def _matrix(found: Report, measure: str) -> dict[str, dict[str, list[float]]]:
+    """first -> second -> [P(first above second), low, high, 1 where they are told apart], both ways."""
+    cells: dict[str, dict[str, list[float]]] = {}
+    for pair in found.pairs:
+        p = pair.probability[measure]
+        apart = float(pair.apart[measure])
+        cells.setdefault(pair.first, {})[pair.second] = [p.value, p.low, p.high, apart]
+        cells.setdefault(pair.second, {})[pair.first] = [1 - p.value, 1 - p.high, 1 - p.low, apart]
+    return cells
+
+
+def _rates(found: Report, knob: str) -> dict[str, Any]:
+    """The plot of mean final scores over a knob's values, as the lab's script draws it."""
+    rows = [row for row in found.rows if row.knob == knob and row.tuning]
+    values = sorted({tried.value for row in rows for tried in row.tuning})
+
+    def line(row: RowReport) -> list[float | None]:
+        means: Mapping[float, float | None] = {tried.value: tried.mean for tried in row.tuning}
+        return [means.get(value) for value in values]
+
+    label = {"--lr": "learning rate"}.get(knob, knob.removeprefix("--algorithm."))
+    lines = [{"series": number, "values": line(row)} for number, row in enumerate(rows)]
+    panel = {"label": "mean final score on the tuning seeds", "log": False, "low": None, "high": None, "lines": lines}
+    return {
+        "x": {"label": label, "values": values, "log": True},
+        "series": [row.label for row in rows],
+        "panels": [panel],
+    }
+
+
+def short(x: float | None) -> str:
+    """0.12, 38, 1.2k, 250k; – for nothing."""
+    if x is None:
+        return "–"
+    if abs(x) < 1000:
+        return f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}"
+    return f"{x / 1000:.3g}k" if abs(x) < 1e6 else f"{x / 1e6:.3g}M"
+
+
+def estimate(x: Estimate) -> str:
+    return f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]"

@@ -1,1 +1,0 @@
-"""A comparison as one HTML page with interactive plots. It reads the report; nothing else reads it."""

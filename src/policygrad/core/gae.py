@@ -1,0 +1,210 @@
+"""LEVER 1 with a critic: advantages from values V_t, the value before token t is taken.
+
+A chain may start with one of these instead of the reward. All of them run over a completion's *sampled* tokens: the
+state after token t is the one before the next sampled token, so tool output between two actions costs no step. The
+terminal reward sits on the last sampled token, after which the value is 0, or `Batch.bootstrap` where a batch has it.
+`δ_t = r_t + γV_{t'} − V_t`.
+
+An answer that the token budget cut off has not ended, and by default counts as if it had: with its reward, and nothing after
+it. That is right where the budget is part of the task. With `bootstrap` a learner's critic fills `Batch.bootstrap`, V of the
+state after the last token for what was cut off and 0 for what has ended, in the advantage and in the critic's targets alike: a
+time limit that is not the task's (Pardo et al. 2018, partial-episode bootstrapping).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from policygrad.core import masked
+from policygrad.core.base import Advantage
+from policygrad.core.batch import Batch, required
+from policygrad.core.masked import positive, unit
+from policygrad.core.metrics import Max, Mean, Metrics, Min
+from policygrad.errors import ConfigError
+
+NEEDS = frozenset({"values"})
+
+
+def _needs(bootstrap: bool) -> frozenset[str]:
+    return NEEDS | {"bootstrap"} if bootstrap else NEEDS
+
+
+def _cut_off(bootstrap: bool) -> str:
+    return ",  V(end) = V_φ where cut off" if bootstrap else ""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A batch's sampled tokens moved to the left, so that the next action is the next column."""
+
+    reward: Tensor
+    """[B, N] per token, the terminal reward on the last one."""
+    value: Tensor
+    """[B, N]."""
+    after: Tensor
+    """[B, N] V_{t'}: the next token's value; after the last one 0 or the bootstrap."""
+    mask: Tensor
+    """[B, N] which columns are tokens."""
+    order: Tensor
+    """[B, T] where each column came from."""
+
+    @classmethod
+    def of(cls, batch: Batch, part: object, bootstrap: bool = False) -> Packed:
+        """Raises ConfigError when the batch has no values, or no `bootstrap` where it is asked for."""
+        if bootstrap:
+            required(batch.bootstrap, part, "bootstrap")
+        values = masked.masked(required(batch.values, part, "values"), batch.mask).to(batch.reward.dtype)
+        order = torch.sort((~batch.mask).int(), dim=1, stable=True).indices
+        mask = batch.mask.gather(1, order)
+        last = mask & (torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1)
+        reward = masked.masked(batch.reward[:, None].expand(mask.shape), last)
+        if batch.token_reward is not None:
+            reward = reward + masked.masked(batch.token_reward, batch.mask).gather(1, order)
+        value = values.gather(1, order)
+        after = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], 1)
+        if batch.bootstrap is not None:
+            after = torch.where(last, batch.bootstrap[:, None].to(value.dtype), after)
+        return cls(reward, value, after, mask, order)
+
+    def back(self, x: Tensor) -> Tensor:
+        """Columns back to their positions [B, T]; 0 elsewhere."""
+        return torch.zeros_like(x).scatter(1, self.order, masked.masked(x, self.mask))
+
+
+@dataclass(frozen=True)
+class NStep(Advantage):
+    """A_t = Σ_{k<n} γ^k r_{t+k} + γ^n V_{t+n} − V_t. n = 1 is TD(0); n = 0 takes every reward to the end: Monte Carlo.
+
+    Source: Mnih et al. 2016 (A3C), sec. 4, where k counts the steps after the first: n = k + 1.
+    """
+
+    n: int = 5
+    gamma: float = 1.0
+    bootstrap: bool = False
+    """Whether an answer that was cut off goes on in the critic's value of where it stopped."""
+    starts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        unit(self, gamma=self.gamma)
+        if self.n < 0:
+            raise ConfigError(f"NStep.n must be at least 1, or 0 for Monte Carlo, not {self.n}")
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return _needs(self.bootstrap)
+
+    @property
+    def formula(self) -> str:
+        if self.n == 0:
+            return "Σ_k γ^k r_{t+k} − V_t" + _cut_off(self.bootstrap)
+        sums = f"Σ_{{k<{self.n}}} γ^k r_{{t+k}} + γ^{self.n} V_{{t+{self.n}}} − V_t,  γ = {self.gamma:g}"
+        return sums + _cut_off(self.bootstrap)
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        p = Packed.of(batch, self, self.bootstrap)
+        width = p.mask.shape[1]
+        if self.n == 0 or self.n >= width:
+            return p.back(masked.recursion(_delta(p, self.gamma), p.mask, self.gamma))
+        delta = _delta(p, self.gamma)
+        padded = torch.cat([delta, delta.new_zeros(len(delta), self.n)], 1)
+        total = torch.zeros_like(delta)
+        for k in range(self.n):  # the values in between cancel: Σ_{k<n} γ^k δ_{t+k} is the n-step advantage
+            total = total + self.gamma**k * padded[:, k : k + width]
+        return p.back(total)
+
+
+def _delta(p: Packed, gamma: float) -> Tensor:
+    return masked.masked(p.reward + gamma * p.after - p.value, p.mask)
+
+
+@dataclass(frozen=True)
+class GAE(Advantage):
+    """A_t = Σ_l (γλ)^l δ_{t+l}: the geometric mixture of n-step advantages. Source: Schulman et al. 2016, eq. 16."""
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    bootstrap: bool = False
+    """Whether an answer that was cut off goes on in the critic's value of where it stopped."""
+    starts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        unit(self, gamma=self.gamma, lam=self.lam)
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return _needs(self.bootstrap)
+
+    @property
+    def formula(self) -> str:
+        delta = f"δ_t = r_t + {self.gamma:g}·V_{{t+1}} − V_t"
+        return f"Σ_l ({self.gamma:g}·{self.lam:g})^l δ_{{t+l}},  {delta}" + _cut_off(self.bootstrap)
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        p = Packed.of(batch, self, self.bootstrap)
+        return p.back(masked.recursion(_delta(p, self.gamma), p.mask, self.gamma * self.lam))
+
+
+@dataclass(frozen=True)
+class LengthAdaptiveGAE(Advantage):
+    """GAE with λ = max(0, 1 − 1/(α·l)), l the completion's sampled tokens. Source: Yue et al. 2025 (VAPO), sec. 4.2.
+
+    λ is 0 up to l = 1/α tokens (20 at α = 0.05): short answers need a larger α.
+    """
+
+    alpha: float = 0.05
+    gamma: float = 1.0
+    bootstrap: bool = False
+    """Whether an answer that was cut off goes on in the critic's value of where it stopped."""
+    starts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        unit(self, gamma=self.gamma)
+        positive(self, alpha=self.alpha)
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return _needs(self.bootstrap)
+
+    @property
+    def formula(self) -> str:
+        return f"Σ_l ({self.gamma:g}·λ)^l δ_{{t+l}},  λ = max(0, 1 − 1/({self.alpha:g}·|o|))" + _cut_off(self.bootstrap)
+
+    def lam(self, batch: Batch) -> Tensor:
+        """λ [B]."""
+        length = batch.lengths.clamp(min=1).to(batch.reward.dtype)
+        return (1 - 1 / (self.alpha * length)).clamp(min=0)
+
+    def report(self, batch: Batch) -> Metrics:
+        """lambda/min, /mean and /max over the completions that take part: all 0 where α is too small for their lengths."""
+        lam = self.lam(batch)[batch.mask.any(1)].double()
+        if not len(lam):
+            return {}
+        ends: Metrics = {"lambda/min": Min(lam.min()), "lambda/max": Max(lam.max())}
+        return ends | {"lambda/mean": Mean(lam.sum(), float(len(lam)))}
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        p = Packed.of(batch, self, self.bootstrap)
+        return p.back(masked.recursion(_delta(p, self.gamma), p.mask, self.gamma * self.lam(batch)))
+
+
+@dataclass(frozen=True)
+class Whiten(Advantage):
+    """Ψ ← (Ψ − mean)/√(var + eps), ddof 1, over the sampled tokens of the rollout; 0 exactly where Ψ is the same at all of them.
+
+    Source: Huang et al. 2022 (PPO details), whitening of advantages; verl's `masked_whiten`, eps under the root.
+    """
+
+    eps: float = 1e-8
+
+    @property
+    def formula(self) -> str:
+        return ";  whitened over the rollout"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        centred = psi - masked.mean(psi, batch.mask)
+        scale = (masked.std(psi, batch.mask, 1) ** 2 + self.eps).rsqrt()
+        return masked.masked(centred * scale, batch.mask & ~masked.no_spread(psi, batch.mask))

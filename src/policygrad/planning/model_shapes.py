@@ -1,0 +1,220 @@
+"""The shape of a model: what a plan has to know of it. From its config.json, or by the name of one that is known here."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from policygrad.errors import ConfigError
+from policygrad.utils.filesystem import read_json
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""`model_type` of the architectures whose weights are counted."""
+EMBEDDED = "tiny"
+MOST = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 1_000) | dict.fromkeys(
+    ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"), 2**24
+)
+"""The largest of each number that a config.json may have, several times that of any model; more would be built for hours."""
+SUFFIXES = ("-instruct-2507", "-thinking-2507", "-instruct", "-base")
+"""Of hub names: further training, the same shape."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only transformer of Llama's kind: attention with grouped keys, a gated MLP, RMS norms."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    """Width of the MLP."""
+    layers: int
+    heads: int
+    kv_heads: int
+    """Heads of keys and values."""
+    head_dim: int
+    vocabulary: int
+    tied: bool = False
+    """The head's weights are the embeddings."""
+    qk_norm: bool = False
+    """Queries and keys are normalised, as in Qwen3."""
+    biases: int = 0
+    """Numbers a layer has in biases."""
+    source: str = ""
+    """Where the figures are from."""
+
+    @property
+    def widths(self) -> int:
+        """Of queries, keys and values of a token together."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def layer_products(self) -> int:
+        """Weights of a layer's matrix products."""
+        attention = self.hidden * (self.widths + self.heads * self.head_dim)
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer."""
+        return self.layer_products + 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0) + self.biases
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embeddings; as many are in the head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All of them, tied ones once."""
+        return self.layers * self.layer + self.embedding * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def cache(self) -> int:
+        """Numbers a token has in the cache of keys and values."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+def _qwen3(name: str, hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> Shape:
+    source = f"config.json of Qwen/{name}"
+    return Shape(name, hidden, intermediate, layers, heads, 8, 128, 151936, tied, qk_norm=True, source=source)
+
+
+def _llama(name: str, hidden: int, intermediate: int, layers: int, heads: int) -> Shape:
+    source = f"config.json of meta-llama/{name}"
+    return Shape(name, hidden, intermediate, layers, heads, 8, 128, 128256, source=source)
+
+
+NAMED = {
+    shape.name: shape
+    for shape in (
+        Shape(
+            "SmolLM2-135M",
+            576,
+            1536,
+            30,
+            9,
+            3,
+            64,
+            49152,
+            tied=True,
+            source="config.json of HuggingFaceTB/SmolLM2-135M",
+        ),
+        _qwen3("Qwen3-0.6B", 1024, 3072, 28, 16, tied=True),
+        _qwen3("Qwen3-1.7B", 2048, 6144, 28, 16, tied=True),
+        _qwen3("Qwen3-4B", 2560, 9728, 36, 32, tied=True),
+        _qwen3("Qwen3-8B", 4096, 12288, 36, 32, tied=False),
+        _qwen3("Qwen3-14B", 5120, 17408, 40, 40, tied=False),
+        _qwen3("Qwen3-32B", 5120, 25600, 64, 64, tied=False),
+        _llama("Llama-3.1-8B", 4096, 14336, 32, 32),
+        _llama("Llama-3.1-70B", 8192, 28672, 80, 64),
+    )
+}
+
+
+def shape(model: str) -> Shape:
+    """Of a folder with a config.json (a run's folder: the model it trained), a config.json, `tiny`, or a name that is known here,
+    with or without its owner.
+
+    Raises:
+        ConfigError: no such file or name, with the nearest; an architecture that is not counted.
+    """
+    if model == EMBEDDED:
+        return read(Path(__file__).parents[1] / "models" / EMBEDDED / "config.json", EMBEDDED)
+    path = Path(model).expanduser()
+    for file in (path / "config.json", path / "model" / "config.json", path):
+        with suppress(OSError):  # of more bytes than a file's name has: no file
+            if file.is_file():
+                return read(file, model)
+    key = model.rpartition("/")[2].lower()
+    for suffix in SUFFIXES:
+        key = key.removesuffix(suffix)
+    known = {name.lower(): name for name in NAMED}
+    if key in known:
+        return NAMED[known[key]]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    hint = f"did you mean {known[near[0]]!r}?" if near else f"known: {', '.join(NAMED)}, {EMBEDDED}"
+    raise ConfigError(
+        f"--model {model}: neither a folder with a config.json nor a shape that is known here: {hint} (of any other, "
+        "download its config.json alone and name that file)"
+    )
+
+
+def read(file: Path, name: str) -> Shape:
+    """Of a config.json, as transformers writes it.
+
+    Raises:
+        ConfigError: no configuration, or of an architecture that is not counted.
+    """
+    try:
+        config = read_json(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {name}: {file} cannot be read as a configuration: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ConfigError(f"--model {name}: {file} has no model_type: name a model's config.json, or its folder")
+    kind = config["model_type"]
+    if kind not in KINDS:
+        raise ConfigError(
+            f"--model {name}: of {kind} models nothing is counted, only of dense ones of Llama's kind ({', '.join(KINDS)}): plan "
+            "with one of these of the same size"
+        )
+    try:
+        return replace(_of(config, kind, name), source=str(file))
+    except KeyError as error:
+        raise ConfigError(f"--model {name}: {file} lacks what a plan needs: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"--model {name}: {file}: {error}: correct it, or download the model's own anew") from error
+
+
+def check_sizes(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a number of a config.json that is beyond `MOST`; whatever else is wrong with one is not looked at."""
+    for key, most in MOST.items():
+        if isinstance(value := config.get(key), int) and value > most:
+            raise ValueError(f"{key} must be at most {most:,}, not {_shown(value)}")
+
+
+def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number from 1 to `MOST`. Raises KeyError where it is missing, ValueError where it is something else."""
+    value = config[key] if default is None else config.get(key)
+    value = default if value is None and default is not None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST[key]:
+        raise ValueError(f"{key} must be a whole number from 1 to {MOST[key]:,}, not {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def _of(config: Mapping[str, Any], kind: str, name: str) -> Shape:
+    hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
+    kv_heads = _count(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+    if config.get("head_dim") is None and hidden % heads:
+        raise ValueError(f"num_attention_heads {heads} does not divide hidden_size {hidden}, and no head_dim is given")
+    head_dim = _count(config, "head_dim", hidden // heads)
+    intermediate, widths = _count(config, "intermediate_size"), (heads + 2 * kv_heads) * head_dim
+    biases = widths if kind == "qwen2" else 0
+    if config.get("attention_bias"):
+        biases = widths + hidden
+    if config.get("mlp_bias"):
+        biases += 2 * intermediate + hidden
+    return Shape(
+        name=name,
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=_count(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary=_count(config, "vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=kind == "qwen3",
+        biases=biases,
+    )

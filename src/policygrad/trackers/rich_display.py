@@ -1,0 +1,282 @@
+"""The live display on a terminal; the one room of trackers that needs rich."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Self, TextIO
+
+from rich.box import ROUNDED
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from policygrad.trackers.base import RunInfo
+from policygrad.trackers.console import clean, duration, number
+from policygrad.trackers.live_view import LiveTracker, View, horizon, limits, smoothed, thinned
+
+# A small scatter plot with a smoothed line, in braille: each character is 2 dots wide and 4 high.
+
+_DOT = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row][column] of a braille character
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Dots, and a line that has the characters it passes through to itself: two colours do not fit into one."""
+
+    columns: int
+    rows: int
+    _dots: dict[tuple[int, int], int] = field(default_factory=dict)
+    _line: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def dot(self, x: int, y: int, line: bool) -> None:
+        """Set a dot; x from the left in [0, 2 columns), y from the bottom in [0, 4 rows)."""
+        cell = (self.rows - 1 - y // 4, x // 2)
+        layer = self._line if line else self._dots
+        layer[cell] = layer.get(cell, 0) | _DOT[3 - y % 4][x % 2]
+
+    def row(self, row: int) -> list[tuple[str, bool]]:
+        """The characters of one row, from the top, each with whether the line is in it."""
+        cells = [(row, column) for column in range(self.columns)]
+        bits = [(self._line.get(cell) or self._dots.get(cell, 0), cell in self._line) for cell in cells]
+        return [(chr(0x2800 + dots) if dots else " ", line) for dots, line in bits]
+
+
+def plot(points: Sequence[tuple[float, float]], end: int, columns: int, rows: int) -> tuple[Plot, float, float]:
+    """Points over steps 1 to `end`, and their smoothed line; with the least and greatest value of the axis."""
+    canvas = Plot(columns, rows)
+    points = thinned(points)
+    width, height = 2 * columns - 1, 4 * rows - 1
+    low, high = limits([value for _, value in points])
+
+    def at(step: float, value: float) -> tuple[int, int]:
+        return round((step - 1) / (end - 1) * width), round((value - low) / (high - low) * height)
+
+    for step, value in points:
+        canvas.dot(*at(step, value), line=False)
+    columns_seen: dict[int, list[int]] = {}
+    for step, value in smoothed(points):
+        x, y = at(step, value)
+        columns_seen.setdefault(x, []).append(y)
+    path = [(x, round(sum(ys) / len(ys))) for x, ys in sorted(columns_seen.items())]
+    for (x0, y0), (x1, y1) in zip(path, path[1:] or path, strict=False):
+        length = max(x1 - x0, abs(y1 - y0), 1)
+        for i in range(length + 1):
+            canvas.dot(round(x0 + (x1 - x0) * i / length), round(y0 + (y1 - y0) * i / length), line=True)
+    return canvas, low, high
+
+
+# What the live display looks like: a pure function of what is known about the run and of the terminal's size.
+
+ACCENT, GOOD, BAD, REMARK = "cyan", "green", "red", "yellow"
+CELL = 11  # columns of one metric
+CURVE_ROWS = 6  # at least; a tall terminal gets more
+SIDE_BY_SIDE = 104  # columns from which the curve and the sample stand beside each other
+
+
+def draw(view: View, console: Console, width: int, height: int) -> list[RenderableType]:
+    """The picture for a terminal of this size: what does not fit is left out, the sample first and then the curve."""
+    parts: list[RenderableType] = [Text(), _progress(view, width), _phase(view, width)]
+    room = height - 1 - len(parts)
+    if view.metrics:
+        grid, lines = _metrics(view.metrics, width, max(1, (room - 1) // 2))
+        parts += [grid, Text()]
+        room -= lines + 1
+    curve = len(view.rewards) > 0 and width >= 30 and room >= CURVE_ROWS + 2
+    sample = view.sample is not None and width >= 30
+    if curve and sample and width >= SIDE_BY_SIDE:
+        half, block = width // 2, min(room, 12)
+        beside = Table.grid(padding=0)
+        beside.add_column(width=half)
+        beside.add_row(_curve(view, half, block - 2), _sample(view, console, width - half, block))
+        return [*parts, beside]
+    if curve:
+        rows = CURVE_ROWS if room < 24 else CURVE_ROWS + 2
+        parts.append(_curve(view, width, rows))
+        room -= rows + 2
+    if sample and room >= 5:
+        parts.append(_sample(view, console, width, min(room, 12)))
+    return parts
+
+
+def _progress(view: View, width: int) -> RenderableType:
+    times = [duration(view.elapsed)]
+    if view.left is not None:
+        times.append(f"{duration(view.left)} left")
+    if width < 40:
+        times = []
+    words = Text.assemble(f"{view.unit} ", (view.words, "bold"), *((f"  {part}", "dim") for part in times))
+    return _bar(Text(), view.share, 1, words, width, ACCENT)
+
+
+def _phase(view: View, width: int) -> RenderableType:
+    if not view.phase:
+        return Text()
+    name = Text(f"{view.phase}  ", style=REMARK)
+    if not view.phase_total:
+        return Text(" ") + name
+    done = Text(f"{view.phase_done / view.phase_total:.0%}", style="dim")
+    return _bar(name, view.phase_done, view.phase_total, done, width, REMARK)
+
+
+def _bar(before: Text, done: float, total: float, after: Text, width: int, style: str) -> RenderableType:
+    """Words, a bar of what is left of the width, words."""
+    before.truncate(max(0, width - after.cell_len - 14))
+    size = max(4, width - 5 - before.cell_len - after.cell_len)
+    grid = Table.grid(padding=0)
+    bar = ProgressBar(max(total, 1), done, size, complete_style=style, finished_style=GOOD)
+    grid.add_row(Text(" ") + before, bar, Text("  ") + after)
+    return grid
+
+
+def _metrics(cells: Sequence[tuple[str, str]], width: int, most: int) -> tuple[Text, int]:
+    """Labels over values, and how many lines that takes: one row where six fit, else at most `most` narrower rows."""
+    fit = max(1, (width - 1) // CELL)
+    cells = cells[: max(fit, min(6, fit * most))]
+    rows = [cells[i : i + fit] for i in range(0, len(cells), fit)]
+    text = Text(no_wrap=True)
+    for row in rows:
+        text.append(" " + "".join(label.ljust(CELL) for label, _ in row) + "\n", "dim")
+        text.append(" ")
+        for label, value in row:
+            text.append(value.ljust(CELL), f"bold {GOOD}" if label == "reward" else "bold")
+        text.append("\n")
+    text.rstrip()
+    return text, 2 * len(rows)
+
+
+def _curve(view: View, width: int, rows: int) -> RenderableType:
+    end, gutter, first = horizon(view.step, view.total), 8, f"{view.unit} 1"
+    columns = width - gutter - 4
+    picture, low, high = plot(view.rewards, end, columns, rows)
+    labels = {0: number(high), rows // 2: "reward", rows - 1: number(low)}
+    text = Text(no_wrap=True)
+    for row in range(rows):
+        text.append(f"{labels.get(row, ''):>{gutter}} {'┤' if row in (0, rows - 1) else '│'}", "dim")
+        for char, line in picture.row(row):
+            text.append(char, GOOD if line else "dim")
+        text.append("\n")
+    text.append(f"{'':>{gutter}} └{'─' * columns}\n", "dim")
+    text.append(f"{'':{gutter + 1}}{first}{end:>{columns + 1 - len(first)}}", "dim")
+    return text
+
+
+def _sample(view: View, console: Console, width: int, height: int) -> RenderableType:
+    """The end of the prompt, dim; the completion with its middle left out if need be, for the answer is at the end."""
+    assert view.sample is not None
+    inner, lines = width - 4, height - 2
+    prompt = _wrap(view.sample.prompt, console, inner, "dim")
+    completion = _wrap(view.sample.completion, console, inner, "")
+    space = lines - min(len(prompt), 2 if lines >= 5 else 1)  # at least 2
+    if len(completion) > space:
+        head = (space - 1) // 2
+        completion = (*completion[:head], Text("…", "dim"), *completion[head + 1 - space :])
+    prompt = prompt[max(0, len(prompt) + len(completion) - lines) :]
+    gap = [Text()] if len(prompt) + len(completion) < lines else []
+    reward = view.sample.reward
+    colour = GOOD if reward is not None and reward > 0 else BAD
+    mark = Text("" if reward is None else f"reward {number(reward)}", f"not dim bold {colour}")
+    return Panel(
+        Text("\n").join([*prompt, *gap, *completion]),
+        box=ROUNDED,
+        border_style="dim",
+        title=Text(f"a sample of {view.unit} {view.sample_step}"),
+        title_align="left",
+        subtitle=mark,
+        subtitle_align="right",
+        width=width,
+        height=height,
+    )
+
+
+@lru_cache(maxsize=4)  # a sample is drawn many times
+def _wrap(text: str, console: Console, width: int, style: str) -> tuple[Text, ...]:
+    """Lines of at most `width` columns; blank ones dropped, and the middle of a very long text."""
+    if len(text) > 8000:
+        text = text[:4000] + "\n" + text[-4000:]
+    lines = [line.rstrip() for line in clean(text).split("\n") if line.strip()]
+    return tuple(part for line in lines for part in Text(line, style).wrap(console, width))
+
+
+def pairs(values: Mapping[str, str], style: str, names: str = "dim") -> RenderableType:
+    """Names and values below each other; a change such as (+0.43) in its colour."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for name, value in values.items():
+        text = Text(clean(value), style, overflow="fold")
+        for match in re.finditer(r"\(([+-])[\d.]+%?\)", text.plain):
+            text.stylize(GOOD if match[1] == "+" else BAD, *match.span())
+        grid.add_row(Text(f" {clean(name)}", names), text)
+    return grid
+
+
+# The live display: progress, the metrics of the last step, the reward so far, and a completion as the model writes now.
+
+
+class _Console(Console):
+    """rich's own ends the program when nobody reads what it writes."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError at hand: this display is dropped, and the run goes on
+
+
+class TerminalTracker(LiveTracker):
+    """Redraws in place, four times a second. Whatever is printed meanwhile appears above."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
+        self._console = console
+        self._live: Live | None = None
+
+    @classmethod
+    def on(cls, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> Self:
+        return cls(_Console(file=stream, force_terminal=True, highlight=False), clock)
+
+    def start(self, info: RunInfo) -> None:
+        self.close()
+        self._console.print(Text.assemble("\n ", (clean(info.title), f"bold {ACCENT}")))
+        if info.facts:
+            self._console.print(pairs(info.facts, ""))
+        super().start(info)
+        self._live = Live(
+            self,
+            console=self._console,
+            refresh_per_second=4,
+            redirect_stdout=sys.stdout.isatty(),  # a redirected stream is the user's, not the terminal's
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._live.start()
+
+    def phase(self, text: str, done: int = 0, total: int = 0) -> None:
+        before = self._view.phase
+        super().phase(text, done, total)
+        if self._live is None and self._view.phase not in ("", before):  # before the start, such as loading the model
+            self._console.print(Text(f" {clean(text)}", "dim"))
+
+    def note(self, text: str) -> None:
+        self._console.print(pairs({"!": text}, REMARK, REMARK))
+
+    def finish(self, summary: Mapping[str, str]) -> None:
+        self.close()
+        view = self.view
+        word = ("done", f"bold {GOOD}") if self._progress.over else ("stopped", f"bold {REMARK}")
+        place = f"  {view.unit} {view.words} after {duration(view.elapsed)}"
+        self._console.print(Text.assemble("\n ", word, (place, "dim")))
+        if summary:
+            self._console.print(pairs(summary, "bold"))
+        self._console.print()
+
+    def close(self) -> None:
+        """Stop redrawing and give the terminal back; the last picture stays."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from draw(self.view, console, options.max_width, console.height)

@@ -1,1 +1,0 @@
-"""The live display on a terminal; the one room of trackers that needs rich."""

@@ -1,0 +1,460 @@
+"""A run's configuration as TOML, both ways. An unknown key is an error that names the nearest known one.
+
+A part of the algorithm is a table whose `part` names its class (`Clip`, or `module:Class`, `path/to/file.py:Class` of one's own);
+without `part` the table changes fields of the part that is there. "none" stands for no part.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any
+
+import tomli_w
+
+import policygrad
+from policygrad.algorithms import algorithm
+from policygrad.algorithms import algorithm as named
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.validation import ROLES, not_frozen
+from policygrad.errors import ConfigError
+from policygrad.training.config.paths import located, options_in, read_from
+from policygrad.training.config.run import OBJECT, Draft, Run
+from policygrad.training.config.supervised import Supervised
+from policygrad.training.config.trust import NOTHING_MORE, Allowed, check_allowed
+from policygrad.utils.filesystem import read_toml
+from policygrad.utils.user_code import address, assigned, is_own, load_own, location
+
+# Which parts there are, by name and by place, and what is said when a name is wrong.
+
+_PLACES = {  # module of policygrad.core -> field of an algorithm that its parts go into
+    "advantages": "psi",
+    "baselines": "psi",
+    "corrections": "corrections",
+    "critic": "critic",
+    "curriculum": "filters",
+    "distillation": "psi",
+    "dual_descent": "step",
+    "values": "psi",
+    "process": "psi",
+    "success": "psi",
+    "ratios": "ratio",
+    "gates": "gate",
+    "off_policy": "gate",
+    "proximal": "gate",
+    "selecting_gates": "gate",
+    "token_masks": "corrections",
+    "drift_terms": "terms",
+    "aggregates": "aggregate",
+    "terms": "terms",
+    "loss_terms": "terms",
+    "shaping": "shaping",
+    "filters": "filters",
+    "update_rules": "step",
+    "trust_region": "step",
+    "reference": "reference",
+    "reward_model": "reward_model",
+    "multi_reward": "psi",
+    "turns": "psi",
+    "turn_values": "psi",
+    "policy_shaping": "gate",
+    "demonstrations": "terms",
+    "vine": "",  # parts of several roles: by each one's own
+}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' did you mean …?' or the known names."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+
+
+def part_names(place: str | None = None) -> list[str]:
+    """policygrad's own parts by class name, sorted; `place` = those that go into that field of an algorithm."""
+    found = []
+    for name in policygrad.__all__:
+        kind = getattr(policygrad, name)
+        if (
+            isinstance(kind, type)
+            and kind is not Algorithm
+            and _place(kind) in (_PLACES.values() if not place else (place,))
+        ):
+            found.append(name)
+    return found
+
+
+def part_class(name: str, where: str, dotted: str) -> type:
+    """The class of a part by its policygrad name, or `module:Class`, or `path/to/file.py:Class`.
+
+    Raises:
+        ConfigError: no such class, or not a dataclass.
+    """
+    if is_own(name):
+        script = (
+            "; it was defined in a script: move the class to a module of its own"
+            if name.startswith("__main__:")
+            else ""
+        )
+        try:
+            kind = load_own(name, f"{where}: {dotted}: cannot import the part {name!r}")
+        except ConfigError as error:
+            raise ConfigError(f"{error}{script}") from error
+        if isinstance(kind, Algorithm):
+            raise ConfigError(
+                f"{where}: {dotted}: {name!r} ({assigned(name)}) is a whole algorithm, not a part: --algorithm {name}"
+            )
+        if not isinstance(kind, type):
+            raise ConfigError(f"{where}: {dotted}: {name!r} is not a part: name its class, which is a frozen dataclass")
+        if problem := not_frozen(kind):
+            raise ConfigError(f"{where}: {dotted}: {name!r}: {problem}")
+        return kind
+    if name not in part_names():
+        known = part_names(dotted.rpartition(".")[2]) or part_names()
+        hint = (
+            nearest(name, part_names())
+            if difflib.get_close_matches(name, part_names(), 1, 0.5)
+            else nearest(name, known)
+        )
+        raise ConfigError(
+            f"{where}: {dotted}: no part is called {name!r}: {hint}; your own is module:Class or file.py:Class"
+        )
+    return getattr(policygrad, name)  # type: ignore[no-any-return]
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """The named algorithm, or one of a user's own: `module:NAME`, `path/to/file.py:NAME`.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest known one; no such module, file or attribute; no algorithm.
+    """
+    if not is_own(name):
+        return algorithm(name)
+    found = load_own(name, f"algorithm {name!r}", Algorithm)
+    if isinstance(found, type) and is_dataclass(found):
+        field = next((field for field, role in ROLES.items() if issubclass(found, role.bases)), "FIELD")
+        raise ConfigError(
+            f"algorithm {name!r}: {location(found) or name} is a part, not an algorithm: put it into one, "
+            f"--algorithm.{field} {name}, or in the file NAME = dataclasses.replace(policygrad.GRPO, {field}=…)"
+        )
+    if not isinstance(found, Algorithm):
+        raise ConfigError(
+            f"algorithm {name!r} ({assigned(name)}) is {type(found).__name__}, not a policygrad.Algorithm"
+        )
+    return replace(found, name=name.rpartition(":")[2]) if found.name == Algorithm().name else found
+
+
+def _place(kind: type) -> str | None:
+    package, _, module = kind.__module__.rpartition(".")
+    place = _PLACES.get(module) if package == "policygrad.core" else None
+    return (
+        next((field for field, role in ROLES.items() if issubclass(kind, role.bases)), None) if place == "" else place
+    )
+
+
+def check_place(kind: type, where: str, dotted: str) -> None:
+    """Refuses a part of ours in a place where it means nothing; what others write is theirs to know."""
+    place, own = dotted.rpartition(".")[2], _place(kind)
+    if own is not None and own != place and place in _PLACES.values():
+        raise ConfigError(
+            f"{where}: {dotted}: {kind.__name__} goes into {own!r}, not {place!r}, which takes {', '.join(part_names(place))}"
+        )
+
+
+NOTHING = "none"
+AnyRun = typing.TypeVar("AnyRun", bound=Draft | Supervised)
+
+
+def dumps(run: Run | Supervised) -> str:
+    """The whole configuration, enough to run it again."""
+    return tomli_w.dumps(_plain(run.without_objects() if isinstance(run, Run) else run))
+
+
+def load(path: Path | str, base: AnyRun, allowed: Allowed = NOTHING_MORE) -> AnyRun:
+    """`base` changed by what the file says. allowed: the code that it may name.
+
+    Raises:
+        ConfigError: no such file, code that is not allowed, no TOML, an unknown key, a value of the wrong type, parts that
+            contradict each other.
+    """
+    path = Path(path)
+    try:
+        data = read_from(read(path), path)
+        check_allowed(options_in(data), path, allowed)
+        return from_dict(data, base, str(path))
+    except RecursionError as error:
+        raise ConfigError(f"{path} cannot be read as a configuration: tables in tables, too deep") from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file's tables. Raises ConfigError where there are none to read."""
+    try:
+        return read_toml(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except ValueError as error:  # brackets in brackets, an integer of thousands of digits
+        raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
+
+
+def from_dict(data: Mapping[str, Any], base: AnyRun, where: str) -> AnyRun:
+    """`base` changed by a nested mapping as TOML gives it."""
+    return _change(base, data, where, "")  # type: ignore[no-any-return]
+
+
+def algorithm_to_dict(algorithm: Algorithm) -> dict[str, Any]:
+    """Every part with its class and fields: JSON and TOML can hold it, and a checkpoint does."""
+    return _algorithm(algorithm)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Algorithm):
+        return _algorithm(value)
+    if is_dataclass(value):
+        items = ((f.name, getattr(value, f.name)) for f in fields(value))
+        return {name: _plain(item) for name, item in items if item is not None}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _algorithm(algorithm: Algorithm) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for f in fields(algorithm):
+        value = getattr(algorithm, f.name)
+        if isinstance(value, tuple):
+            out[f.name] = [_part(item) for item in value]
+        else:
+            out[f.name] = value if isinstance(value, (str, int)) else NOTHING if value is None else _part(value)
+    return out
+
+
+def _part(part: Any) -> dict[str, Any]:
+    kind = type(part)
+    own = getattr(policygrad, kind.__name__, None) is not kind
+    name = address(kind) if own else kind.__name__
+    values = {f.name: getattr(part, f.name) for f in fields(part)}
+    return {"part": name, **{k: _field(v) for k, v in values.items()}}
+
+
+def _field(value: Any) -> Any:
+    """An open field is written out: left away, it would be the named algorithm's when the file is read."""
+    return NOTHING if value is None else _part(value) if is_dataclass(value) else value
+
+
+def _change(base: Any, data: Mapping[str, Any], where: str, prefix: str) -> Any:
+    known = {f.name for f in fields(base)}
+    hints = typing.get_type_hints(type(base))
+    changes: dict[str, Any] = {}
+    for key, value in data.items():
+        dotted = f"{prefix}{key}"
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {dotted!r}: {nearest(key, known)}")
+        current = getattr(base, key)
+        if isinstance(current, Algorithm):
+            changes[key] = _read_algorithm(current, value, where, dotted)
+        elif is_dataclass(current):
+            changes[key] = _change(current, _table(value, where, dotted), where, f"{dotted}.")
+        else:
+            changes[key] = _typed(value, hints[key], where, dotted)
+    return _build(lambda: replace(base, **changes), where, prefix.rstrip(".") or "the run")
+
+
+def _build(make: typing.Callable[[], Any], where: str, dotted: str) -> Any:
+    try:
+        return make()
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: {dotted}: {error}") from error
+
+
+def _table(value: Any, where: str, dotted: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: {dotted!r} is a table, not {value!r}: write [{dotted}] and its keys below")
+    return value
+
+
+def _typed(value: Any, hint: Any, where: str, dotted: str) -> Any:
+    options = (
+        typing.get_args(hint) if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    )
+    if isinstance(value, str) and value.startswith(OBJECT):
+        kind = value.removeprefix(OBJECT)
+        raise ConfigError(
+            f"{where}: {dotted!r} was a {kind} object given in Python, which no file can hold: go on from Python, "
+            "pg.train(run, resume=folder) with the same object, or write a name here"
+        )
+    for option in options:
+        option = str if option is Any else option  # by name here, where Python may give an object
+        if option is NoneType:
+            continue
+        if typing.get_origin(option) is tuple and isinstance(value, list):
+            return _typed_tuple(value, typing.get_args(option), where, dotted)
+        if typing.get_origin(option) is typing.Literal and isinstance(value, str):
+            return value  # the part itself refuses what it does not know, and says why
+        if option is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(option, type) and isinstance(value, option) and not (option is int and isinstance(value, bool)):
+            return value
+    names = " or ".join(_type_name(o) for o in options if o is not NoneType)
+    raise ConfigError(f"{where}: {dotted!r} must be {names}, not {value!r}")
+
+
+def _typed_tuple(value: list[Any], kinds: tuple[Any, ...], where: str, dotted: str) -> tuple[Any, ...]:
+    if kinds[-1] is not Ellipsis and len(kinds) != len(value):
+        raise ConfigError(f"{where}: {dotted!r} must be a list of {len(kinds)}, not {value!r}")
+    each = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
+    return tuple(
+        _typed(item, kind, where, f"{dotted}[{i}]") for i, (item, kind) in enumerate(zip(value, each, strict=True))
+    )
+
+
+def _type_name(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {_type_name(typing.get_args(kind)[0])}"
+    words = {
+        "Any": "text in quotes",
+        "str": "text in quotes",
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+    }
+    name = getattr(kind, "__name__", str(kind))
+    return words.get(name, name)
+
+
+def _read_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> Algorithm:
+    if isinstance(value, str):
+        return _build(lambda: find_algorithm(value), where, dotted)  # type: ignore[no-any-return]
+    value = dict(_table(value, where, dotted))
+    name = value.get("name")
+    if isinstance(name, str) and name != current.name:
+        try:
+            current = named(name)
+        except ValueError:
+            current = replace(current, name=name)  # a method of one's own, spelled out part by part
+    known = {f.name for f in fields(Algorithm)}
+    changes: dict[str, Any] = {}
+    for key, item in value.items():
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key '{dotted}.{key}': {nearest(key, known)}")
+        place, there = f"{dotted}.{key}", getattr(current, key)
+        if isinstance(there, tuple):
+            if not isinstance(item, list):
+                raise ConfigError(f"{where}: {place!r} is a list of parts: write [[{place}]] and a `part` for each")
+            changes[key] = tuple(read_part(None, one, where, place) for one in item)
+        elif isinstance(there, (str, int)):
+            changes[key] = _typed(item, type(there), where, place)
+        else:
+            changes[key] = read_part(there, item, where, place)
+            if changes[key] is None and NoneType not in typing.get_args(typing.get_type_hints(Algorithm)[key]):
+                raise ConfigError(f"{where}: {place!r} cannot be none: it takes {', '.join(part_names(key))}")
+    return _build(lambda: replace(current, **changes), where, dotted)  # type: ignore[no-any-return]
+
+
+def read_part(current: Any, value: Any, where: str, dotted: str) -> Any:
+    """Build the part that a name, or a table of a `part` and its settings, describes; None for the word `none`.
+
+    Args:
+        current: the part that stands there: settings that are left out keep its values where it is of the same class.
+        where: what holds the value, which begins the message of a refusal; dotted: the key there.
+
+    Raises:
+        ConfigError: no such part, a setting that it does not have, or a value of another type.
+    """
+    if value == NOTHING:
+        return None
+    value = {"part": value} if isinstance(value, str) else dict(_table(value, where, dotted))
+    name = value.pop("part", None)
+    if name is None and current is None:
+        raise ConfigError(f"{where}: {dotted!r} needs a `part`, the class it is made of, e.g. part = 'Clip'")
+    kind = type(current) if name is None else part_class(name, where, dotted)
+    check_place(kind, where, dotted)
+    known = {f.name for f in fields(kind)}
+    hints = typing.get_type_hints(kind)
+    for key in value:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key '{dotted}.{key}' of {kind.__name__}: {nearest(key, known)}")
+    values = {k: _read_field(v, hints[k], where, f"{dotted}.{k}") for k, v in value.items()}
+    same: Any = current if type(current) is kind else None
+    return _build(lambda: kind(**values) if same is None else replace(same, **values), where, dotted)
+
+
+def _read_field(value: Any, hint: Any, where: str, dotted: str) -> Any:
+    if value == NOTHING and NoneType in typing.get_args(hint):
+        return None
+    return read_part(None, value, where, dotted) if isinstance(value, Mapping) else _typed(value, hint, where, dotted)
+
+
+# A configuration in words, from its TOML alone: whoever reads of a run need not have the parts that a user wrote.
+
+PARTS = {
+    "psi": "advantage Ψ",
+    "ratio": "ratio",
+    "gate": "gate w",
+    "aggregate": "average c",
+    "terms": "terms k",
+    "corrections": "corrections",
+    "shaping": "reward shaping",
+    "filters": "filters",
+    "critic": "critic",
+    "reward_model": "reward model",
+    "step": "step",
+}
+"""Of an algorithm, in the equation's order."""
+
+
+def short(value: Any) -> str:
+    """An option's value: a part as `Clip(low=0.2, high=0.28)`, a list with commas."""
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{k}={short(v)}" for k, v in value.items() if k != "part")
+        return f"{value['part']}({inside})" if "part" in value and inside else str(value.get("part", inside))
+    if isinstance(value, list):
+        return ", ".join(map(short, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def parts(algorithm: Mapping[str, Any]) -> dict[str, str]:
+    """Where a part goes -> the part; what is absent is left out."""
+    said = {label: short(algorithm[key]) for key, label in PARTS.items() if key in algorithm}
+    return {label: text for label, text in said.items() if text not in ("", "none")}
+
+
+# What a run was measured on and how, from the `run.toml` in its folder: its task, rewards and lengths, and no more of it.
+
+SAME = (
+    "task", "map", "skip_bad_rows", "reward", "environment", "environment_timeout", "held_out", "sampling", "seed",
+    "trust_remote_code",
+)  # fmt: skip
+"""Options that mean the same where a model is measured."""
+_READ = (*SAME, "evaluation", "rewards", "learner", "directory")
+
+
+def measured(file: Path, allowed: Allowed) -> tuple[Draft, tuple[str, ...]]:
+    """(the run as far as it is measured, with its files wherever they are, and the options that were objects of Python's, which the
+    file does not hold).
+
+    Its algorithm is not read, so that parts of one's own need no leave.
+
+    Raises:
+        ConfigError: what cannot be read, or code that is not allowed.
+    """
+    data = {name: value for name, value in read_from(read(file), file).items() if name in _READ}
+    objects = tuple(name for name, value in data.items() if _is_object(value))
+    data = {name: value for name, value in data.items() if name not in objects}
+    if isinstance(data.get("learner"), Mapping):
+        data["learner"] = {name: data["learner"][name] for name in ("device", "dtype") if name in data["learner"]}
+    check_allowed(options_in(data), file, allowed)
+    return located(from_dict(data, Draft(), str(file))), objects
+
+
+def _is_object(value: Any) -> bool:
+    several = value if isinstance(value, list) else [value]
+    return any(isinstance(word, str) and word.startswith(OBJECT) for word in several)

@@ -1,0 +1,226 @@
+"""How much memory a run will take, said before it takes it.
+
+    peak = libraries + weights + gradients + optimiser + other models + max(learning, sampling)
+
+Learning is what one micro-batch keeps for its way back, counted on the architecture itself (`learners/local/activations.py`), and
+what goes over the vocabulary; sampling the key-value cache of the rows that decode at once, with their logits. Of a run that
+samples and learns in one process, on one device.
+
+On an accelerator that is the most as well: PyTorch's allocator gives back what it caches before it fails. On the CPU the C
+library's allocator gives little back: what sampling took stays beside learning, tensors of changing sizes leave holes between them
+(`HOLES`), and kernels and threads come in with the first step (`BEGINNING`); `most` counts them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.updates import FirstOrder
+from policygrad.core.vine import Vine
+from policygrad.errors import ConfigError, PolicygradError
+from policygrad.learners.local.activation_memory import kept_bytes
+from policygrad.learners.local.logprobs import BUFFER, BUFFER_ACCELERATOR, WAITING
+from policygrad.models.adapters import adapt
+from policygrad.models.loading import DTYPES, checked_config, reading, resolve
+from policygrad.models.lora_config import base_of, described
+from policygrad.planning.cost_model import Asks, static
+from policygrad.rewards.workers.limits import resident, words
+from policygrad.tasks import load_task
+from policygrad.training.config.paths import located
+from policygrad.training.config.run import Run
+from policygrad.training.setup import pick_device, policy_tokenizer, row_reading
+
+# What an algorithm asks of memory and time, read off its parts: for a plan, and for a run's footprint.
+
+
+def asks(algorithm: Algorithm) -> Asks:
+    """How many models train and wait, and how often a rollout is read: what `Learner.evaluate` fills and `step` goes over."""
+    needs, step = algorithm.needs, algorithm.step
+    own_critic = algorithm.critic is not None and algorithm.critic.features == "own"
+    rewarded = algorithm.reward_model is not None
+    epochs = max(1, step.updates // step.minibatches)
+    scores = bool({"logp_old", "entropy"} & needs) + ("logp_ref" in needs or rewarded) + rewarded
+    scores += own_critic and "values" in needs
+    if algorithm.selecting is not None and algorithm.select_needs:
+        scores += epochs  # the choice is made among all of an update's tokens, before it is split
+    recomputed = algorithm.behaviour == "recomputed"
+    known = recomputed and "logp_old" not in needs and not algorithm.terms and not algorithm.forward_needs
+    return Asks(
+        name=algorithm.name,
+        trained=1 + own_critic + rewarded,
+        frozen=("logp_ref" in needs) + ("kl_old" in algorithm.forward_needs),
+        scores=scores,
+        behind=int(recomputed and "logp_old" not in needs),
+        head_twice=not known,
+        epochs=epochs,
+        updates=step.updates,
+        samples=algorithm.samples_per_prompt,
+        uncounted=_uncounted(algorithm),
+    )
+
+
+def planned(algorithm: Algorithm) -> Asks:
+    """As `asks`, of an algorithm that a plan counts whole.
+
+    Raises:
+        ConfigError: it moves the weights in another way than by gradient steps.
+    """
+    if type(algorithm.step) is not FirstOrder:
+        raise ConfigError(
+            f"--algorithm {algorithm.name}: its step is {type(algorithm.step).__name__}, and a plan counts gradient steps alone "
+            "(FirstOrder): plan with ppo or grpo, and expect more seconds"
+        )
+    return asks(algorithm)
+
+
+def _uncounted(algorithm: Algorithm) -> tuple[str, ...]:
+    """Completions that are drawn besides."""
+    found = list[str]()
+    if any(part.refill for part in algorithm.filters):
+        found.append("further prompts that are drawn in the place of those that a filter drops")
+    if "baseline" in algorithm.needs:
+        found.append("a greedy completion of every prompt")
+    if any(link.samples_values or isinstance(link, Vine) for link in algorithm.psi):
+        found.append("completions that are drawn from within answers, to estimate values")
+    if "score_norm" in algorithm.needs:
+        found.append("norms of every completion's gradient")
+    return tuple(found)
+
+
+LOOKED_AT = 64
+"""Prompts whose mean length stands for all."""
+HOLES = 1.7
+"""Resident memory over what a micro-batch keeps, at most, under glibc: measured 1.04 to 1.08 where all weights train, 1.5 to 1.7
+with LoRA (SmolLM2-135M, 2,048 tokens)."""
+BEGINNING = 96 * 2**20
+"""Bytes that kernels and threads add to the libraries on the CPU, with something to spare: 50 to 64 MiB were measured."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by what they are for."""
+
+    static: dict[str, int]
+    """For the whole run."""
+    learning: int
+    sampling: int
+    tokens: int
+    """Of a micro-batch."""
+    gives_back: bool = False
+    """Whether the device's allocator does, before it fails: an accelerator's, not the CPU's."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.static.values()) + max(self.learning, self.sampling)
+
+    @property
+    def most(self) -> int:
+        """The peak where nothing is given back: a run should not exceed it."""
+        if self.gives_back:
+            return self.peak
+        return sum(self.static.values()) + BEGINNING + self.sampling + int(HOLES * self.learning)
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{name} {words(size)}" for name, size in self.static.items() if size)
+        most = "" if self.gives_back else f", at most {words(self.most)} as the CPU's allocator leaves holes"
+        return (
+            f"memory: about {words(self.peak)}{most} ({held}, and a micro-batch of {self.tokens:,} tokens "
+            f"{words(self.learning)} or decoding {words(self.sampling)})"
+        )
+
+
+def footprint(run: Run) -> Footprint:
+    """Of the run, from the configuration of its model and the first prompts of its task; no weights are read.
+
+    Raises:
+        PolicygradError: what cannot be loaded, or an architecture on which nothing can be counted.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    run, device = located(run), pick_device(run.learner.device)
+    if run.learner.ranks > 1:
+        raise PolicygradError("learner.ranks spreads it over several processes, and it is counted for one only")
+    if not isinstance(run.model, str):
+        raise PolicygradError("the model is an object: its memory is taken already")
+    path = resolve(run.model)
+    lora = run.learner.adapters or (described(path) if base_of(path) is not None else None)
+    checked_config(base_of(path) or path, f"the model {run.model!r}")
+    task, config = (
+        load_task(
+            run.task,
+            seed=run.seed,
+            held_out=run.held_out,
+            reading=row_reading(run.map, run.skip_bad_rows, run.decontaminate),
+        ),
+        AutoConfig.from_pretrained(base_of(path) or path, **reading(run.trust_remote_code)),
+    )
+    with torch.device("meta"):
+        model: Any = cast(Any, AutoModelForCausalLM).from_config(config, **reading(run.trust_remote_code))
+        whole = sum(p.numel() for p in model.parameters())
+        trained = whole if lora is None else sum(p.numel() for p in adapt(model, lora).parameters() if p.requires_grad)
+    tokenizer = policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
+    lengths = [len(tokenizer.encode(task.train(i).prompt, run.sampling.max_tokens)) for i in range(LOOKED_AT)]
+    prompt, libraries = round(statistics.fmean(lengths)), resident() if device == "cpu" else 0
+    dtype, tokens = DTYPES[run.learner.dtype], run.learner.tokens_at(device, whole)
+    completion = run.sampling.max_tokens
+    try:
+        kept = kept_bytes(config, dtype, tokens, prompt, completion, run.group_size, lora)
+    except Exception as error:  # whatever an architecture says to tensors without memory
+        raise PolicygradError(f"nothing can be counted on {type(model).__name__}: {error}") from error
+    vocabulary = int(model.get_output_embeddings().weight.shape[0])
+    logits = (BUFFER if device == "cpu" else BUFFER_ACCELERATOR) * 4 * 3
+    if "logp_old" in run.algorithm.needs or run.algorithm.terms or run.algorithm.forward_needs:  # see `head`
+        logits += min(WAITING, tokens * vocabulary) * 4
+    rows = _decoded_rows(run)
+    cache = rows * (max(lengths) + completion) * _cache_width(config) * dtype.itemsize
+    return Footprint(
+        {"libraries": libraries, **_models(run, whole, trained if lora is not None else None, dtype)},
+        learning=kept + logits,
+        sampling=cache + rows * vocabulary * 24,
+        tokens=tokens,
+        gives_back=device != "cpu",
+    )
+
+
+def _models(run: Run, parameters: int, adapters: int | None, dtype: torch.dtype) -> dict[str, int]:
+    """Weights, gradients and Adam's moments of all that trains, the copy that undoes a failed step, and the models beside it.
+    adapters: parameters that train, in float32, on weights that all models have in common; None = all weights do."""
+    algorithm, weight = run.algorithm, dtype.itemsize
+    asked = asks(algorithm)
+    trained, frozen = asked.trained, asked.frozen + (run.staleness > 0)
+    moving = parameters if adapters is None else adapters
+    held = static(moving, weight, trained, frozen, adamw=algorithm.step.uses_lr)
+    counted = {name: int(size) for name, size in held.items()}
+    if adapters is None:
+        return counted
+    named = algorithm.reference is not None and algorithm.reference.model is not None
+    base = parameters // 2 + parameters // 16 if _bits(run) else parameters * weight  # NF4, with its scales
+    return {
+        "weights": base,
+        "adapters": adapters * trained * 4,
+        **{name: counted[name] for name in ("gradients", "optimiser", "copy of the state")},
+        "other models": adapters * (frozen - named) * 4 + parameters * named * weight,
+    }
+
+
+def _decoded_rows(run: Run) -> int:
+    """Count the completions that decode at once: of a training step or of a measurement, whichever has more, up to decode_rows."""
+    measured = run.evaluation.problems * run.evaluation.samples
+    return min(run.sampling.decode_rows, max(run.prompts_per_step * run.group_size, measured))
+
+
+def _bits(run: Run) -> bool:
+    return run.learner.adapters is not None and run.learner.adapters.bits is not None
+
+
+def _cache_width(config: Any) -> int:
+    """Numbers that one token has in the key-value cache, in all layers."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * width)

@@ -1,0 +1,10 @@
+"""How a program reports its progress: a callback that is given a text, how much is done, and of how much."""
+
+from collections.abc import Callable
+
+Phase = Callable[[str, int, int], None]
+"""Told what happens now, and how far it is: answers so far, of how many. "" = it is over."""
+
+
+def nobody(text: str, done: int, total: int) -> None:
+    """Told, and says nothing."""
