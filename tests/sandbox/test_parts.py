@@ -458,7 +458,7 @@ def test_python_as_a_tool():
     failed = PythonTool()("print(1)\n1 / 0")
     assert failed.startswith("1\nTraceback")
     assert failed.endswith('File "program.py", line 2, in <module>\nZeroDivisionError: division by zero')
-    assert "inside.py" not in failed
+    assert "process.py" not in failed
     assert len(tool("'x' * 1000")) < 100
     assert "characters …" in tool("'x' * 1000")
     assert PythonTool()("def f(:").endswith("SyntaxError: invalid syntax")

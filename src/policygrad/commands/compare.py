@@ -259,7 +259,7 @@ def _options() -> set[str]:
 
 def _asked(spec: str) -> Asked:
     """`grpo`, `LABEL=grpo`, `LABEL=grpo --options`, `mine.py:ALGORITHM`."""
-    words = _split(spec, f"the row {spec!r}")
+    words = _split_words(spec, f"the row {spec!r}")
     if not words or words[0].startswith("-"):
         raise ConfigError(f"a row is an algorithm's name or 'LABEL=ALGORITHM --options', not {spec!r}")
     label, equals, first = words[0].partition("=")
@@ -272,7 +272,7 @@ def _asked(spec: str) -> Asked:
     return Asked(label, (first, *words[1:]))
 
 
-def _split(text: str, what: str) -> list[str]:
+def _split_words(text: str, what: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -290,7 +290,7 @@ def _own(options: Sequence[str], labels: Sequence[str]) -> Mapping[str, tuple[st
             raise ConfigError(
                 f"--options {spec!r}: write LABEL='--option value', with a label among {', '.join(labels)}"
             )
-        found[label] = layered(found.get(label, ()), _split(text, f"--options {spec!r}"))
+        found[label] = layered(found.get(label, ()), _split_words(text, f"--options {spec!r}"))
     return found
 
 

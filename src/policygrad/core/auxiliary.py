@@ -241,10 +241,10 @@ class Reference(Part):
     It reads the policy's token ids, so its tokenizer has the policy's vocabulary."""
 
     def __post_init__(self) -> None:
-        for name, unit in (("every", "rollout"), ("stall", "evaluation")):
+        for name, counted in (("every", "rollout"), ("stall", "evaluation")):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"Reference.{name} must be at least 1 {unit}, or None for never, not {value}")
+                raise ConfigError(f"Reference.{name} must be at least 1 {counted}, or None for never, not {value}")
         if self.reset and not (self.every or self.stall):
             raise ConfigError(
                 "Reference.reset without `every` or `stall` would never happen: set one of them, or reset=False"

@@ -167,8 +167,8 @@ def _text(value: Any) -> str:
 
 # WebSockets that answer a server's pings while this process computes; the one file that imports websockets.
 #
-# A server asks every so many seconds whether somebody is there (uvicorn every 20, and hangs up after 20 more), and sampling here may
-# hold up the loop that episodes are played in for longer. So connections live in a loop and a thread of their own.
+# A server asks every so many seconds whether somebody is there (uvicorn every 20, and hangs up after 20 more), and sampling
+# here may hold up the loop that episodes are played in for longer. So connections live in a loop and a thread of their own.
 
 T = TypeVar("T")
 LARGEST = 16 << 20

@@ -234,7 +234,7 @@ def _scale(share: float) -> float:
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
 """Bytes per parameter that trains, in float32."""
 LOGITS = {"gpu": 2**27, "cpu": 2**21}
-"""Logits that are in memory at once: the learner's head takes as many states at a time (`learners/local/head.py`)."""
+"""Logits that are in memory at once: the learner's head takes as many states at a time (`learners/local/logprobs.py`)."""
 LOGIT = 12
 """Bytes of one, with what is made of it."""
 KEPT_COPY = 2**30

@@ -61,8 +61,8 @@ Voted = Callable[[str], str | None]
 
 def voted_by(rewards: Sequence[Reward]) -> Voted:
     """The `voted` of the first reward whose function has one; otherwise what is inside the last <answer>, or the whole text."""
-    for reward in rewards:
-        own: Voted | None = getattr(reward.function, "voted", None)
+    for rewarding in rewards:
+        own: Voted | None = getattr(rewarding.function, "voted", None)
         if own is not None:
             return own
     return lambda text: final_answer(text) or None

@@ -26,8 +26,8 @@ from policygrad.utils.user_code import FileFunction, imported
 #
 #     SPEC = [WEIGHT*] NAME [*WEIGHT] [within LOW..HIGH] [if NAME [and NAME ...]]
 #
-# A name may hold a pattern, which may hold anything: what looks like the end of a spec is the end, and never a part of the pattern. A
-# pattern that really ends so goes into brackets: `format:(?:a*2)`, `format:x[ ]if math`.
+# A name may hold a pattern, which may hold anything: what looks like the end of a spec is the end, and never a part of the
+# pattern. A pattern that really ends so goes into brackets: `format:(?:a*2)`, `format:x[ ]if math`.
 
 _NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 _BEFORE = re.compile(rf"\s*({_NUMBER})\s*\*\s*(?=\S)")

@@ -29,7 +29,7 @@ class Examination:
 
     tests: each is worth a point, which it has when it raises nothing. setup: run before them, in the tests' process; what it
     defines, a program cannot replace. entry: the name that has to be defined, and that is the program's whatever else has it.
-    imports: the program need not import the standard library's names itself; who runs it sees to that (rewards/code_rows.py).
+    imports: the program need not import the standard library's names itself; who runs it sees to that (rewards/code.py).
     """
 
     tests: tuple[str, ...]

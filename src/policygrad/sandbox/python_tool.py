@@ -51,7 +51,7 @@ def _trace(stderr: str) -> str:
 
 def _programs(frames: str) -> str:
     """From the program's first frame on, where the sandbox's stand above it; none where it did not come to run."""
-    if "sandbox/inside.py" not in frames:
+    if "sandbox/process.py" not in frames:
         return frames
     first = frames.find('  File "program.py"')
     return frames[first:] if first >= 0 else ""

@@ -2,7 +2,7 @@
 
     peak = libraries + weights + gradients + optimiser + other models + max(learning, sampling)
 
-Learning is what one micro-batch keeps for its way back, counted on the architecture itself (`learners/local/activations.py`), and
+Learning is what one micro-batch keeps for its way back, counted on the architecture itself (`learners/local/activation_memory.py`), and
 what goes over the vocabulary; sampling the key-value cache of the rows that decode at once, with their logits. Of a run that
 samples and learns in one process, on one device.
 

@@ -23,8 +23,9 @@ from policygrad.weight_sync.folder import Write, check_whole, without_adapters
 
 # A model's shape and weights as GGUF, which llama.cpp reads.
 #
-# Names and metadata: ggml-org/ggml, docs/gguf.md, and the package `gguf`. llama.cpp turns neighbouring pairs (x₀, x₁) in a `llama`,
-# transformers the halves (x_i, x_{i + d/2}): the rows of its q and k are put in that order; `qwen2` and `qwen3` turn halves in both.
+# Names and metadata: ggml-org/ggml, docs/gguf.md, and the package `gguf`. llama.cpp turns neighbouring pairs (x₀, x₁) in a
+# `llama`, transformers the halves (x_i, x_{i + d/2}): the rows of its q and k are put in that order; `qwen2` and `qwen3` turn
+# halves in both.
 
 _KINDS = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """transformers' model_type to the architecture's name in `gguf`."""

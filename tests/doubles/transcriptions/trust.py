@@ -104,7 +104,7 @@ def clip_cov(
     """Of the tokens in the band and not clipped, ⌊share·N⌋ (at least one) are drawn at random and count 0.
 
     The objective is stated given the draw, and any draw will do that is one: of the band alone, and of that number. Tokens of
-    equal covariance may come together (`core/selection.py`), so that it is the number of different ones that is not exceeded.
+    equal covariance may come together (`core/ratios.py`), so that it is the number of different ones that is not exceeded.
     """
     prompts = kept(prompts)
     J, A = zero(prompts), {id(o): zscore(o, outputs) for outputs in prompts for o in outputs}

@@ -152,7 +152,8 @@ class ShardedCurvature(Curvature):
 
 # Exact score norms under a model that is spread over processes: completions are dealt out, one at a time to each.
 #
-# A completion's gradient is never summed over the processes. It is squared where it comes up, a parameter after another, and let go.
+# A completion's gradient is never summed over the processes. It is squared where it comes up, a parameter after another, and
+# let go.
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -44,7 +44,7 @@ _SUFFIX = re.compile(
     r"(?P<name>[A-Za-z.]+?)\.?\s*(?:\^?\s*\{?(?P<power>[23])\}?|\^\s*\{?\s*(?P<high>\d{1,2})\s*\}?|(?P<glyph>[²³]))?"
 )
 _WORD = re.compile(r"[A-Za-z][A-Za-z'’.-]{2,}")
-_FORMULA = re.compile(
+_OPERATOR = re.compile(
     r"(?:and|base|choose|cos|cot|csc|div|equals|exp|from|gcd|infinity|infty|lcm|log|max|"
     r"minus|mod|not|over|plus|root|sin|sqrt|tan|the|times)",
     re.IGNORECASE,
@@ -75,7 +75,7 @@ def unit_of(words: str, *, glued: bool = False) -> tuple[bool, Unit | None]:
     if unit is not None:
         return True, unit
     counted = [word for word in re.split(r"[\s/]+", words) if word]
-    said = all((_WORD.fullmatch(word) or word.lower() in _SMALL) and not _FORMULA.fullmatch(word) for word in counted)
+    said = all((_WORD.fullmatch(word) or word.lower() in _SMALL) and not _OPERATOR.fullmatch(word) for word in counted)
     return bool(counted) and said, None
 
 

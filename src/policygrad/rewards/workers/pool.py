@@ -503,7 +503,8 @@ def _pack(samples: tuple[list[Any], list[str], dict[str, list[Any]]]) -> bytes:
 
 # A scoring that begins before its completions are all there: those that are over are judged while others are still drawn.
 #
-# There is no thread in it: whoever draws looks in from time to time, which takes what workers have said and hands out what is there.
+# There is no thread in it: whoever draws looks in from time to time, which takes what workers have said and hands out what is
+# there.
 
 
 class Begun:

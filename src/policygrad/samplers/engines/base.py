@@ -186,10 +186,11 @@ async def together(work: Sequence[Any]) -> list[Generation]:
 
 # Adapters by name: whether servers are sent a run's adapter alone, and what is said where one does not take it.
 #
-# Each version has a name of its own, that of its publication, which every request says. So a token's version is the name that it was
-# asked under, and what was kept of a prompt under an older one is never read: vLLM hashes prefixes with the adapter's name
-# (vllm/v1/core/kv_cache_utils.py), SGLang keeps them by an id that each loading draws anew (python/sglang/srt/lora/lora_registry.py).
-# A server answers what it was asked under the old name before it is given the new one; then the old one is taken out of it.
+# Each version has a name of its own, that of its publication, which every request says. So a token's version is the name that
+# it was asked under, and what was kept of a prompt under an older one is never read: vLLM hashes prefixes with the adapter's
+# name (vllm/v1/core/kv_cache_utils.py), SGLang keeps them by an id that each loading draws anew
+# (python/sglang/srt/lora/lora_registry.py). A server answers what it was asked under the old name before it is given the new
+# one; then the old one is taken out of it.
 
 
 def by_name(way: str, model: nn.Module, engine: str, takes: bool) -> bool:

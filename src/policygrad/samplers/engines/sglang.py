@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 # How a server of SGLang takes an adapter by name, and drops those before it: `/load_lora_adapter`, `/unload_lora_adapter`.
 #
 # Source: sgl-project/sglang 0.5, python/sglang/srt/managers/{io_struct,tokenizer_control_mixin}.py (both answer `success`,
-# `error_message` and `loaded_adapters`, with status 400 where it is no success; an adapter is taken out once nobody draws with it)
-# and docs/advanced_features/lora.ipynb. A completion is asked of the adapter as `lora_path`, and its answer does not name it. Checked
-# against answers of that form, not against a running server.
+# `error_message` and `loaded_adapters`, with status 400 where it is no success; an adapter is taken out once nobody draws
+# with it) and docs/advanced_features/lora.ipynb. A completion is asked of the adapter as `lora_path`, and its answer does not
+# name it. Checked against answers of that form, not against a running server.
 
 _ASKS = 10.0
 """Seconds for a question that needs no computation."""
@@ -81,8 +81,8 @@ def _others(told: dict[str, Any], publication: Publication) -> list[str]:
 #
 # Source: sgl-project/sglang 0.5, python/sglang/srt/managers/io_struct.py (`InitWeightsUpdateGroupReqInput`,
 # `UpdateWeightsFromDistributedReqInput`), python/sglang/srt/model_executor/model_runner.py and
-# python/sglang/srt/entrypoints/http_server.py. A request's tensors are broadcast one by one, and loaded when all of them are there. A
-# server that is told of a group that it does not know ends: one that was started again is to join first.
+# python/sglang/srt/entrypoints/http_server.py. A request's tensors are broadcast one by one, and loaded when all of them are
+# there. A server that is told of a group that it does not know ends: one that was started again is to join first.
 
 
 class SglangTransfer(Transfer):

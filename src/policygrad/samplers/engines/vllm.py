@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 # How a server of vLLM takes an adapter by name, and drops those before it: `/v1/load_lora_adapter`, `/v1/unload_lora_adapter`.
 #
-# Source: vllm-project/vllm 0.32, vllm/entrypoints/serve/lora (both routes, there with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 only) and
-# vllm/entrypoints/openai/models/serving.py (what they check and answer; `/v1/models` lists adapters with their folder, as `root`). A
-# completion is asked of the adapter as `model`, and its answer names it there again. What is unloaded may stay in the engine's memory
-# until another is loaded in its place (vllm-project/vllm, issue 54839): with --max-loras 1 that is the next one.
+# Source: vllm-project/vllm 0.32, vllm/entrypoints/serve/lora (both routes, there with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
+# only) and vllm/entrypoints/openai/models/serving.py (what they check and answer; `/v1/models` lists adapters with their
+# folder, as `root`). A completion is asked of the adapter as `model`, and its answer names it there again. What is unloaded
+# may stay in the engine's memory until another is loaded in its place (vllm-project/vllm, issue 54839): with --max-loras 1
+# that is the next one.
 
 _ASKS = 10.0
 """Seconds for a question that needs no computation."""
@@ -91,9 +92,10 @@ async def _loaded(http: Http, url: str, folder: Path) -> list[str]:
 
 # vLLM's words for weights that come over a group of processes.
 #
-# Source: vllm-project/vllm 0.32, vllm/entrypoints/rl/online/api_router.py and vllm/distributed/weight_transfer/nccl_engine.py. An
-# update is begun, takes weights in any number of requests, each of which returns when its weights are there, and is finished. Nothing
-# is packed: tensors are broadcast one by one, as they lie, and each is loaded as it comes.
+# Source: vllm-project/vllm 0.32, vllm/entrypoints/rl/online/api_router.py and
+# vllm/distributed/weight_transfer/nccl_engine.py. An update is begun, takes weights in any number of requests, each of which
+# returns when its weights are there, and is finished. Nothing is packed: tensors are broadcast one by one, as they lie, and
+# each is loaded as it comes.
 
 _ASKED_FOR = '--weight-transfer-config \'{"backend":"nccl"}\', as `policygrad engine vllm --transfer nccl --print` says'
 

@@ -16,7 +16,8 @@ from policygrad.samplers.base import Sampling
 
 # Keys of many generators at once: numpy's `SeedSequence(key).generate_state(2, uint64)`, for all keys in one go.
 #
-# The algorithm is O'Neill's seed_seq as numpy documents it (NEP 19, numpy.random.SeedSequence), whose output numpy promises to keep.
+# The algorithm is O'Neill's seed_seq as numpy documents it (NEP 19, numpy.random.SeedSequence), whose output numpy promises
+# to keep.
 
 _Words = NDArray[np.uint32]
 _BITS = 2**32 - 1

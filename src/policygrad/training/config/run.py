@@ -533,8 +533,8 @@ def _reference(run: Run) -> Iterator[str]:
     if reference.every is not None and reference.every >= steps:
         less = f", or --algorithm.reference.every at {max(1, steps // 4)}, say" if steps > 1 else ""
         yield (
-            f"Reference.every = {reference.every} never acts in this run of {_format_steps(steps)}: π_ref stays the initial policy. Set "
-            f"--steps above {reference.every}{less}"
+            f"Reference.every = {reference.every} never acts in this run of {_format_steps(steps)}: π_ref stays the initial "
+            f"policy. Set --steps above {reference.every}{less}"
         )
     first = evaluated * ((reference.stall or 0) + 1) + 1  # the best score, `stall` that do not exceed it, and a rollout
     if reference.stall is not None and first >= steps:
@@ -549,9 +549,9 @@ def _critic(run: Run) -> Iterator[str]:
     critic = run.algorithm.critic
     if critic is not None and critic.pretrain >= run.steps:
         yield (
-            f"Critic.pretrain = {critic.pretrain} may take the whole of this run of {_format_steps(run.steps)}: until the values explain "
-            f"{critic.explained:.0%} of the returns' variance the policy stands still. Set --steps above {critic.pretrain}, or a "
-            "smaller --algorithm.critic.pretrain"
+            f"Critic.pretrain = {critic.pretrain} may take the whole of this run of {_format_steps(run.steps)}: until the values "
+            f"explain {critic.explained:.0%} of the returns' variance the policy stands still. Set --steps above "
+            f"{critic.pretrain}, or a smaller --algorithm.critic.pretrain"
         )
 
 
