@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a method that is not written": (
         lambda: replace(pg.GRPO, gate=Unfinished()),
-        ["Unfinished is a gate without value()", "protocols.Gate"],
+        ["Unfinished is a gate without value()", "base.Gate"],
     ),
     "a method with other arguments": (
         lambda: replace(pg.GRPO, gate=OfTwo()),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policygrad.environments.tools import calculate
+from policygrad.environments.calculator import calculate
 
 
 @pytest.mark.parametrize(

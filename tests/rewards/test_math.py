@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from policygrad.errors import ConfigError
 from policygrad.rewards import RewardPool, resolve
-from policygrad.rewards.math import Gsm8k, Math, grading, math
+from policygrad.rewards.math import Gsm8k, Math, grading, gsm8k, math
 from policygrad.rewards.math.extraction import POLICIES, extract
 from policygrad.rewards.math.numbers import read, unit_of
 from policygrad.rewards.resolve import codes_of
@@ -38,14 +38,14 @@ def value(answer):
 @pytest.mark.parametrize(("answer", "completion", "plain", "formula"), list(forms()))
 def test_the_page_is_right(answer, completion, plain, formula):
     expected = {"1": 1.0, "0": 0.0, "none": None}
-    assert grading([""], [completion], answer=[value(answer)]) == [expected[plain]]
+    assert gsm8k([""], [completion], answer=[value(answer)]) == [expected[plain]]
     assert math([""], [completion], answer=[value(answer)]) == [expected[formula]]
 
 
 def test_the_page_names_every_policy_and_both_chains():
     table = PAGE.partition("| policy |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(POLICIES)
-    for preset in (grading, math):
+    for preset in (gsm8k, math):
         assert f"`{','.join(preset.policies)}`" in PAGE
 
 
@@ -126,15 +126,15 @@ def test_a_number_equals_itself_in_every_way_of_writing_it(number):
             if frame == "{}" and "{,}" in form:
                 continue  # without a mark it is LaTeX in a sentence, of which the last number is taken
             text = frame.format(form)
-            assert grading.score(text, f"{n}/{d}") == 1.0, text
-            assert grading.score(text, f"{n + d}/{d}") == 0.0, text
+            assert gsm8k.score(text, f"{n}/{d}") == 1.0, text
+            assert gsm8k.score(text, f"{n + d}/{d}") == 0.0, text
 
 
 @given(st.text(alphabet=r"0123456789.,-+/*^${}\()[]<>#= %aexboxdfrcinty" + "\n", max_size=60))
 @settings(max_examples=300)
 def test_no_text_breaks_the_reading(text):
-    assert grading.score(text, "5") in (0.0, 1.0)
-    assert grading.score("5", text) in (0.0, 1.0, None)
+    assert gsm8k.score(text, "5") in (0.0, 1.0)
+    assert gsm8k.score("5", text) in (0.0, 1.0, None)
     for policy in POLICIES:
         assert extract(text, [policy]) is None or isinstance(extract(text, [policy]), str)
     assert grading.parse_intervals(text) is None or isinstance(grading.parse_intervals(text), tuple)
@@ -236,7 +236,7 @@ def test_lists_times_bases_powers_of_units_and_equations(answer, completion, rew
 
 
 @needs_data
-@pytest.mark.parametrize("function", [grading, math])
+@pytest.mark.parametrize("function", [gsm8k, math])
 def test_reference_solutions_of_gsm8k_score_one_and_changed_ones_zero(function):
     rows = [json.loads(line)["answer"] for line in (DATA / "gsm8k" / "test.jsonl").open()]
     assert len(rows) == 1319
@@ -251,7 +251,7 @@ def test_reference_solutions_of_gsm8k_score_one_and_changed_ones_zero(function):
 
 
 @needs_data
-@pytest.mark.parametrize("function", [grading, math])
+@pytest.mark.parametrize("function", [gsm8k, math])
 def test_labels_of_real_solutions(function):
     rows = [json.loads(line) for line in (DATA / "gsm8k" / "model_solutions.jsonl").open()]
     cases = [(row["ground_truth"], row[key]) for row in rows for key in row if isinstance(row[key], dict)]
@@ -299,7 +299,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
 def test_hostile_answers_are_wrong_and_no_more(number):
-    assert grading.score(HOSTILE[number], "7") == 0.0
+    assert gsm8k.score(HOSTILE[number], "7") == 0.0
     assert math.score(HOSTILE[number], r"\sqrt{7}") == 0.0
 
 

@@ -246,8 +246,8 @@ def test_keys_that_are_shared_are_not_taken_for_all_keys() -> None:
 def test_memory_that_grows_in_small_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, requests = built("qwen3"), asked(GROUPS, Sampling(max_tokens=24, decode_rows=6))
     before = decoded(Shared(model, 0), requests)
-    for name, value in (("shared._FIRST", 1), ("cache.ROOM", 1), ("contexts._AHEAD", 1)):
-        monkeypatch.setattr(f"policygrad.samplers.{name}", value)
+    for name, value in (("shared_prefix._FIRST", 1), ("kv_cache.ROOM", 1), ("shared_prefix._AHEAD", 1)):
+        monkeypatch.setattr(f"policygrad.samplers.local.{name}", value)
     after = decoded(Shared(model, 0), requests)
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(before, after, strict=True))
     requests = [replace(r, max_tokens=1) for r in requests]

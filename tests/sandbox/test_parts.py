@@ -410,9 +410,9 @@ def test_what_tests_and_programs_say_to_each_other(name):
 
 CONFINED = """
 import os, sys
-from policygrad.sandbox import landlock, privileges, seccomp
+from policygrad.sandbox import landlock, seccomp
 landlock.version = lambda: int(sys.argv[1])
-privileges.drop()
+landlock.drop()
 landlock.restrict(["/usr", sys.prefix, sys.base_prefix], [sys.argv[2]])
 seccomp.install(alone=True, attributes=True)
 with open(os.path.join(sys.argv[2], "mine"), "w") as file:

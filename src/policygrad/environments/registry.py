@@ -96,7 +96,7 @@ def chosen(text: str, words: tuple[str, ...], first: int = 0) -> int | None:
 
 # The environment that a run names, or that is given in Python.
 
-BUILT_IN = {"calculator": "policygrad.environments.tools:CALCULATOR"}
+BUILT_IN = {"calculator": "policygrad.environments.calculator:CALCULATOR"}
 
 
 def chosen_environment(option: Any, given: EnvironmentFactory | None = None) -> EnvironmentFactory | None:

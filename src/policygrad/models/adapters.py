@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from policygrad.errors import ConfigError, ModelError, install_command
@@ -211,6 +210,8 @@ def as_in_file(model: nn.Module, folder: str) -> None:
     names = {
         name.replace(f".{adapter}.", "."): name for adapter in adapters_of(model) for name in own if "lora_" in name
     }
+    from safetensors.torch import load_file
+
     for name, tensor in load_file(file).items() if file.is_file() else ():
         target = own.get(names.get(name.removeprefix(PREFIX), ""))
         if target is not None and target.shape == tensor.shape:
@@ -220,6 +221,8 @@ def as_in_file(model: nn.Module, folder: str) -> None:
 def head_precision(folder: str) -> torch.dtype | str:
     """Of what is in an adapter's file beside its low ranks, a head say, which trained in the precision of the whole."""
     file = Path(folder) / WEIGHTS
+    from safetensors.torch import load_file
+
     kinds = {t.dtype for name, t in load_file(file).items() if "lora_" not in name} if file.is_file() else set()
     return kinds.pop() if len(kinds) == 1 else "auto"
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from random import Random
 
-import numpy as np
-
 Lengths = Sequence[int]
 """Tokens of each completion of one rollout, in the order in which they are asked for."""
 
@@ -253,6 +251,8 @@ def least_squares(columns: Columns, target: Sequence[float]) -> list[float]:
     """
     if not target or not columns:
         raise ValueError("a speed is fitted to at least one measurement")
+    import numpy as np  # here alone: a plan is made without it
+
     table, goal = np.asarray(columns, dtype=float).T, np.asarray(target, dtype=float)
     norms = np.linalg.norm(table, axis=0)
     best, found = float(goal @ goal), [0.0] * len(columns)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import math
@@ -48,8 +47,7 @@ def services(names: Sequence[str]) -> list[Tracker]:
     for name in names:
         if find_spec(name) is None:
             raise ConfigError(f"--track {name} needs a library that is not installed: {install_command(name)}")
-    found = [getattr(importlib.import_module(f"policygrad.trackers.services.{n}"), SERVICES[n]) for n in names]
-    return [kind() for kind in found]
+    return [globals()[SERVICES[name]]() for name in names]
 
 
 # What the services have in common: which of their runs is this one, and what they can be told of it.

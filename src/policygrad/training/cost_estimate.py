@@ -2,8 +2,8 @@
 
     peak = libraries + weights + gradients + optimiser + other models + max(learning, sampling)
 
-Learning is what one micro-batch keeps for its way back, counted on the architecture itself (`learners/local/activation_memory.py`), and
-what goes over the vocabulary; sampling the key-value cache of the rows that decode at once, with their logits. Of a run that
+Learning is what one micro-batch keeps for its way back, counted on the architecture itself
+(`learners/local/activation_memory.py`), and what goes over the vocabulary; sampling the key-value cache of the rows that decode at once, with their logits. Of a run that
 samples and learns in one process, on one device.
 
 On an accelerator that is the most as well: PyTorch's allocator gives back what it caches before it fails. On the CPU the C

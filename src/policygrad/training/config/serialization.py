@@ -32,41 +32,6 @@ from policygrad.utils.user_code import address, assigned, is_own, load_own, loca
 
 # Which parts there are, by name and by place, and what is said when a name is wrong.
 
-_PLACES = {  # module of policygrad.core -> field of an algorithm that its parts go into
-    "advantages": "psi",
-    "baselines": "psi",
-    "corrections": "corrections",
-    "critic": "critic",
-    "curriculum": "filters",
-    "distillation": "psi",
-    "dual_descent": "step",
-    "values": "psi",
-    "process": "psi",
-    "success": "psi",
-    "ratios": "ratio",
-    "gates": "gate",
-    "off_policy": "gate",
-    "proximal": "gate",
-    "selecting_gates": "gate",
-    "token_masks": "corrections",
-    "drift_terms": "terms",
-    "aggregates": "aggregate",
-    "terms": "terms",
-    "loss_terms": "terms",
-    "shaping": "shaping",
-    "filters": "filters",
-    "update_rules": "step",
-    "trust_region": "step",
-    "reference": "reference",
-    "reward_model": "reward_model",
-    "multi_reward": "psi",
-    "turns": "psi",
-    "turn_values": "psi",
-    "policy_shaping": "gate",
-    "demonstrations": "terms",
-    "vine": "",  # parts of several roles: by each one's own
-}
-
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """' did you mean …?' or the known names."""
@@ -83,7 +48,7 @@ def part_names(place: str | None = None) -> list[str]:
         if (
             isinstance(kind, type)
             and kind is not Algorithm
-            and _place(kind) in (_PLACES.values() if not place else (place,))
+            and (_place(kind) == place if place else _place(kind) is not None)
         ):
             found.append(name)
     return found
@@ -150,17 +115,16 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def _place(kind: type) -> str | None:
-    package, _, module = kind.__module__.rpartition(".")
-    place = _PLACES.get(module) if package == "policygrad.core" else None
-    return (
-        next((field for field, role in ROLES.items() if issubclass(kind, role.bases)), None) if place == "" else place
-    )
+    """The field of an algorithm that one of policygrad's parts goes into, by its base class; None = not one of them."""
+    if not kind.__module__.startswith("policygrad.core.") or kind.__module__ == "policygrad.core.base":
+        return None
+    return next((field for field, role in ROLES.items() if issubclass(kind, role.bases)), None)
 
 
 def check_place(kind: type, where: str, dotted: str) -> None:
     """Refuses a part of ours in a place where it means nothing; what others write is theirs to know."""
     place, own = dotted.rpartition(".")[2], _place(kind)
-    if own is not None and own != place and place in _PLACES.values():
+    if own is not None and own != place and place in ROLES:
         raise ConfigError(
             f"{where}: {dotted}: {kind.__name__} goes into {own!r}, not {place!r}, which takes {', '.join(part_names(place))}"
         )
