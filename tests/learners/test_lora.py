@@ -248,7 +248,7 @@ def test_what_cannot_be_adapted_is_refused(random_model: Path, monkeypatch: pyte
         learner_for(load_model(str(random_model)), pg.GRPO, lora="rank=4")
     with pytest.raises(ConfigError, match="the model is an object"):
         load_model(load_model(str(random_model)), lora=Lora(bits=4))
-    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
+    monkeypatch.setattr(adapters, "find_spec", lambda name: None if name == "bitsandbytes" else object())
     with pytest.raises(ConfigError, match=r"bits=4 needs bitsandbytes.*pip install '\.\[qlora\]' in a clone"):
         load_model(str(random_model), lora=Lora(bits=4))
     monkeypatch.setattr(adapters, "find_spec", lambda name: None)

@@ -33,7 +33,6 @@ from policygrad.rewards.workers.limits import resident, words
 from policygrad.tasks import load_task
 from policygrad.training.config.paths import located
 from policygrad.training.config.run import Run
-from policygrad.training.setup import pick_device, policy_tokenizer, row_reading
 
 # What an algorithm asks of memory and time, read off its parts: for a plan, and for a run's footprint.
 
@@ -141,6 +140,8 @@ def footprint(run: Run) -> Footprint:
         PolicygradError: what cannot be loaded, or an architecture on which nothing can be counted.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from policygrad.training.setup import pick_device, policy_tokenizer, row_reading  # a plan needs none of it
 
     run, device = located(run), pick_device(run.learner.device)
     if run.learner.ranks > 1:
