@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent / "scripts"))
 NAV = {
     "Start": ("first-day", "primer"),
     "How to": (
@@ -53,6 +56,8 @@ html_theme = "furo"
 html_title = "policygrad"
 html_static_path = ["site"]
 html_css_files = ["site.css"]
+mathjax_path = "tex-svg.js"  # copied from the package sphinx-mathjax-offline by `_finished`: one file, without fonts
+mathjax3_config = {"svg": {"displayAlign": "left"}}
 html_copy_source = html_show_sphinx = html_show_copyright = html_use_index = False
 html_domain_indices = html_show_search_summary = False  # a summary would be fetched, which a page on the disk may not
 smartquotes = False  # -- is an option here, and no dash
@@ -60,6 +65,8 @@ highlight_language = "none"  # a block without a language is a formula or a term
 suppress_warnings = ["misc.highlighting_failure"]  # JSON of several lines is none
 myst_heading_anchors = 4
 
+FORMULA = re.compile(r"^```formula\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+"""A block that the page holds as a line of Unicode, and the site typesets."""
 LEAVING = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\((\.\./[^)\s]*)\)")
 """A link that goes up: its text, its target."""
 DATA = re.compile(r"\[([^\[\]]*)\]\((results/[^)\s]*)\)")
@@ -83,9 +90,16 @@ def _side(app: Any, page: str, template: str, context: dict[str, Any], doctree: 
 def _read(app: Any, page: str, source: list[str]) -> None:
     """The page as the site has it."""
     text = LEAVING.sub(lambda found: _inside(page, found), source[0])
+    text = FORMULA.sub(_typeset, text)
     text = DATA.sub(r'<a href="\2">\1</a>', text)
     head = ["---\nhide-toc: true\n---"] if page in WIDE else []
     source[0] = "\n\n".join([*head, text, *_trees(page)])
+
+
+def _typeset(block: re.Match[str]) -> str:
+    from pages.latex import to_latex
+
+    return f"```{{math}}\n{to_latex(block[1])}\n```"
 
 
 def _inside(page: str, found: re.Match[str]) -> str:
@@ -127,4 +141,8 @@ def _tree(names: list[str], caption: str = "") -> str:
 def _finished(app: Any, error: Exception | None) -> None:
     """What measurements have written is part of the site as it is."""
     if error is None and app.builder.name == "html":
+        package = find_spec("sphinx-mathjax-offline")
+        if package is None or package.origin is None:
+            raise ImportError("sphinx-mathjax-offline is not installed")
+        shutil.copy(Path(package.origin).parent / "static" / "mathjax" / "tex-svg.js", Path(app.outdir) / "_static")
         shutil.copytree(DOCS / "results", Path(app.outdir) / "results", dirs_exist_ok=True)
