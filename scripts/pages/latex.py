@@ -16,7 +16,24 @@ COMMANDS = {
     "²": "^{2}", "ᵀ": r"^{\top}", "⁻¹": "^{-1}", "∞": r"\infty", "…": r"\ldots", "#": r"\#", "%": r"\%", "{": r"\{", "}": r"\}", "≡": r"\equiv",
     "→": r"\to", "ξ": r"\xi", "∂": r"\partial", "∪": r"\cup",
 }  # fmt: skip
-FUNCTIONS = {"min", "max", "clip", "exp", "log", "mean", "std", "cov", "sign", "sgn", "sg", "argmax", "KL", "GAE", "AdamW", "var"}
+FUNCTIONS = {
+    "min",
+    "max",
+    "clip",
+    "exp",
+    "log",
+    "mean",
+    "std",
+    "cov",
+    "sign",
+    "sgn",
+    "sg",
+    "argmax",
+    "KL",
+    "GAE",
+    "AdamW",
+    "var",
+}
 ACCENTS = {"\u0302": r"\hat", "\u0303": r"\tilde", "\u0304": r"\bar"}
 OPENING, CLOSING = "([{", ")]}"
 
@@ -34,6 +51,7 @@ def to_latex(formula: str) -> str:
     rows = []
     for line in formula.strip("\n").splitlines():
         if line.strip():
+            line = re.sub(r"^(\s*\S{1,3})\s{2,}=", r"\1 =", line)
             first, *others = [part for part in re.split(r"\s{3,}", line.strip()) if part]
             if others and re.fullmatch(r"[a-z]{2,}", first):  # a label, such as `reward`
                 first = f"{first}  {others.pop(0)}"
@@ -45,7 +63,22 @@ def translate(text: str) -> str:
     """Translate one line, without a surrounding environment."""
     text = unicodedata.normalize("NFC", text)
     text = re.sub("[ÂÃŵāōĀŌ]|[A-Za-z][\u0302\u0303\u0304]", lambda match: unicodedata.normalize("NFD", match[0]), text)
-    return " ".join(_symbols(_fractions(text)).split())
+    return _tall_brackets(" ".join(_symbols(_fractions(text)).split()))
+
+
+def _tall_brackets(latex: str) -> str:
+    """Brackets around a fraction or a sum grow with it."""
+    opened: list[int] = []
+    tall: dict[int, str] = {}
+    for position, letter in enumerate(latex):
+        if letter in "([":
+            opened.append(position)
+        elif letter in ")]" and opened:
+            start = opened.pop()
+            inside = latex[start:position]
+            if re.search(r"\\(frac|sum|prod)", inside) and inside.count("{") == inside.count("}"):
+                tall |= {start: r"\left", position: r"\right"}
+    return "".join(tall.get(position, "") + letter for position, letter in enumerate(latex))
 
 
 def _fractions(text: str) -> str:
@@ -79,7 +112,11 @@ def _run(text: str, start: int, step: int) -> int:
             depth -= 1
         elif letter in "|":
             bars += 1
-        elif depth == 0 and (letter in " ,;=+−/<>\x02" or letter == "·" and step > 0) and not (letter == " " and bars % 2):
+        elif (
+            depth == 0
+            and (letter in " ,;=+−/<>\x02" or (letter == "·" and step > 0))
+            and not (letter == " " and bars % 2)
+        ):
             break
         position += step
     return position + 1 if step < 0 else position
@@ -130,7 +167,9 @@ def _symbols(text: str) -> str:
         else:
             parts.append({"\x01": r"\frac{", "\x02": "}{", "\x03": "}"}.get(value, COMMANDS.get(value, value)) + " ")
     joined = "".join(parts)
-    return re.sub(r" \}\s*\\text\{ ", " ", joined).replace("\\text{ ", "\\text{ ")
+    while (merged := re.sub(r"(\\text\{[^{}]*) \}\s*\\text\{ ", r"\1 ", joined)) != joined:
+        joined = merged
+    return joined
 
 
 def _closing(text: str, start: int) -> int:
