@@ -1,6 +1,7 @@
 """Formulas as LaTeX, from the one line of Unicode that the terminal shows: `Â_i = (R_i − mean_g R)/std_g R`.
 
-The site typesets every block of Markdown that is marked `formula` (docs/conf.py); the pages themselves and `policygrad show` keep the line.
+The site typesets every block of Markdown that is marked `formula` (docs/conf.py); the pages themselves and `policygrad show` keep
+the line.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import re
 import unicodedata
 
-COMMANDS = {
-    "∇": r"\nabla", "Σ": r"\sum", "Π": r"\prod", "·": r"\cdot", "×": r"\times", "−": "-", "≤": r"\le", "≥": r"\ge", "≠": r"\ne", "≈": r"\approx",
-    "∈": r"\in", "∼": r"\sim", "~": r"\sim", "‖": r"\Vert", "←": r"\leftarrow", "⌊": r"\lfloor", "⌋": r"\rfloor", "±": r"\pm", "ℓ": r"\ell",
-    "Δ": r"\Delta", "Ψ": r"\Psi", "α": r"\alpha", "β": r"\beta", "γ": r"\gamma", "δ": r"\delta", "ε": r"\varepsilon", "η": r"\eta", "θ": r"\theta",
-    "λ": r"\lambda", "μ": r"\mu", "π": r"\pi", "ρ": r"\rho", "σ": r"\sigma", "τ": r"\tau", "φ": r"\varphi", "ω": r"\omega", "₁": "_1", "½": r"\tfrac12",
-    "²": "^{2}", "ᵀ": r"^{\top}", "⁻¹": "^{-1}", "∞": r"\infty", "…": r"\ldots", "#": r"\#", "%": r"\%", "{": r"\{", "}": r"\}", "≡": r"\equiv",
-    "→": r"\to", "ξ": r"\xi", "∂": r"\partial", "∪": r"\cup",
-}  # fmt: skip
+COMMANDS = dict(
+    pair.split(" ", 1)
+    for pair in r"""
+∇ \nabla   Σ \sum   Π \prod   · \cdot   × \times   − -   ≤ \le   ≥ \ge   ≠ \ne   ≈ \approx   ∈ \in   ∼ \sim
+~ \sim   ‖ \Vert   ← \leftarrow   ⌊ \lfloor   ⌋ \rfloor   ± \pm   ℓ \ell   Δ \Delta   Ψ \Psi   α \alpha
+β \beta   γ \gamma   δ \delta   ε \varepsilon   η \eta   θ \theta   λ \lambda   μ \mu   π \pi   ρ \rho
+σ \sigma   τ \tau   φ \varphi   ω \omega   ₁ _1   ½ \tfrac12   ² ^{2}   ᵀ ^{\top}   ⁻¹ ^{-1}   ∞ \infty
+… \ldots   # \#   % \%   { \{   } \}   ≡ \equiv   → \to   ξ \xi   ∂ \partial   ∪ \cup
+""".replace("\n", "   ").split("   ")
+    if pair
+)
 FUNCTIONS = {
     "min",
     "max",
@@ -35,6 +39,8 @@ FUNCTIONS = {
     "var",
 }
 ACCENTS = {"\u0302": r"\hat", "\u0303": r"\tilde", "\u0304": r"\bar"}
+WIDEST = 84
+"""Characters of a line that is broken at every wide space, not only where the formula has three."""
 OPENING, CLOSING = "([{", ")]}"
 
 _TOKEN = re.compile(
@@ -52,7 +58,8 @@ def to_latex(formula: str) -> str:
     for line in formula.strip("\n").splitlines():
         if line.strip():
             line = re.sub(r"^(\s*\S{1,3})\s{2,}=", r"\1 =", line)
-            first, *others = [part for part in re.split(r"\s{3,}", line.strip()) if part]
+            apart = r"\s{2,}" if len(line) > WIDEST else r"\s{3,}"
+            first, *others = [part for part in re.split(apart, line.strip()) if part]
             if others and re.fullmatch(r"[a-z]{2,}", first):  # a label, such as `reward`
                 first = f"{first}  {others.pop(0)}"
             rows += [translate(first), *(rf"\qquad {translate(part)}" for part in others)]
