@@ -58,7 +58,7 @@ def to_latex(formula: str) -> str:
     for line in formula.strip("\n").splitlines():
         if line.strip():
             line = re.sub(r"^(\s*\S{1,3})\s{2,}=", r"\1 =", line)
-            apart = r"\s{2,}" if len(line) > WIDEST else r"\s{3,}"
+            apart = r"\s{2,}|(?<=,) (?=or )" if len(line) > WIDEST else r"\s{3,}"
             first, *others = [part for part in re.split(apart, line.strip()) if part]
             if others and re.fullmatch(r"[a-z]{2,}", first):  # a label, such as `reward`
                 first = f"{first}  {others.pop(0)}"

@@ -78,22 +78,4 @@ def test_every_formula_is_latex_without_leftover_signs(name: str) -> None:
         assert len(re.findall(r"\\left[(\[]", latex)) == len(re.findall(r"\\right[)\]]", latex))
         commands = set(re.findall(r"\\([A-Za-z]+)", latex))
         known = {command[1:] for command in COMMANDS.values()} | FUNCTIONS
-        assert commands <= known | set(
-            [
-                "begin",
-                "end",
-                "operatorname",
-                "text",
-                "frac",
-                "sqrt",
-                "hat",
-                "tilde",
-                "bar",
-                "quad",
-                "qquad",
-                "left",
-                "right",
-                "top",
-                "tfrac",
-            ]
-        )
+        assert commands <= known | STRUCTURE
