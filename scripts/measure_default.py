@@ -1,4 +1,4 @@
-"""Runs `policygrad train` as a newcomer does, once per seed, and prints what README says of it.
+"""Runs `policygrad train` as a newcomer does, once per seed, and prints the table of docs/index.md.
 
 python scripts/measure_default.py [--seeds 0 1 2] [further options of `policygrad train`]
 """
