@@ -23,7 +23,10 @@ def test_what_is_bitwise_and_what_is_code_is_written_down() -> None:
     root = reliability.TESTS.parent
     readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
     assert "a resumed run reproduces weights, optimizer state, completions and metrics bit for bit" in readme
-    assert "Times differ, and so may whatever a GPU's kernels, an engine, or your own reward or environment computes" in readme
+    assert (
+        "Times differ, and so may whatever a GPU's kernels, an engine, or your own reward or environment computes"
+        in readme
+    )
     isolation = (root / "docs" / "rewards-isolation.md").read_text(encoding="utf-8")
     assert "## A run folder with parts of one's own is code" in isolation
 

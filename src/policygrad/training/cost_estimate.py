@@ -3,8 +3,8 @@
     peak = libraries + weights + gradients + optimiser + other models + max(learning, sampling)
 
 Learning is what one micro-batch keeps for its backward pass, counted on the architecture itself
-(`learners/local/activation_memory.py`), and the logits over the vocabulary; sampling is the key-value cache of the rows that decode at
-once, with their logits. The estimate is for a run that samples and learns in one process, on one device.
+(`learners/local/activation_memory.py`), and the logits over the vocabulary; sampling is the key-value cache of the rows that
+decode at once, with their logits. The estimate is for a run that samples and learns in one process, on one device.
 
 On an accelerator that is the most as well: PyTorch's allocator gives back what it caches before it fails. On the CPU the C
 library's allocator gives little back: what sampling took stays beside learning, tensors of changing sizes leave holes between them
