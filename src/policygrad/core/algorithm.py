@@ -27,7 +27,6 @@ from policygrad.core.base import (
     UpdateRule,
 )
 from policygrad.core.batch import Batch, Coefficients
-from policygrad.core.composition import Composition
 from policygrad.core.filters import applied, reweight
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric, Metrics, merge
@@ -63,7 +62,7 @@ def taken(batch: Batch, part: Part) -> Tensor:
 # The equation of an algorithm in words: each symbol with what is put in.
 
 
-def written(a: Composition) -> dict[str, str]:
+def written(a: Algorithm) -> dict[str, str]:
     """Symbol -> formula."""
     chain = "R"
     for link in a.psi:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from policygrad.core.base import Part, State
 from policygrad.core.batch import Batch
-from policygrad.core.composition import Composition
 from policygrad.core.metrics import Mean, Metric, Metrics
 from policygrad.errors import ConfigError
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
 
 Rule = Literal["proportional", "doubling"]
 BAND = 1.5
@@ -100,22 +102,18 @@ def betas(parts: Iterable[Part]) -> Metrics:
     return {metric_name(part): Mean(part.beta) for part in moving}
 
 
-def penalties(algorithm: Composition) -> list[AdaptiveBeta]:
+def penalties(algorithm: Algorithm) -> list[AdaptiveBeta]:
     """The terms that hold KL(π_old‖π_θ) near a target."""
     constraining = (term for term in algorithm.terms if term.constrains == "kl_old")
     return [term for term in constraining if isinstance(term, AdaptiveBeta) and term.target is not None]
 
 
-Adapting = TypeVar("Adapting", bound=Composition)
-
-
-def re_adapted(algorithm: Adapting, batch: Batch, metrics: Mapping[str, Metric]) -> Adapting | None:
+def re_adapted(algorithm: Algorithm, batch: Batch, metrics: Mapping[str, Metric]) -> Algorithm | None:
     """The algorithm with the β of its penalties on KL(π_old‖π_θ) adapted to the KL measured (`kl_old/last`), to go on with
     the same rollout; None once each is inside its band."""
     kl, moving = metrics["kl_old/last"].value, penalties(algorithm)
     if all(inside(kl, term.target) for term in moving if term.target is not None):
         return None
     next_ = {id(term): term.at(term.update({"beta": term.beta}, batch, metrics)) for term in moving}
-    terms = tuple(next_.get(id(term), term) for term in algorithm.terms)
-    changed: Any = replace(algorithm, terms=terms)  # type: ignore[type-var]  # an algorithm is a dataclass
-    return changed  # type: ignore[no-any-return]
+    terms: Any = tuple(next_.get(id(term), term) for term in algorithm.terms)
+    return replace(algorithm, terms=terms)

@@ -10,6 +10,7 @@ micro-batches and data-parallel shards are plain sums.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Gate, LossTerm, Term
 from policygrad.core.batch import Batch, Coefficients, Forward
-from policygrad.core.composition import Composition
 from policygrad.core.kl_controllers import betas
 from policygrad.core.metrics import Max, Metrics, Sum, effective_size, mean_of
 from policygrad.core.outputs import is_finite, per_token
@@ -25,8 +25,11 @@ from policygrad.core.ratios import bounded_exp, bounded_expm1
 from policygrad.core.terms import log_ratio
 from policygrad.errors import ConfigError
 
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
 
-def gate_weight(out: Forward, batch: Batch, psi: Tensor, algorithm: Composition) -> tuple[Tensor, Tensor]:
+
+def gate_weight(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
     """(w, r), each [B, T], without graph; r is 1 where the algorithm has no ratio."""
     psi = _masked(psi, out, batch)
     ratio = _ratio(out, batch, algorithm)
@@ -34,7 +37,7 @@ def gate_weight(out: Forward, batch: Batch, psi: Tensor, algorithm: Composition)
     return per_token(weight, algorithm.gate, batch.mask, "weight"), ratio
 
 
-def _ratio(out: Forward, batch: Batch, algorithm: Composition) -> Tensor:
+def _ratio(out: Forward, batch: Batch, algorithm: Algorithm) -> Tensor:
     change, ratio = log_ratio(out.logp, batch.logp_old, batch.mask), algorithm.ratio
     return torch.ones_like(change) if ratio is None else per_token(ratio(change, batch.mask), ratio, batch.mask)
 
@@ -59,7 +62,7 @@ def _still(x: Tensor | None) -> Tensor | None:
 
 
 @torch.no_grad()
-def with_selected(out: Forward | None, batch: Batch, psi: Tensor, algorithm: Composition) -> Batch:
+def with_selected(out: Forward | None, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Batch:
     """The batch with `selected`, what a part chooses among all of its tokens (`Part.select`); as it is where no part does, or
     where it has been done. `batch` is one whole update, before any split."""
     part = algorithm.selecting
@@ -92,7 +95,7 @@ def _check_shape(name: str, value: Tensor, batch: Batch) -> None:
 
 
 def _of_update(
-    out: Forward, batch: Batch, psi: Tensor, algorithm: Composition, coef: Tensor | Coefficients | None
+    out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm, coef: Tensor | Coefficients | None
 ) -> tuple[Batch, Coefficients]:
     """The batch with what is selected among all of its tokens, and its coefficients; a share is given both."""
     if coef is None:
@@ -105,7 +108,7 @@ def _of_update(
     return batch, _coefficients(batch, algorithm, coef)
 
 
-def _coefficients(batch: Batch, algorithm: Composition, coef: Tensor | Coefficients | None) -> Coefficients:
+def _coefficients(batch: Batch, algorithm: Algorithm, coef: Tensor | Coefficients | None) -> Coefficients:
     """One tensor for the policy and one per term; a lone tensor serves the terms that have no aggregation of their own."""
     if coef is None:
         return algorithm.all_coefficients(batch)
@@ -131,7 +134,7 @@ def surrogate(
     out: Forward | Tensor,
     batch: Batch,
     psi: Tensor,
-    algorithm: Composition,
+    algorithm: Algorithm,
     coef: Tensor | Coefficients | None = None,
 ) -> Tensor:
     """Scalar loss with gradient −Σ (c w Ψ + Σ c^m k^m) ∇log π_θ. Its value means nothing; `objective` is the metric.
@@ -168,7 +171,7 @@ def objective(
     out: Forward | Tensor,
     batch: Batch,
     psi: Tensor,
-    algorithm: Composition,
+    algorithm: Algorithm,
     coef: Tensor | Coefficients | None = None,
 ) -> Tensor:
     """The paper's objective [], a metric: Σ c·gate.value(r, Ψ) + Σ c^m·term.value. A share's values add up to the step's."""
@@ -186,7 +189,7 @@ def objective(
 
 
 @torch.no_grad()
-def not_finite(out: Forward, batch: Batch, psi: Tensor, algorithm: Composition, coef: Coefficients) -> Metrics:
+def not_finite(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm, coef: Coefficients) -> Metrics:
     """Measure which factors of a gradient hold NaN or infinity: 1 or 0 by field and position, as in `terms.0`, each after those
     that it is computed from. `logp` comes first: what the model itself yields. For after a gradient that was not finite."""
     psi = _masked(psi, out, batch)
@@ -219,7 +222,7 @@ def measure(
     out: Forward,
     batch: Batch,
     psi: Tensor,
-    algorithm: Composition,
+    algorithm: Algorithm,
     coef: Coefficients,
 ) -> Metrics:
     """What one forward pass tells.

@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from policygrad.core import masked
 from policygrad.core.advantages import OverGroupMean, PassAtK, TeacherLogRatio
@@ -26,7 +26,6 @@ from policygrad.core.base import (
     UpdateRule,
 )
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.composition import Composition
 from policygrad.core.filters import Curriculum, Downsample, DropNoSpread, MaskTruncated
 from policygrad.core.kl_controllers import penalties
 from policygrad.core.process import ProcessReward
@@ -39,10 +38,13 @@ from policygrad.core.updates import DualDescent, FirstOrder
 from policygrad.core.vine import SelfNormalisation, SelfNormalised, Vine
 from policygrad.errors import ConfigError
 
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
+
 # What an algorithm makes of a rollout that has more than rewards: what it takes of it, and what it refuses to be.
 
 
-def data_problems(algorithm: Composition) -> Iterator[str]:
+def data_problems(algorithm: Algorithm) -> Iterator[str]:
     """What is wrong, and the way out."""
     declared = algorithm.declared
     if "demonstration" in declared:
@@ -104,7 +106,7 @@ _OF_ANSWERS = frozenset(
 """What is said of whole completions, which a vine's rows are not."""
 
 
-def _vine(algorithm: Composition) -> Iterator[str]:
+def _vine(algorithm: Algorithm) -> Iterator[str]:
     if any(isinstance(link, Vine) for link in algorithm.psi):
         for part in (*algorithm.filters, *algorithm.shaping):
             yield (
@@ -130,11 +132,11 @@ def _vine(algorithm: Composition) -> Iterator[str]:
         yield "SelfNormalised weighs a group's tokens by itself, and SequenceMean by length: set aggregate=GroupTokenMean()"
 
 
-def _normalises(algorithm: Composition) -> bool:
+def _normalises(algorithm: Algorithm) -> bool:
     return any(isinstance(term, SelfNormalisation) for term in algorithm.terms)
 
 
-def _demonstrations(algorithm: Composition) -> Iterator[str]:
+def _demonstrations(algorithm: Algorithm) -> Iterator[str]:
     gate = "demonstration" in algorithm.gate.needs
     if not gate and not any("demonstration" in term.needs for term in algorithm.terms):
         yield (
@@ -163,7 +165,7 @@ def _demonstrations(algorithm: Composition) -> Iterator[str]:
         )
 
 
-def check_demonstrations(algorithm: Composition, batch: Batch) -> None:
+def check_demonstrations(algorithm: Algorithm, batch: Batch) -> None:
     """Raises ConfigError for demonstrations that no part takes: they would count as the policy's own samples."""
     if batch.demonstration is None or "demonstration" in algorithm.declared:
         return
@@ -357,7 +359,7 @@ def _reads(part: Any, attribute: str, kind: type) -> Iterator[str]:
 BEHAVIOURS = ("recomputed", "sampler")
 
 
-def check(algorithm: Composition) -> None:
+def check(algorithm: Algorithm) -> None:
     """Raises ConfigError for the first thing that is wrong."""
     for checks in (
         check_kinds,
@@ -378,7 +380,7 @@ def check(algorithm: Composition) -> None:
             raise ConfigError(problem)
 
 
-def _spread(algorithm: Composition) -> Iterator[str]:
+def _spread(algorithm: Algorithm) -> Iterator[str]:
     """What is added to a standard deviation before something is divided by it, in whichever part."""
     for _, part in algorithm.parts():
         eps = getattr(part, "eps", 0.0)
@@ -386,7 +388,7 @@ def _spread(algorithm: Composition) -> Iterator[str]:
             yield f"{type(part).__name__}.eps must be at least 0 and finite, not {eps}"
 
 
-def _ratio(algorithm: Composition) -> Iterator[str]:
+def _ratio(algorithm: Algorithm) -> Iterator[str]:
     gate, ratio, updates = algorithm.gate, algorithm.ratio, algorithm.step.updates
     name, on_policy = type(gate).__name__, gate.on_policy
     if on_policy and updates > 1:
@@ -405,7 +407,7 @@ def _ratio(algorithm: Composition) -> Iterator[str]:
         yield f"{name} reads the tokens' own ratios, and ratio is {type(ratio).__name__}: set ratio=Token()"
 
 
-def _selection(algorithm: Composition) -> Iterator[str]:
+def _selection(algorithm: Algorithm) -> Iterator[str]:
     names = [type(part).__name__ for _, part in algorithm.parts() if "selected" in part.needs]
     if len(names) > 1:
         yield f"{' and '.join(names)} would each choose tokens of an update, and Batch.selected holds one choice: leave one out"
@@ -416,7 +418,7 @@ def _selection(algorithm: Composition) -> Iterator[str]:
         )
 
 
-def _behaviour(algorithm: Composition) -> Iterator[str]:
+def _behaviour(algorithm: Algorithm) -> Iterator[str]:
     if algorithm.behaviour not in BEHAVIOURS:
         yield f"behaviour must be {' or '.join(map(repr, BEHAVIOURS))}, not {algorithm.behaviour!r}"
     if algorithm.behaviour != "sampler":
@@ -433,7 +435,7 @@ def _behaviour(algorithm: Composition) -> Iterator[str]:
         )
 
 
-def _values(algorithm: Composition) -> Iterator[str]:
+def _values(algorithm: Algorithm) -> Iterator[str]:
     read = "values" in algorithm.declared
     if algorithm.critic is not None and (sampled := [link for link in algorithm.psi if link.samples_values]):
         name = type(sampled[0]).__name__
@@ -452,7 +454,7 @@ def _values(algorithm: Composition) -> Iterator[str]:
         yield "a critic that no advantage reads: put GAE() or NStep() first in psi, or set critic=None"
 
 
-def _order(algorithm: Composition) -> Iterator[str]:
+def _order(algorithm: Algorithm) -> Iterator[str]:
     for i, part in enumerate(algorithm.filters):
         if part.group_statistic and not all(before.group_statistic for before in algorithm.filters[:i]):
             yield f"{type(part).__name__} looks at the task's score of whole groups: put it first in filters"
@@ -465,7 +467,7 @@ def _order(algorithm: Composition) -> Iterator[str]:
         yield f"{late[0]} starts from the rewards and would ignore what stands before it: put it first in psi"
 
 
-def _steps(algorithm: Composition) -> Iterator[str]:
+def _steps(algorithm: Algorithm) -> Iterator[str]:
     links = [link for link in algorithm.psi if isinstance(link, ProcessReward)]
     if not links:
         return
@@ -483,7 +485,7 @@ def _steps(algorithm: Composition) -> Iterator[str]:
         )
 
 
-def _no_outcome(algorithm: Composition) -> Iterator[str]:
+def _no_outcome(algorithm: Algorithm) -> Iterator[str]:
     """Parts that look at the outcome's reward, where it does not enter Ψ."""
     by_outcome = [
         f for f in algorithm.filters if isinstance(f, DropNoSpread) or (isinstance(f, Downsample) and f.by == "spread")
@@ -496,7 +498,7 @@ def _no_outcome(algorithm: Composition) -> Iterator[str]:
         )
 
 
-def _reference(algorithm: Composition) -> Iterator[str]:
+def _reference(algorithm: Algorithm) -> Iterator[str]:
     read = "logp_ref" in algorithm.declared
     if algorithm.reference is not None and (algorithm.reference.every or algorithm.reference.stall) and not read:
         yield "a reference that is refreshed and that no part reads: add KLToReference(), or set every=None and stall=None"
@@ -509,7 +511,7 @@ def _reference(algorithm: Composition) -> Iterator[str]:
         )
 
 
-def _reward_model(algorithm: Composition) -> Iterator[str]:
+def _reward_model(algorithm: Algorithm) -> Iterator[str]:
     read, model, reference = "implicit_reward" in algorithm.declared, algorithm.reward_model, algorithm.reference
     if model is None and read:
         yield (
@@ -529,7 +531,7 @@ def _reward_model(algorithm: Composition) -> Iterator[str]:
         )
 
 
-def _penalty(algorithm: Composition) -> Iterator[str]:
+def _penalty(algorithm: Algorithm) -> Iterator[str]:
     step, targets = algorithm.step, penalties(algorithm)
     if isinstance(step, DualDescent) and not targets:
         yield (
@@ -544,7 +546,7 @@ def _penalty(algorithm: Composition) -> Iterator[str]:
         )
 
 
-def _trust_region(algorithm: Composition) -> Iterator[str]:
+def _trust_region(algorithm: Algorithm) -> Iterator[str]:
     step = algorithm.step
     if not isinstance(step, TrustRegion):
         return
@@ -567,7 +569,7 @@ def _trust_region(algorithm: Composition) -> Iterator[str]:
 # What a run refuses of an algorithm that is sound in itself: its sampling, its rewards, what would do nothing in it.
 
 
-def check_rollout(algorithm: Composition) -> None:
+def check_rollout(algorithm: Algorithm) -> None:
     """Raises ConfigError for a teacher that is missing, and for a penalty that does nothing where a rollout feeds one gradient
     step and is the policy's own: in a run. In a loop of one's own the samples may be older than the policy."""
     if any(isinstance(link, TeacherLogRatio) for link in algorithm.psi) and (
@@ -586,7 +588,7 @@ def check_rollout(algorithm: Composition) -> None:
             )
 
 
-def check_sampling(algorithm: Composition, samples_per_prompt: int, temperature: float) -> None:
+def check_sampling(algorithm: Algorithm, samples_per_prompt: int, temperature: float) -> None:
     """Raises ConfigError for one sample per prompt, or equal ones, where a part compares a prompt's samples, and for fewer than
     are to be trained on."""
     for part in (part for part in algorithm.filters if isinstance(part, Downsample)):
